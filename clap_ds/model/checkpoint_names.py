@@ -1,0 +1,85 @@
+"""How other CLAPs name the tensors of this model's state, and how their tensors are cut.
+
+Pure renaming: the state's keys and shapes come from the model, so that nothing is listed twice. Reading and writing files is
+`weights.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+_TRANSFORMERS_PARTS = [
+    ("audio.stages.", "audio.layers."),
+    ("audio.", "audio_model.audio_encoder."),
+    ("text.roberta.", "text_model."),
+    (".norm1.", ".layernorm_before."),
+    (".norm2.", ".layernorm_after."),
+    (".merge.", ".downsample."),
+    (".attention.relative_position_bias", ".attention.self.relative_position_bias_table"),
+    (".attention.qkv.", ".attention.self.qkv."),
+    (".attention.proj.", ".attention.output.dense."),
+    (".mlp.fc1.", ".intermediate.dense."),
+    (".mlp.fc2.", ".output.dense."),
+]
+_LAION_PARTS = [
+    ("audio.stages.", "audio.layers."),
+    ("audio.batch_norm.", "audio.bn0."),
+    ("audio.", "audio_branch."),
+    ("text.roberta.", "text_branch."),
+    (".merge.", ".downsample."),
+    (".attention.relative_position_bias", ".attn.relative_position_bias_table"),
+    ("projection.linear1.", "projection.0."),
+    ("projection.linear2.", "projection.2."),
+]
+_LOGIT_SCALES = {"logit_scale": "logit_scale_a", "logit_scale_text": "logit_scale_t"}
+
+
+def _renamed(key: str, parts: Iterable[tuple[str, str]]) -> str:
+    if key in _LOGIT_SCALES:
+        return _LOGIT_SCALES[key]
+    for ours, theirs in parts:
+        key = key.replace(ours, theirs)
+    return key
+
+
+def transformers_names(key: str) -> list[str]:
+    """`transformers.ClapModel`'s names of one of our keys: three for a fused qkv, else one."""
+    name = _renamed(key, _TRANSFORMERS_PARTS)
+    if ".qkv." in name:
+        return [name.replace(".qkv.", f".{part}.") for part in ("query", "key", "value")]
+    return [name]
+
+
+def laion_names(key: str) -> list[str]:
+    """LAION-CLAP's name of one of our keys."""
+    name = _renamed(key, _LAION_PARTS)
+    if name.startswith("audio_branch.layers."):
+        name = name.replace(".attention.", ".attn.")
+    return [name]
+
+
+def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:
+    """Our state from tensors under other names; keys whose tensors the source lacks are left out."""
+    state: State = {}
+    for key in keys:
+        tensors = [source[name] for name in names(key) if name in source]
+        if len(tensors) == len(names(key)):
+            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            state[key] = tensor.reshape(1) if key in _LOGIT_SCALES else tensor
+    return state
+
+
+def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> State:
+    """Inverse of `from_names`; logit scales become 0-dimensional, as other CLAPs have them."""
+    renamed: State = {}
+    for key, tensor in state.items():
+        targets = names(key)
+        pieces = tensor.chunk(len(targets)) if len(targets) > 1 else [tensor]
+        for name, piece in zip(targets, pieces, strict=True):
+            renamed[name] = piece.reshape(()) if key in _LOGIT_SCALES else piece
+    return renamed

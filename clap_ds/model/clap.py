@@ -1,0 +1,130 @@
+"""The CLAP model: audio and text towers projected to one space on the unit sphere (arXiv 2211.06687).
+
+Takes raw waveforms and token ids on any device. Leaves the loss, the distributed gather and precision policy to the
+engine, and checkpoints to `weights.py`. The root module's own forward only wires submodules together: profilers that hook
+submodules see all work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.model.config import ClapConfig, ProjectionConfig
+from clap_ds.model.htsat import HTSAT
+from clap_ds.model.mel import LogMel
+from clap_ds.model.packed import Packing
+from clap_ds.model.precision import at_least_fp32
+from clap_ds.model.text import TextAttention, TextTower
+from clap_ds.model.window_attention import Kernel
+
+INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
+
+
+class Projection(nn.Module):
+    """Two-layer head to the joint space, then L2 normalisation in fp32."""
+
+    def __init__(self, input_dim: int, output_dim: int, config: ProjectionConfig) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(input_dim, config.hidden_dim, bias=config.bias)
+        self.activation = nn.ReLU() if config.activation == "relu" else nn.GELU()
+        self.linear2 = nn.Linear(config.hidden_dim, output_dim, bias=config.bias)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """(batch, input_dim) → (batch, output_dim), fp32 rows of length 1."""
+        return F.normalize(self.linear2(self.activation(self.linear1(pooled))).float(), dim=-1)
+
+
+class ClapModel(nn.Module):
+    """Contrastive language–audio model.
+
+    Args:
+        config: sizes; `clap_ds.model.config.load_preset` has the published ones.
+        drop_path: stochastic depth of the last audio block.
+        text_dropout: dropout of RoBERTa's hidden states and attention weights.
+        spec_augment: mask stripes of the spectrogram while training.
+        text_from_hub: start RoBERTa from pretrained weights.
+        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`). `auto` is the device's
+            quickest in both towers and what packed captions need; RoBERTa goes through SDPA with any other.
+        checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
+        sigmoid: start from SigLIP's scale of 10 and learn its logit bias, from -10 (arXiv 2303.15343).
+
+    Attributes:
+        logit_scale: log of the factor on cosine similarities, fp32, shape (1,). In checkpoints with two scales, the audio one.
+        logit_scale_text: the other one: loaded and saved, never computed with.
+
+    Raises:
+        ValueError: `text_from_hub`, and the weights can't be had or don't fit.
+    """
+
+    logit_scale_text: Tensor
+
+    def __init__(
+        self,
+        config: ClapConfig,
+        *,
+        drop_path: float = 0.1,
+        text_dropout: float = 0.1,
+        spec_augment: bool = True,
+        text_from_hub: bool = False,
+        sigmoid: bool = False,
+        attention: Kernel = "sdpa",
+        checkpoint_activations: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.mel = LogMel(config.audio)
+        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=attention)
+        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
+        text_attention: TextAttention = "auto" if attention == "auto" else "sdpa"
+        self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub, attention=text_attention)
+        self.audio.checkpoint_activations("audio" in checkpoint_activations)
+        self.text.checkpoint_activations("text" in checkpoint_activations)
+        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
+        self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if sigmoid else INITIAL_LOGIT_SCALE]))
+        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if sigmoid else None
+        self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
+
+    def encode_audio(self, waveforms: Tensor) -> Tensor:
+        """(batch, num_samples) at the preset's sample rate → (batch, joint_dim), fp32 rows of length 1."""
+        return self.audio_projection(self.audio(self.mel(waveforms)))
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
+        """(batch, tokens) ids and mask (None: nothing is padded), or (tokens,) ids and their packing → (batch, joint_dim), fp32
+        rows of length 1."""
+        return self.text_projection(self.text(input_ids, attention_mask, packing))
+
+    def forward(
+        self, waveforms: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, ...]:
+        """Both embeddings of a batch of pairs, the logit scale and, where it is learned, the logit bias.
+
+        Args:
+            waveforms: (batch, num_samples), floating, full scale ±1.
+            input_ids: (batch, tokens) int64; (tokens,) when packed.
+            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded, or all are packed.
+            packing: where packed captions lie.
+
+        Returns:
+            audio features (batch, joint_dim), text features (batch, joint_dim), logit scale (1,) and, if there is one, logit
+            bias (1,), all fp32.
+        """
+        features = self.encode_audio(waveforms), self.encode_text(input_ids, attention_mask, packing)
+        bias = () if self.logit_bias is None else (self.logit_bias.float(),)
+        return *features, self.logit_scale.float().exp(), *bias
+
+    def fp32_parameters(self) -> list[nn.Parameter]:
+        """The parameters that stay in fp32 when the rest is cast to 16 bits: casts by `Module.to` leave them alone, an engine
+        that casts `.data` must restore them."""
+        bias = [] if self.logit_bias is None else [self.logit_bias]
+        return [self.logit_scale, *bias, self.audio.batch_norm.weight, self.audio.batch_norm.bias]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        keep = at_least_fp32(fn)
+        own = {id(self.logit_scale), id(self.logit_scale_text), id(self.logit_bias)}
+        return super()._apply(lambda tensor: keep(tensor) if id(tensor) in own else fn(tensor), recurse)

@@ -1,0 +1,47 @@
+"""torch.compile over a model, and what it made of it: graphs, graph breaks and recompilations, for the run's summary.
+
+Which parts are compiled is the run's choice (`clap.compile`); the model itself is written so that they compile whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from clap_ds.model.clap import ClapModel
+
+Compile = Literal["off", "towers", "step"]
+
+
+def compile_model(model: ClapModel, what: Compile, *, backend: str = "inductor") -> None:
+    """Compile in place, so that parameter names stay.
+
+    Args:
+        what: `towers`: HTSAT and RoBERTa, each a graph; `step`: the whole forward pass from waveforms to embeddings as one
+            graph, and with it its backward pass. The loss, which talks to other ranks, stays outside.
+        backend: torch.compile's.
+    """
+    if what == "towers":
+        model.audio.compile(backend=backend)
+        model.text.compile(backend=backend)
+    elif what == "step":
+        model.compile(backend=backend)
+
+
+def compile_statistics() -> dict[str, Any]:
+    """Since the process started: graphs compiled, graph breaks with their reasons, and how many graphs were compilations anew
+    of code that had been compiled for other shapes or values."""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    anew = [
+        metrics for metrics in get_compilation_metrics() if int(str(metrics.compile_id or "0/0").split("/")[-1][0]) > 0
+    ]
+    breaks = {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
+    return {
+        "num_graphs": counters["stats"]["unique_graphs"],
+        "num_graph_breaks": sum(breaks.values()),
+        "graph_breaks": breaks,
+        "num_recompilations": len(anew),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,178 @@
+"""HTSAT: the Swin transformer over a folded log-mel spectrogram that is CLAP's audio tower (arXiv 2202.00874, 2103.14030).
+
+Follows LAION-CLAP's training code without feature fusion. Takes log-mel spectrograms (`mel.py` makes them) and gives one
+vector per clip; the projection to the joint space is `clap.py`'s, the transformer blocks are in `swin.py`. Shape letters:
+B batch, F mel bins, T frames, H and W the token grid, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.model.config import AudioConfig
+from clap_ds.model.precision import at_least_fp32
+from clap_ds.model.swin import INIT_STD, Stage
+from clap_ds.model.window_attention import Kernel
+
+NUM_STRIPES = 2
+MAX_TIME_STRIPE = 64
+MAX_MEL_STRIPE = 8
+
+
+class MelBatchNorm(nn.BatchNorm1d):
+    """Batch norm over mel bins, kept whole in fp32: casts of the model to 16 bits don't reach it, and it computes in fp32 even
+    where something casts its parameters behind the module's back."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return super()._apply(at_least_fp32(fn), recurse)
+
+    def forward(self, log_mel_BTF: Tensor) -> Tensor:
+        """(B, T, F) dB → (B, F, T) normalised, in the dtype of the statistics."""
+        dtype = self.running_mean.dtype
+        assert self.momentum is not None
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        with torch.autocast(log_mel_BTF.device.type, enabled=False):
+            return F.batch_norm(
+                log_mel_BTF.transpose(1, 2).to(dtype),
+                self.running_mean,
+                self.running_var,
+                self.weight.to(dtype),
+                self.bias.to(dtype),
+                training=self.training,
+                momentum=self.momentum,
+                eps=self.eps,
+            )
+
+
+class SpecAugment(nn.Module):
+    """Zeroes two stripes of time and two of mel bins, drawn per clip, while training (LAION-CLAP's use of SpecAugment, arXiv
+    1904.08779). A stripe's width is uniform in 0 … limit - 1 and its start uniform over the places where it fits."""
+
+    def forward(self, mel_BFT: Tensor) -> Tensor:
+        if not self.training:
+            return mel_BFT
+        num_clips, num_mels, num_frames = mel_BFT.shape
+        keep_mel_BF = self._keep(num_clips, num_mels, MAX_MEL_STRIPE, mel_BFT)
+        keep_time_BT = self._keep(num_clips, num_frames, MAX_TIME_STRIPE, mel_BFT)
+        return mel_BFT * (keep_mel_BF[:, :, None] * keep_time_BT[:, None, :])
+
+    @staticmethod
+    def _keep(num_clips: int, size: int, width_limit: int, like: Tensor) -> Tensor:
+        """(num_clips, size): 0 inside the stripes, 1 elsewhere."""
+        width = torch.randint(min(width_limit, size), (num_clips, NUM_STRIPES, 1), device=like.device)
+        start = (torch.rand(num_clips, NUM_STRIPES, 1, device=like.device) * (size - width)).long()
+        position = torch.arange(size, device=like.device)
+        inside = (position >= start) & (position < start + width)
+        return (~inside.any(dim=1)).to(like.dtype)
+
+
+class FoldToImage(nn.Module):
+    """Stretches time to fill the image and stacks its `freq_ratio` segments along frequency.
+
+    The stretch is PyTorch's bicubic interpolation with aligned corners, which is linear in its input, held as a matrix.
+    """
+
+    stretch: Tensor | None
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.image_size, self.freq_ratio = config.image_size, config.freq_ratio
+        width = config.image_size * config.freq_ratio
+        stretch_TW = None
+        if config.num_frames < width:
+            impulses = torch.eye(config.num_frames)[None, None]
+            stretched = F.interpolate(impulses, (width, config.num_frames), mode="bicubic", align_corners=True)
+            stretch_TW = stretched[0, 0].T.contiguous()
+        self.register_buffer("stretch", stretch_TW, persistent=False)
+
+    def forward(self, mel_BFT: Tensor) -> Tensor:
+        """(B, F, T) → (B, 1, image_size, image_size)."""
+        if self.stretch is not None:
+            mel_BFT = torch.matmul(mel_BFT, self.stretch.to(mel_BFT.dtype))
+        segments = mel_BFT.unflatten(2, (self.freq_ratio, self.image_size))
+        return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
+
+
+class PatchEmbed(nn.Module):
+    """Cuts the image into patches and embeds each: (B, 1, image, image) → (B, H, W, C)."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(1, config.embed_dim, kernel_size=config.patch_size, stride=config.patch_size)
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.norm(self.proj(image).permute(0, 2, 3, 1))
+
+
+class HeldLayer(nn.Module):
+    """Weights that checkpoints carry and nothing computes with: buffers, so that no optimiser or all-reduce sees them."""
+
+    def __init__(self, *weight_shape: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(weight_shape))
+        self.register_buffer("bias", torch.zeros(weight_shape[0]))
+
+
+class HTSAT(nn.Module):
+    """Audio tower: log-mel spectrograms to one vector per clip.
+
+    `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded and saved, zero until loaded, never computed.
+
+    Args:
+        config: sizes.
+        drop_path: stochastic depth of the last block; grows linearly from 0 at the first.
+        spec_augment: mask stripes while training.
+        attention: kernel of the window attention.
+    """
+
+    def __init__(
+        self, config: AudioConfig, *, drop_path: float, spec_augment: bool, attention: Kernel = "sdpa"
+    ) -> None:
+        super().__init__()
+        self.batch_norm = MelBatchNorm(config.mel_bins)
+        self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
+        self.fold = FoldToImage(config)
+        self.patch_embed = PatchEmbed(config)
+        rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu").tolist()
+        self.stages = nn.ModuleList()
+        for stage, depth in enumerate(config.depths):
+            self.stages.append(Stage(config, stage, rates[:depth], attention))
+            rates = rates[depth:]
+        self.norm = nn.LayerNorm(config.output_dim)
+        self.apply(_init_weights)
+
+        kernel_height = max(1, config.stage_grids[-1] // config.freq_ratio)
+        self.tscam_conv = HeldLayer(config.num_classes, config.output_dim, kernel_height, 3)
+        self.head = HeldLayer(config.num_classes, config.num_classes)
+
+    def checkpoint_activations(self, enabled: bool) -> None:
+        """Whether blocks keep only their input for the backward pass."""
+        for stage in self.stages:
+            assert isinstance(stage, Stage)
+            stage.checkpoint = enabled
+
+    def forward(self, log_mel_BTF: Tensor) -> Tensor:
+        """(B, num_frames, mel_bins) dB → (B, output_dim) in the parameters' dtype."""
+        mel_BFT = self.spec_augment(self.batch_norm(log_mel_BTF))
+        tokens_BHWC = self.patch_embed(self.fold(mel_BFT.to(self.norm.weight.dtype)))
+        for stage in self.stages:
+            tokens_BHWC = stage(tokens_BHWC)
+        return self.norm(tokens_BHWC).mean(dim=(1, 2))
+
+
+def _init_weights(module: nn.Module) -> None:
+    """LAION-CLAP's: truncated normal linears, zero biases, identity LayerNorms, PyTorch's default for the patch convolution."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=INIT_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,79 @@
+"""From waveforms to the log-mel spectrogram LAION-CLAP was trained on, by FFT on the waveforms' own device.
+
+Always in fp32, whatever the rest of the model runs in: 16 bits can't hold the 100 dB between a spectrum's peaks and its floor.
+Leaves normalisation over mel bins, augmentation and the image layout to `htsat.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from clap_ds.model.config import AudioConfig
+from clap_ds.model.precision import at_least_fp32
+from clap_ds.torchaudio_compat import torchaudio
+
+MIN_POWER = 1e-10
+"""Floor of the mel power, so -100 dB."""
+
+
+class LogMel(nn.Module):
+    """Log-mel spectrogram in dB: centred, reflect-padded STFT with a periodic Hann window, squared, Slaney mel filters with
+    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end).
+    """
+
+    window: Tensor
+    mel_filters: Tensor
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.num_samples = config.num_samples
+        self.num_fft = config.stft_window
+        self.hop_size = config.hop_size
+        with torch.device("cpu"):  # torchaudio can't build filters on the meta device
+            filters = torchaudio.functional.melscale_fbanks(
+                n_freqs=config.stft_window // 2 + 1,
+                f_min=float(config.fmin),
+                f_max=float(config.fmax),
+                n_mels=config.mel_bins,
+                sample_rate=config.sample_rate,
+                norm="slaney",
+                mel_scale="slaney",
+            )
+        self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
+        self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return super()._apply(at_least_fp32(fn), recurse)
+
+    def forward(self, waveforms: Tensor) -> Tensor:
+        """Log-mel spectrograms of a batch of clips.
+
+        Args:
+            waveforms: (batch, num_samples), floating, full scale ±1.
+
+        Returns:
+            (batch, num_frames, mel_bins) in dB relative to power 1, fp32.
+
+        Raises:
+            ValueError: clips of another length than the model's.
+        """
+        if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
+            raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
+        with torch.autocast(waveforms.device.type, enabled=False):
+            spectrum = torch.stft(
+                waveforms.to(self.window.dtype),
+                n_fft=self.num_fft,
+                hop_length=self.hop_size,
+                window=self.window,
+                center=True,
+                pad_mode="reflect",
+                return_complex=True,
+            )
+            # Squares of the parts: an absolute value would take roots only for them to be squared.
+            power = spectrum.real.square() + spectrum.imag.square()
+            mel = torch.matmul(self.mel_filters, power)
+            return (10.0 * mel.clamp(min=MIN_POWER).log10()).transpose(1, 2)

@@ -1,0 +1,117 @@
+"""Captions one after the other in one row of tokens, so that no padding is computed with.
+
+Shapes that repeat spare recompilation and memory fragmentation, so the row is filled up to a multiple with captions of
+nothing but padding, always as many of them (some empty); their results are never read. Attention over such rows is
+`text_attention.py`'s. Shape letters: S captions with those of padding, T tokens, L the longest caption.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clap_ds.model.config import PAD_TOKEN_ID
+
+FIRST_POSITION = PAD_TOKEN_ID + 1
+ROW_SHARE = 128
+"""The multiple of tokens is the largest power of two up to a 128th of the padded row, so that filling up costs about 1 %."""
+SMALLEST_MULTIPLE = 8
+
+
+class Packing(NamedTuple):
+    """Where each caption lies in the row.
+
+    Attributes:
+        bounds: (S + 1,) int32, on the tokens' device: caption i is tokens bounds[i] to bounds[i + 1].
+        num_captions: real ones, which come first.
+        max_tokens: no caption is longer.
+    """
+
+    bounds: Tensor
+    num_captions: int
+    max_tokens: int
+
+
+class Layout(NamedTuple):
+    """What attention and pooling need of a `Packing`, worked out once per forward pass.
+
+    Attributes:
+        position_ids: (1, T), RoBERTa's.
+        to_padded: (S·L,), the token at each place of the padded form; any token at padding.
+        to_row: (T,), the place of each token in the padded form.
+        keep: (S, 1, 1, L) bool, real tokens of the padded form.
+        caption: (T,), which caption each token is of.
+        longest: L.
+    """
+
+    packing: Packing
+    position_ids: Tensor
+    to_padded: Tensor
+    to_row: Tensor
+    keep: Tensor
+    caption: Tensor
+    longest: int
+
+
+def token_multiple(num_captions: int, text_tokens: int) -> int:
+    """What the number of tokens is filled up to a multiple of."""
+    share = num_captions * text_tokens // ROW_SHARE
+    return max(SMALLEST_MULTIPLE, 1 << share.bit_length() - 1 if share else 0)
+
+
+def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> tuple[Tensor, Packing]:
+    """Pack padded captions, on the host.
+
+    Args:
+        captions: pieces of a batch, each token ids (B, text_tokens) and mask, 1 at real tokens, which come first.
+        multiple: of the number of tokens; `token_multiple` by default.
+
+    Returns:
+        token ids (T,) and where they belong.
+    """
+    max_tokens = captions[0][0].shape[1]
+    lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
+    multiple = multiple or token_multiple(len(lengths), max_tokens)
+    num_tokens = int(lengths.sum())
+    filling = -num_tokens % multiple
+    num_fillers = -(-(multiple - 1) // max_tokens)
+    fillers = (filling - max_tokens * torch.arange(num_fillers)).clamp(0, max_tokens)
+    bounds = torch.zeros(len(lengths) + num_fillers + 1, dtype=torch.int32)
+    bounds[1:] = torch.cat([lengths, fillers]).cumsum(dim=0)
+    ids = [ids[mask.bool()] for ids, mask in captions]
+    row = torch.cat([*ids, ids[0].new_full((filling,), PAD_TOKEN_ID)])
+    return row, Packing(bounds, len(lengths), max_tokens)
+
+
+def lay_out(packing: Packing, num_tokens: int) -> Layout:
+    """The `Layout` of a row of `num_tokens`. On CPU its padded form is as long as the longest caption, elsewhere, where reading
+    that would wait for the device, as `max_tokens`."""
+    bounds = packing.bounds
+    lengths = bounds.diff()
+    on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
+    longest = int(lengths.max()) if on_cpu else packing.max_tokens
+    token = torch.arange(num_tokens, device=bounds.device)
+    caption = torch.searchsorted(bounds[1:], token.int(), right=True)
+    place = token - bounds[caption]
+    column = torch.arange(longest, device=bounds.device)
+    to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
+    keep = (column < lengths[:, None])[:, None, None, :]
+    position_ids = (place + FIRST_POSITION)[None]
+    return Layout(packing, position_ids, to_padded, caption * longest + place, keep, caption, longest)
+
+
+class Rearrange(torch.autograd.Function):
+    """Rows by index, where `back` holds the places whose gradient each row gets: a gather both ways in place of the scatter
+    that indexing's own backward would be. Rows that `back` doesn't name must have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None

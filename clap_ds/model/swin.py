@@ -1,0 +1,148 @@
+"""Swin transformer stages on square token grids (arXiv 2103.14030): what HTSAT is made of between patch embedding and pooling.
+
+Knows nothing of audio. Only the relative position biases are initialised here; `htsat.py` does the rest.
+The attention itself is `window_attention.py`'s.
+Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from clap_ds.model.config import AudioConfig
+from clap_ds.model.window_attention import MASKED_SCORE, Kernel, attend_windows, partition_windows
+
+INIT_STD = 0.02
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (arXiv 1603.09382): drops a residual branch for whole clips while training."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if self.probability == 0.0 or not self.training:
+            return branch
+        keep = 1.0 - self.probability
+        shape = (branch.shape[0],) + (1,) * (branch.ndim - 1)
+        return branch * branch.new_empty(shape).bernoulli_(keep).div_(keep)
+
+
+def relative_position_index(window: int) -> Tensor:
+    """(N, N): row of the bias table for each pair of a window's tokens."""
+    rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
+    row_gap = rows.flatten()[:, None] - rows.flatten()[None, :] + window - 1
+    column_gap = columns.flatten()[:, None] - columns.flatten()[None, :] + window - 1
+    return row_gap * (2 * window - 1) + column_gap
+
+
+def shifted_window_mask(grid: int, window: int, shift: int) -> Tensor:
+    """(G, N, N) added to the shifted grid's scores: keeps apart tokens that only the cyclic shift made neighbours."""
+    position = torch.arange(grid)
+    region = (position >= grid - window).long() + (position >= grid - shift).long()
+    regions = partition_windows((region[:, None] * 3 + region[None, :])[None, :, :, None], window)[0, :, :, 0]
+    return (regions[:, None, :] != regions[:, :, None]) * MASKED_SCORE
+
+
+class WindowAttention(nn.Module):
+    """Multi-head attention inside windows, with a learned bias for each relative position."""
+
+    relative_position_index: Tensor
+
+    def __init__(self, dim: int, window: int, num_heads: int, kernel: Kernel) -> None:
+        super().__init__()
+        self.window, self.kernel = window, kernel
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        nn.init.trunc_normal_(self.relative_position_bias, std=INIT_STD)
+        self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
+
+    def position_bias(self) -> Tensor:
+        """(A, N, N)."""
+        num_tokens = self.relative_position_index.shape[0]
+        flat = self.relative_position_bias[self.relative_position_index.flatten()]
+        return flat.unflatten(0, (num_tokens, num_tokens)).permute(2, 0, 1)
+
+    def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
+        qkv_BHWE = self.qkv(tokens_BHWC)
+        mixed_BHWC = attend_windows(
+            qkv_BHWE, self.position_bias(), mask_GNN, window=self.window, shift=shift, kernel=self.kernel
+        )
+        return self.proj(mixed_BHWC)
+
+
+class Mlp(nn.Module):
+    """Two linears with a GELU between them."""
+
+    def __init__(self, dim: int, ratio: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, ratio * dim)
+        self.fc2 = nn.Linear(ratio * dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(tokens)))
+
+
+class SwinBlock(nn.Module):
+    """Pre-norm transformer block on a square token grid; `shift` > 0 moves the grid cyclically under the windows."""
+
+    def __init__(
+        self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float, kernel: Kernel
+    ) -> None:
+        super().__init__()
+        self.shift = shift
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = WindowAttention(dim, window, num_heads, kernel)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, mlp_ratio)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
+        tokens_BHWC = tokens_BHWC + self.drop_path(self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift))
+        return tokens_BHWC + self.drop_path(self.mlp(self.norm2(tokens_BHWC)))
+
+
+class PatchMerging(nn.Module):
+    """Joins each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, tokens_BHWC: Tensor) -> Tensor:
+        squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, C)
+        return self.reduction(self.norm(squares.permute(0, 1, 3, 4, 2, 5).flatten(3)))
+
+
+class Stage(nn.Module):
+    """Blocks on one token grid, every second one shifted, then patch merging unless it is the last stage."""
+
+    mask: Tensor | None
+
+    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.checkpoint = False
+        dim, grid = config.stage_dims[stage], config.stage_grids[stage]
+        window = min(config.attention_window, grid)
+        shift = window // 2 if grid > window else 0
+        self.blocks = nn.ModuleList(
+            SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path, kernel)
+            for i, drop_path in enumerate(drop_paths)
+        )
+        self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()
+        self.register_buffer("mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False)
+
+    def forward(self, tokens_BHWC: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.checkpoint and self.training:
+                tokens_BHWC = checkpoint(block, tokens_BHWC, self.mask, use_reentrant=False)
+            else:
+                tokens_BHWC = block(tokens_BHWC, self.mask)
+        return self.merge(tokens_BHWC)

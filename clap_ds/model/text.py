@@ -1,0 +1,162 @@
+"""CLAP's text tower: `transformers.RobertaModel` and the pooling that makes one vector of a caption.
+
+Leaves the projection to the joint space to `clap.py` and tokenising to `clap_ds.data`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from clap_ds.model import text_attention
+from clap_ds.model.config import PAD_TOKEN_ID, TextConfig
+from clap_ds.model.packed import Layout, Packing, lay_out
+from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+
+from transformers import RobertaConfig, RobertaModel  # isort: skip
+
+TextAttention = Literal["auto", "sdpa"]
+ATTENTION: TextAttention = "sdpa"
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "layer_norm_eps": "layer_norm_eps",
+}
+"""Our field → RoBERTa's."""
+
+
+class TextTower(nn.Module):
+    """RoBERTa and its pooling: `cls_pooler` is the first token through RoBERTa's tanh pooler, `mean` the mean over real tokens.
+
+    Args:
+        config: sizes.
+        dropout: of hidden states and of attention weights.
+        attention: `sdpa`, PyTorch's; or `auto`, this project's (`text_attention.py`), which packed captions need.
+        from_hub: start from the pretrained weights `config.hub_name` names (hub, local cache or folder; safetensors only).
+
+    Raises:
+        ValueError: those weights can't be had, or are of other sizes.
+    """
+
+    def __init__(
+        self, config: TextConfig, *, dropout: float, from_hub: bool, attention: TextAttention = "sdpa"
+    ) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
+        if attention == "auto":
+            self.roberta.config._attn_implementation = text_attention.NAME
+
+    def checkpoint_activations(self, enabled: bool) -> None:
+        """Whether layers keep only their input for the backward pass."""
+        if enabled:
+            # Renamed within the versions of transformers this works with.
+            enable = getattr(self.roberta, "activation_checkpointing_enable", None)
+            (enable or self.roberta.gradient_checkpointing_enable)()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
+        """One vector per caption.
+
+        Args:
+            input_ids: (batch, tokens) int64, padded with RoBERTa's padding index on the right.
+            attention_mask: (batch, tokens), 1 at real tokens and 0 at padding; None when no caption is padded, which leaves
+                attention kernels a wider choice.
+            packing: for packed captions: `input_ids` is then (tokens,), without a mask.
+
+        Returns:
+            (batch, hidden_size) in the parameters' dtype.
+        """
+        if packing is not None:
+            return self._forward_packed(input_ids, packing)
+        # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
+        mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        output = self.roberta(input_ids=input_ids, attention_mask=mask_B11L)
+        if self.pooling == "cls_pooler":
+            return output.pooler_output
+        return mean_over_tokens(output.last_hidden_state, attention_mask)
+
+    def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
+        assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention='auto'"
+        layout = lay_out(packing, len(input_ids_T))
+        output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
+        hidden_TC = output.last_hidden_state[0]
+        if self.pooling == "cls_pooler":
+            assert self.roberta.pooler is not None
+            first_BC = hidden_TC.index_select(0, packing.bounds[: packing.num_captions])
+            return self.roberta.pooler(first_BC[:, None])
+        return mean_over_packed_tokens(hidden_TC, layout)
+
+
+def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """(batch, channels): mean over the tokens where the mask is 1 (all of them without a mask), summed in fp32."""
+    if mask_BL is None:
+        return hidden_BLC.mean(dim=1)
+    weights_BL1 = mask_BL[:, :, None].float()
+    total = (hidden_BLC.float() * weights_BL1).sum(dim=1)
+    return (total / weights_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLC.dtype)
+
+
+def mean_over_packed_tokens(hidden_TC: Tensor, layout: Layout) -> Tensor:
+    """(captions, channels): mean over each packed caption's tokens, summed in fp32."""
+    bounds, num_captions, _ = layout.packing
+    sums_SC = hidden_TC.new_zeros(len(bounds) - 1, hidden_TC.shape[1], dtype=torch.float32)
+    sums_SC = sums_SC.index_add(0, layout.caption, hidden_TC.float())
+    lengths_B1 = bounds.diff()[:num_captions, None].clamp(min=1)
+    return (sums_SC[:num_captions] / lengths_B1).to(hidden_TC.dtype)
+
+
+def roberta_config(config: TextConfig, dropout: float) -> RobertaConfig:
+    """The `transformers` configuration of these sizes."""
+    return RobertaConfig(
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        type_vocab_size=1,
+        pad_token_id=PAD_TOKEN_ID,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+
+
+def _initialised(config: TextConfig, dropout: float) -> RobertaModel:
+    transformers_config = roberta_config(config, dropout)
+    transformers_config._attn_implementation = ATTENTION
+    return RobertaModel(transformers_config, add_pooling_layer=config.pooling == "cls_pooler")
+
+
+def _pretrained(config: TextConfig, dropout: float) -> RobertaModel:
+    if not config.hub_name:
+        raise ValueError("text_from_hub: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
+    try:
+        found = RobertaConfig.from_pretrained(config.hub_name)
+        _check_sizes(config, found)
+        return RobertaModel.from_pretrained(
+            config.hub_name,
+            add_pooling_layer=config.pooling == "cls_pooler",
+            attn_implementation=ATTENTION,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            dtype=torch.float32,
+            use_safetensors=True,
+        )
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"text_from_hub: can't get {config.hub_name!r} from the hub, its local cache or a folder of that name: {reason}"
+        ) from error
+
+
+def _check_sizes(config: TextConfig, found: RobertaConfig) -> None:
+    wrong = [
+        f"{ours} {getattr(found, theirs)} (expected {getattr(config, ours)})"
+        for ours, theirs in _SIZES.items()
+        if getattr(found, theirs) != getattr(config, ours)
+    ]
+    if wrong:
+        raise ValueError(f"text_from_hub: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")

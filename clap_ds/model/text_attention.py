@@ -1,0 +1,88 @@
+"""RoBERTa's attention, registered with `transformers` under `NAME`: packed captions, and what is quick on CPUs.
+
+Packed on CUDA in 16 bits it is PyTorch's variable-length flash attention, which has no dropout of attention weights. Everywhere
+else packed captions are padded to the longest for the attention alone. On CPU attention is two matrix products around a
+softmax: PyTorch's fused kernel there takes ten times as long backward in bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.model.packed import Layout, Rearrange
+from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers)
+
+from transformers import AttentionInterface  # isort: skip
+
+NAME = "clap_ds"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """`transformers`' attention interface.
+
+    Args:
+        query, key, value: (batch, heads, tokens, D); with a `layout` the batch is 1, of packed captions.
+        attention_mask: (batch, 1, 1, tokens) bool, True at real tokens; None where all are.
+        layout: how captions are packed.
+
+    Returns:
+        (batch, tokens, heads, D), and None for the attention weights, which are not kept.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is None:
+        return _attend_padded(query, key, value, attention_mask, dropout, scale).transpose(1, 2), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _attend_varlen(query, key, value, layout, scale), None
+    q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))
+    mixed_SALD = _attend_padded(q, k, v, layout.keep, dropout, scale)
+    rows = mixed_SALD.transpose(1, 2).flatten(2).flatten(0, 1)
+    mixed_TC = rows.index_select(0, layout.to_row)
+    return mixed_TC.unflatten(1, (query.shape[1], -1))[None], None
+
+
+def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
+    """(1, A, T, D) → (S, A, L, D)."""
+    rows_TC = packed_1ATD[0].transpose(0, 1).flatten(1)
+    padded = Rearrange.apply(rows_TC, layout.to_padded, layout.to_row)
+    return padded.unflatten(0, (-1, layout.longest)).unflatten(2, (packed_1ATD.shape[1], -1)).transpose(1, 2)
+
+
+def _attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float, scale: float
+) -> Tensor:
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, keep, dropout_p=dropout, scale=scale)
+    scores = torch.matmul(query * scale, key.transpose(-1, -2))
+    if keep is not None:
+        # Not minus infinity: a caption of padding alone would become NaN.
+        scores = scores.masked_fill_(~keep, torch.finfo(scores.dtype).min)
+    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    return torch.matmul(weights, value)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = layout.packing.bounds, layout.packing.max_tokens
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale)
+    assert isinstance(mixed, Tensor)
+    return mixed[None]
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,199 @@
+"""Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
+projection takes: the same result by several kernels. `auto` is `matmul` on a CPU and `sdpa` elsewhere.
+
+- `eager`: one plain operation after the other; what the others are tested against.
+- `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
+  and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
+- `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
+  matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
+- `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
+  (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU, so not what `auto` picks.
+
+Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, D head dim,
+C = A·D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kernel = Literal["auto", "eager", "sdpa", "matmul", "triton"]
+MASKED_SCORE = -100.0
+"""What keeps apart tokens that only the cyclic shift made neighbours."""
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+
+
+def partition_windows(tokens_BHWC: Tensor, window: int) -> Tensor:
+    """(B, H, W, C) → (B, G, N, C), windows in row-major order."""
+    tiles = tokens_BHWC.unflatten(2, (-1, window)).unflatten(1, (-1, window))
+    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def merge_windows(windows_BGNC: Tensor, grid: int) -> Tensor:
+    """Inverse of `partition_windows` for a square grid."""
+    window = int(windows_BGNC.shape[2] ** 0.5)
+    per_side = grid // window
+    tiles = windows_BGNC.unflatten(2, (window, window)).unflatten(1, (per_side, per_side))
+    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
+    """The kernel that `auto` stands for on a device; others are themselves.
+
+    Raises:
+        ValueError: `triton` asked for where there is none.
+    """
+    if kernel == "auto":
+        return "matmul" if device.type == "cpu" else "sdpa"
+    if kernel == "triton" and not _has_triton():
+        raise ValueError("clap.model.attention: 'triton' needs the triton package, which is not installed")
+    return kernel
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton_package
+
+    return bool(has_triton_package())
+
+
+def attend_windows(
+    qkv_BHWE: Tensor,
+    bias_ANN: Tensor,
+    mask_GNN: Tensor | None,
+    *,
+    window: int,
+    shift: int,
+    kernel: Kernel,
+) -> Tensor:
+    """Softmax attention of every token over its window's tokens.
+
+    Args:
+        qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, heads inside each; H = W, a multiple of `window`.
+        bias_ANN: added to the scores, which are scaled by D^-1/2 first. Any floating dtype.
+        mask_GNN: added to the scores of shifted windows; needed where `shift` is above 0, ignored elsewhere.
+        window: side of a window, so N = window².
+        shift: how far the grid is moved cyclically up and left under the windows. The output is moved back.
+
+    Returns:
+        (B, H, W, A·D) in the dtype of `qkv_BHWE`.
+    """
+    bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
+    mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
+    assert shift == 0 or mask_GNN is not None
+    kernel = resolve_kernel(kernel, qkv_BHWE.device)
+    if kernel == "triton":
+        from clap_ds.model.window_attention_triton import triton_window_attention
+
+        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
+    if kernel == "matmul":
+        return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
+    if shift:
+        qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))
+    grid, heads = qkv_BHWE.shape[1], bias_ANN.shape[0]
+    windows = partition_windows(qkv_BHWE, window)
+    mixed = (_sdpa if kernel == "sdpa" else _eager)(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
+    mixed_BHWC = merge_windows(mixed, grid)
+    return mixed_BHWC.roll((shift, shift), dims=(1, 2)) if shift else mixed_BHWC
+
+
+def _eager(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
+    q, k, v = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
+    if mask_GNN is not None:
+        scores = scores + mask_GNN[:, None]
+    return (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
+
+
+def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
+    B, G, N, _, A, D = qkv_BGN3AD.shape
+    qkv = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
+    if mask_GNN is None:
+        q, k, v = qkv.flatten(1, 2)  # (B·G, A, N, D): one bias for every window
+        mixed = F.scaled_dot_product_attention(q, k, v, bias_ANN[None])
+    else:
+        q, k, v = qkv.flatten(2, 3)  # (B, G·A, N, D): the bias differs by window
+        bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
+    return mixed.view(B, G, A, N, D).transpose(2, 3).flatten(3)
+
+
+def _shifted_pieces(grid: int, window: int, shift: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """For one axis cut into (window number, place in it): slices of the shifted windows and of the grid that hold the same
+    tokens. Together they cover the axis."""
+    count = grid // window
+    everything = slice(None)
+    if shift == 0:
+        yield (everything, everything), (everything, everything)
+        return
+    yield (everything, slice(0, window - shift)), (everything, slice(shift, window))
+    late, early = slice(window - shift, window), slice(0, shift)
+    if count > 1:
+        yield (slice(0, count - 1), late), (slice(1, count), early)
+    yield (slice(count - 1, count), late), (slice(0, 1), early)
+
+
+def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, to_windows: bool) -> None:
+    """Copies between (S, B, G, A, N, D) windows and (B, H, W, S, A, D) tokens, shifted, one way or the other."""
+    count = tokens.shape[1] // window
+    tiles = tokens.unflatten(2, (count, window)).unflatten(1, (count, window)).permute(5, 0, 1, 2, 3, 4, 6, 7)
+    inside = windows.unflatten(2, (count, count)).unflatten(5, (window, window)).permute(0, 1, 2, 5, 3, 6, 4, 7)
+    pieces = list(_shifted_pieces(tokens.shape[1], window, shift))
+    for (row, row_place), (grid_row, grid_row_place) in pieces:
+        for (column, column_place), (grid_column, grid_column_place) in pieces:
+            ours = inside[:, :, row, row_place, column, column_place]
+            theirs = tiles[:, :, grid_row, grid_row_place, grid_column, grid_column_place]
+            if to_windows:
+                ours.copy_(theirs)
+            else:
+                theirs.copy_(ours)
+
+
+class MatmulWindowAttention(torch.autograd.Function):
+    """The `matmul` kernel. Keeps q, k, v in window order and the attention weights for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int
+    ) -> Tensor:
+        B, H, W, E = qkv_BHWE.shape
+        A, N, _ = bias_ANN.shape
+        G, D = H * W // N, E // (3 * A)
+        windows = qkv_BHWE.new_empty(3, B, G, A, N, D)
+        _copy_windows(windows, qkv_BHWE.view(B, H, W, 3, A, D), window, shift, to_windows=True)
+        q, k, v = windows.flatten(1, 3)
+        bias = bias_ANN[None] if mask_GNN is None else bias_ANN + mask_GNN[:, None]
+        scores = torch.bmm(q * D**-0.5, k.transpose(1, 2)).view(B, G, A, N, N).add_(bias)
+        weights = scores.softmax(dim=-1).flatten(0, 2)
+        mixed = torch.bmm(weights, v)
+        output = qkv_BHWE.new_empty(B, H, W, 1, A, D)
+        _copy_windows(mixed.view(1, B, G, A, N, D), output, window, shift, to_windows=False)
+        ctx.save_for_backward(windows, weights)
+        ctx.geometry = window, shift
+        return output.view(B, H, W, A * D)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        windows, weights = ctx.saved_tensors
+        window, shift = ctx.geometry
+        _, B, G, A, N, D = windows.shape
+        q, k, v = windows.flatten(1, 3)
+        _, H, W, C = grads[0].shape
+        d_mixed = windows.new_empty(1, B, G, A, N, D)
+        _copy_windows(d_mixed, grads[0].view(B, H, W, 1, A, D), window, shift, to_windows=True)
+        d_mixed = d_mixed.flatten(0, 3)
+        d_windows = torch.empty_like(windows)
+        d_q, d_k, d_v = d_windows.flatten(1, 3)
+        torch.bmm(weights.transpose(1, 2), d_mixed, out=d_v)
+        d_weights = torch.bmm(d_mixed, v.transpose(1, 2))
+        d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        torch.bmm(d_scores, k, out=d_q).mul_(D**-0.5)
+        torch.bmm(d_scores.transpose(1, 2), q, out=d_k).mul_(D**-0.5)
+        d_qkv = windows.new_empty(B, H, W, 3, A, D)
+        _copy_windows(d_windows, d_qkv, window, shift, to_windows=False)
+        d_bias = d_scores.view(B * G, A, N, N).sum(dim=0) if ctx.needs_input_grad[1] else None
+        return d_qkv.view(B, H, W, 3 * C), d_bias, None, None, None

@@ -1,0 +1,270 @@
+"""Window attention as one Triton kernel forward and one backward, for CUDA.
+
+Bound by memory traffic, as heads are narrow (24 or 32) and windows small (64 tokens): q, k and v are read once from the qkv
+projection's own output, at the places that partition and cyclic shift would have moved them to, and results are written back to
+the grid, so that neither copies anything. The mask of shifted windows is worked out from coordinates. A window's scores fit
+one program whole, so the forward pass keeps nothing: the backward pass computes them again from q, k and the bias. Products
+take the tensors' dtype and accumulate in fp32 (exactly, without TF32, for fp32 tensors); softmax is in fp32, as its sums and
+exponents need it.
+
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters as in `window_attention.py`.
+"""
+
+from __future__ import annotations
+
+# Triton reads the kernels' annotations itself, so that they can't be typed.
+# mypy: disable-error-code="no-untyped-def"
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from clap_ds.model.window_attention import MASKED_SCORE
+
+NUM_WARPS = 4
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers."""
+
+
+@triton.jit
+def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
+    """Rows of the (B·H·W, …) matrix that hold a window's tokens, and the tokens' coordinates in the shifted grid."""
+    PER_SIDE: tl.constexpr = GRID // WINDOW
+    clip = window_id // (PER_SIDE * PER_SIDE)
+    place = window_id % (PER_SIDE * PER_SIDE)
+    token = tl.arange(0, WINDOW * WINDOW)
+    row = place // PER_SIDE * WINDOW + token // WINDOW
+    column = place % PER_SIDE * WINDOW + token % WINDOW
+    source_row = (row + SHIFT) % GRID
+    source_column = (column + SHIFT) % GRID
+    offsets = (clip.to(tl.int64) * GRID + source_row) * GRID + source_column
+    return offsets, row, column
+
+
+@triton.jit
+def _dot(a, b, WIDEN: tl.constexpr):
+    """Matrix product accumulated in fp32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _weights(
+    q,
+    k,
+    bias,
+    row,
+    column,
+    scale,
+    GRID: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """(N, N) fp32 attention weights of one window and head."""
+    scores = _dot(q, tl.trans(k), WIDEN) * scale + bias
+    if SHIFT > 0:
+        row_region = (row >= GRID - WINDOW).to(tl.int32) + (row >= GRID - SHIFT).to(tl.int32)
+        column_region = (column >= GRID - WINDOW).to(tl.int32) + (column >= GRID - SHIFT).to(tl.int32)
+        region = row_region * 3 + column_region
+        scores += tl.where(region[:, None] == region[None, :], 0.0, MASKED)
+    scores = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    return scores / tl.sum(scores, axis=1)[:, None]
+
+
+@triton.jit
+def _forward_kernel(
+    qkv_ptr,
+    bias_ptr,
+    output_ptr,
+    scale,
+    GRID: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: one window, one head. Heads of a window are neighbours, so that they share cache lines."""
+    N: tl.constexpr = WINDOW * WINDOW
+    WIDTH: tl.constexpr = HEADS * DIM
+    head = tl.program_id(0) % HEADS
+    offsets, row, column = _token_offsets(tl.program_id(0) // HEADS, GRID, WINDOW, SHIFT)
+    channel = tl.arange(0, BLOCK_DIM)
+    inside = (channel < DIM)[None, :]
+    place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
+    q = tl.load(qkv_ptr + place, mask=inside, other=0.0)
+    k = tl.load(qkv_ptr + place + WIDTH, mask=inside, other=0.0)
+    v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
+    token = tl.arange(0, N)
+    bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
+    weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, MASKED, WIDEN)
+    mixed = _dot(weights.to(v.dtype), v, WIDEN)
+    target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
+    tl.store(output_ptr + target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    qkv_ptr,
+    bias_ptr,
+    d_output_ptr,
+    d_qkv_ptr,
+    d_bias_ptr,
+    scale,
+    num_windows,
+    windows_per_program,
+    GRID: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: some windows, one head. Writes its share of the bias gradient to its own place."""
+    N: tl.constexpr = WINDOW * WINDOW
+    WIDTH: tl.constexpr = HEADS * DIM
+    head = tl.program_id(0) % HEADS
+    first = tl.program_id(0) // HEADS * windows_per_program
+    channel = tl.arange(0, BLOCK_DIM)
+    token = tl.arange(0, N)
+    bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
+    d_bias = tl.zeros((N, N), dtype=tl.float32)
+    for step in range(windows_per_program):
+        window_id = first + step
+        exists = window_id < num_windows
+        offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
+        inside = (channel < DIM)[None, :] & exists
+        place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
+        target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
+        q = tl.load(qkv_ptr + place, mask=inside, other=0.0)
+        k = tl.load(qkv_ptr + place + WIDTH, mask=inside, other=0.0)
+        v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
+        d_mixed = tl.load(d_output_ptr + target, mask=inside, other=0.0)
+        weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, MASKED, WIDEN)
+        d_v = _dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
+        tl.store(d_qkv_ptr + place + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
+        d_weights = _dot(d_mixed, tl.trans(v), WIDEN)
+        d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
+        d_bias += d_scores
+        d_scores = d_scores.to(q.dtype)
+        d_q = _dot(d_scores, k, WIDEN) * scale
+        tl.store(d_qkv_ptr + place, d_q.to(q.dtype), mask=inside)
+        d_k = _dot(tl.trans(d_scores), q, WIDEN) * scale
+        tl.store(d_qkv_ptr + place + WIDTH, d_k.to(k.dtype), mask=inside)
+    share = tl.program_id(0).to(tl.int64) * N
+    tl.store(d_bias_ptr + (share + token[:, None]) * N + token[None, :], d_bias)
+
+
+def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> dict[str, Any]:
+    heads, num_tokens, _ = bias_ANN.shape
+    dim = qkv_BHWE.shape[3] // (3 * heads)
+    assert num_tokens == window**2
+    assert qkv_BHWE.shape[1] == qkv_BHWE.shape[2]
+    return {
+        "GRID": qkv_BHWE.shape[1],
+        "WINDOW": window,
+        "SHIFT": shift,
+        "HEADS": heads,
+        "DIM": dim,
+        "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
+        "MASKED": MASKED_SCORE,
+        # The interpreter multiplies bf16 as if its bits were integers. Products of 16-bit numbers are exact in fp32.
+        "WIDEN": qkv_BHWE.device.type == "cpu",
+        "num_warps": NUM_WARPS,
+    }
+
+
+def _num_windows(constants: dict[str, Any], num_clips: int) -> int:
+    return num_clips * (constants["GRID"] // constants["WINDOW"]) ** 2
+
+
+@torch.library.custom_op("clap_ds::window_attention", mutates_args=())
+def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+    qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
+    constants = _constants(qkv_BHWE, bias_ANN, window, shift)
+    B, H, W, E = qkv_BHWE.shape
+    output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
+    programs = (_num_windows(constants, B) * constants["HEADS"],)
+    _forward_kernel[programs](qkv_BHWE, bias_ANN, output_BHWC, constants["DIM"] ** -0.5, **constants)
+    return output_BHWC
+
+
+@_forward.register_fake
+def _(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+    B, H, W, E = qkv_BHWE.shape
+    return qkv_BHWE.new_empty(B, H, W, E // 3)
+
+
+@torch.library.custom_op("clap_ds::window_attention_backward", mutates_args=())
+def _backward(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
+) -> tuple[Tensor, Tensor]:
+    qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
+    constants = _constants(qkv_BHWE, bias_ANN, window, shift)
+    heads, num_windows = constants["HEADS"], _num_windows(constants, len(qkv_BHWE))
+    chunks = max(1, min(num_windows, _wanted_programs(qkv_BHWE.device) // heads))
+    windows_per_program = -(-num_windows // chunks)
+    chunks = -(-num_windows // windows_per_program)
+    d_qkv_BHWE = torch.empty_like(qkv_BHWE)
+    shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=qkv_BHWE.device)
+    _backward_kernel[(chunks * heads,)](
+        qkv_BHWE,
+        bias_ANN,
+        d_output_BHWC,
+        d_qkv_BHWE,
+        shares,
+        constants["DIM"] ** -0.5,
+        num_windows,
+        windows_per_program,
+        **constants,
+    )
+    return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype)
+
+
+@_backward.register_fake
+def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv_BHWE), torch.empty_like(bias_ANN)
+
+
+def _wanted_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_PER_MULTIPROCESSOR
+    return PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:
+    qkv_BHWE, bias_ANN, ctx.window, ctx.shift = inputs
+    ctx.save_for_backward(qkv_BHWE, bias_ANN)
+
+
+def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
+    qkv_BHWE, bias_ANN = ctx.saved_tensors
+    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, ctx.window, ctx.shift)
+    return d_qkv_BHWE, d_bias_ANN, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+    """`clap_ds.model.window_attention.attend_windows` by the kernels above, with autograd; traced by torch.compile as one
+    operation.
+
+    Args:
+        qkv_BHWE: (B, H, W, 3·A·D) in fp32, bf16 or fp16.
+        bias_ANN: (A, N, N) in the same dtype; N = `window`², a power of two of at least 16.
+        shift: below `window`.
+
+    Returns:
+        (B, H, W, A·D).
+    """
+    return _forward(qkv_BHWE, bias_ANN, window, shift)
