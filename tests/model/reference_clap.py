@@ -1,0 +1,172 @@
+"""Independent CLAPs to compare with: HF `transformers` models of the published sizes, written out from the sizes' sources.
+
+Nothing here uses this project's own configuration conversion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.torchaudio_compat import torchaudio  # noqa: F401
+
+import transformers  # isort: skip
+from transformers.models.clap.modeling_clap import ClapAudioModelWithProjection  # isort: skip
+
+MICRO_TEXT = {
+    "vocab_size": 512,
+    "max_position_embeddings": 66,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+MICRO_AUDIO = {
+    "num_mel_bins": 16,
+    "spec_size": 64,
+    "patch_embeds_hidden_size": 16,
+    "depths": [2, 1],
+    "num_attention_heads": [2, 4],
+    "hidden_size": 32,
+    "num_classes": 7,
+}
+
+
+class HfClap(nn.Module):
+    """`transformers.ClapModel`: the tiny published model, or the micro one."""
+
+    def __init__(self, *, audio: dict, text: dict, joint_dim: int) -> None:
+        super().__init__()
+        config = transformers.ClapConfig(
+            audio_config=audio, text_config={**text, "layer_norm_eps": 1e-5}, projection_dim=joint_dim
+        )
+        self.clap = transformers.ClapModel(config)
+        self.clap.eval()
+
+    def encode_audio(self, features: Tensor) -> Tensor:
+        return self.clap.get_audio_features(input_features=features).pooler_output
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.clap.get_text_features(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+
+    def named(self) -> dict[str, Tensor]:
+        return self.clap.state_dict(keep_vars=True)
+
+
+class HfTowers(nn.Module):
+    """The base published model, whose text side `transformers.ClapModel` can't express: HF's towers, own pooling and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        audio = transformers.ClapAudioConfig(
+            patch_embeds_hidden_size=128, depths=[2, 2, 12, 2], hidden_size=1024, projection_dim=1024
+        )
+        audio.projection_hidden_act = "gelu"
+        self.audio = ClapAudioModelWithProjection(audio)
+        self.roberta = transformers.RobertaModel(
+            transformers.RobertaConfig(
+                vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
+            ),
+            add_pooling_layer=False,
+        )
+        self.head1 = nn.Linear(768, 896, bias=False)
+        self.head2 = nn.Linear(896, 1024, bias=False)
+        self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        self.eval()
+
+    def encode_audio(self, features: Tensor) -> Tensor:
+        return F.normalize(self.audio(input_features=features).audio_embeds, dim=-1)
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.roberta(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        captions = [row[: int(mask.sum())].mean(0) for row, mask in zip(hidden, attention_mask, strict=True)]
+        return F.normalize(self.head2(F.gelu(self.head1(torch.stack(captions)))), dim=-1)
+
+    def named(self) -> dict[str, Tensor]:
+        """In `transformers.ClapModel`'s names, so that the loader under test reads them."""
+        return {
+            **self.audio.state_dict(keep_vars=True),
+            **{f"text_model.{name}": tensor for name, tensor in self.roberta.state_dict(keep_vars=True).items()},
+            "text_projection.linear1.weight": self.head1.weight,
+            "text_projection.linear2.weight": self.head2.weight,
+            "logit_scale_a": self.scale,
+            "logit_scale_t": self.scale.detach(),
+        }
+
+
+REFERENCES = {
+    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
+    "htsat_base_roberta_base": HfTowers,
+    "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
+}
+
+
+def randomise(tensors: dict[str, Tensor], seed: int) -> None:
+    """Draws every weight and statistic anew, large enough that leaving any one out of the computation shows."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(2**22, generator=generator)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        noise = drawn(tensor, pool, generator)
+        if name.endswith("running_mean"):
+            value = -30 + 10 * noise
+        elif name.endswith("running_var"):
+            value = 200 * noise.abs() + 50
+        elif "logit_scale" in name:
+            value = 2 + 0.5 * noise
+        elif "relative_position_bias_table" in name:
+            value = noise
+        elif tensor.ndim > 1:
+            value = noise / math.sqrt(tensor[0].numel())
+            if name.startswith("text_model.encoder") and ".attention.output." in name:
+                value *= (
+                    0.2  # or random attention averages tokens until they are alike and its gradients rounding noise
+                )
+        elif name.endswith("weight"):
+            value = 1 + 0.2 * noise
+        else:
+            value = 0.2 * noise
+        tensor.data.copy_(value)
+
+
+def drawn(like: Tensor, pool: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers of a tensor's shape: a stretch of the pool from a random place, repeated where the tensor is larger."""
+    start = int(torch.randint(len(pool), (1,), generator=generator))
+    repeats = -(-like.numel() // len(pool)) + 1
+    return pool.repeat(repeats)[start : start + like.numel()].view(like.shape)
+
+
+@contextmanager
+def no_initialisation() -> Iterator[None]:
+    """Skips PyTorch's random initialisation of layers that are about to be overwritten: seconds for a full-size model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("normal_", "kaiming_uniform_", "trunc_normal_"):
+            patch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+
+
+def clips(num_clips: int, num_samples: int, seed: int) -> Tensor:
+    """(num_clips, num_samples): noise at several levels over a tone, the last clip with a silent half."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.logspace(-3, -0.5, num_clips)[:, None]
+    time = torch.arange(num_samples) / 48000
+    waveforms = levels * torch.randn(num_clips, num_samples, generator=generator)
+    waveforms += 0.1 * torch.sin(2 * math.pi * (300 + 200 * seed) * time)
+    waveforms[-1, num_samples // 2 :] = 0
+    return waveforms.clamp(-1, 1)
+
+
+def captions(num_captions: int, num_tokens: int, vocab_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, each (num_captions, num_tokens); captions of different lengths, padded with RoBERTa's index 1."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, vocab_size, (num_captions, num_tokens), generator=generator)
+    lengths = torch.linspace(num_tokens, num_tokens // 3, num_captions).long()
+    mask = (torch.arange(num_tokens) < lengths[:, None]).long()
+    return input_ids.where(mask.bool(), torch.tensor(1)), mask

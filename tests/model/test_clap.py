@@ -1,0 +1,203 @@
+"""The whole model against independent HF models, at full size: embeddings, gradients, parameter counts, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
+from torch import Tensor
+
+from clap_ds.model.checkpoint_names import transformers_names
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.config import load_preset
+from clap_ds.model.weights import load_transformers
+from clap_ds.torchaudio_compat import torchaudio  # noqa: F401
+
+import transformers  # isort: skip
+
+FULL_SIZE = ["htsat_tiny_roberta_base", "htsat_base_roberta_base"]
+CASES = [(preset, seed) for preset in FULL_SIZE for seed in (0, 1)] + [("micro", seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Ours and its reference by preset, built once: only the last full-size pair is kept."""
+    built: dict[str, tuple[ClapModel, torch.nn.Module]] = {}
+
+    def get(preset: str) -> tuple[ClapModel, torch.nn.Module]:
+        if preset not in built:
+            built.clear()
+            with no_initialisation():
+                built[preset] = ClapModel(load_preset(preset)).eval(), REFERENCES[preset]()
+        return built[preset]
+
+    return get
+
+
+def reference_features(waveforms: Tensor, preset: str) -> Tensor:
+    """(B, 1, frames, mel bins) by HF's feature extractor."""
+    config = load_preset(preset).audio
+    extractor = transformers.ClapFeatureExtractor(
+        feature_size=config.mel_bins,
+        sampling_rate=48000,
+        hop_length=480,
+        max_length_s=config.num_samples // 48000,
+        fft_window_size=1024,
+        frequency_min=50,
+        frequency_max=14000,
+        truncation="rand_trunc",
+    )
+    return extractor(list(waveforms.numpy()), sampling_rate=48000, return_tensors="pt")["input_features"].float()
+
+
+@pytest.mark.parametrize(("preset", "seed"), CASES)
+def test_embeddings_and_gradients_agree_with_transformers(pairs, preset: str, seed: int) -> None:
+    ours, reference = pairs(preset)
+    weights = reference.named()
+    randomise(weights, seed)
+    load_transformers({k: v.detach() for k, v in weights.items()}, ours.config).load_into(ours)
+    waveforms = clips(2, ours.config.audio.num_samples, seed)
+    input_ids, mask = captions(2, 24, ours.config.text.vocab_size, seed)
+
+    audio, text, scale = ours(waveforms, input_ids, mask)
+    expected_audio = reference.encode_audio(reference_features(waveforms, preset))
+    expected_text = reference.encode_text(input_ids, mask)
+    assert (audio - expected_audio).abs().max() < 1e-4
+    assert (text - expected_text).abs().max() < 1e-4
+    for features in (audio, text):
+        assert (features[0] - features[1]).abs().max() > 1e-2, "inputs must matter for the comparison to mean anything"
+    torch.testing.assert_close(scale, weights["logit_scale_a"].detach().exp().reshape(1))
+
+    probe = torch.Generator().manual_seed(100 + seed)
+    probe_audio, probe_text = torch.randn(audio.shape, generator=probe), torch.randn(text.shape, generator=probe)
+    ours.zero_grad()
+    reference.zero_grad()
+    ((audio * probe_audio).sum() + (text * probe_text).sum()).backward()
+    ((expected_audio * probe_audio).sum() + (expected_text * probe_text).sum()).backward()
+    compare_gradients(
+        ours, {key: [weights[name].grad for name in transformers_names(key)] for key in gradient_keys(ours)}
+    )
+
+
+def gradient_keys(model: ClapModel) -> list[str]:
+    """Every trained parameter but the logit scale, which embeddings don't depend on."""
+    return [key for key, _ in model.named_parameters() if key != "logit_scale"]
+
+
+def compare_gradients(ours: ClapModel, expected: dict[str, list[Tensor]]) -> None:
+    """Each within 1e-4 of its own norm: fp32 rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers.
+
+    Softmax doesn't see a key's bias, so the exact gradient of RoBERTa's separate key biases is 0 and what is there is rounding:
+    it is held against the same layer's key weights instead.
+    """
+    joined = {key: torch.cat(parts) for key, parts in expected.items()}
+    for key, gradient in joined.items():
+        error = (ours.get_parameter(key).grad - gradient).norm()
+        size = joined[key.replace("self.key.bias", "self.key.weight")].norm()
+        assert size > 0, key
+        assert error <= 1e-4 * size, f"{key}: off by {error}, gradient {size}"
+
+
+PUBLISHED_MILLIONS = {  # audio, text, total, as open_clip counts them
+    "htsat_tiny_roberta_base": (31.98, 125.30, 157.28),
+    "htsat_base_roberta_base": (74.52, 125.66, 200.18),
+}
+
+
+def count(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize("preset", FULL_SIZE)
+def test_parameter_counts_are_the_published_ones(preset: str) -> None:
+    """The published counts also hold what is not trained here: the STFT as two convolutions (real and imaginary), the mel
+    matrix, and the AudioSet classifier."""
+    config = load_preset(preset)
+    with torch.device("meta"):
+        model = ClapModel(config)
+    num_frequencies = config.audio.stft_window // 2 + 1
+    front_end = 2 * num_frequencies * config.audio.stft_window + num_frequencies * config.audio.mel_bins
+    assert front_end == 1_083_456
+    classifier = count([*model.audio.tscam_conv.buffers(), *model.audio.head.buffers()])
+    audio = count([*model.audio.parameters(), *model.audio_projection.parameters()]) + front_end + classifier
+    text = count([*model.text.parameters(), *model.text_projection.parameters()])
+    total = count(model.parameters()) + front_end + classifier
+    assert tuple(round(number / 1e6, 2) for number in (audio, text, total)) == PUBLISHED_MILLIONS[preset]
+
+
+def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, Tensor, Tensor]]:
+    """A randomised micro model and a batch of 3 for it."""
+    torch.manual_seed(0)
+    model = ClapModel(load_preset("micro"), **options)
+    model.audio.batch_norm.running_mean.fill_(-30)
+    model.audio.batch_norm.running_var.fill_(200)
+    return model, (clips(3, model.config.audio.num_samples, 0), *captions(3, 20, 512, 0))
+
+
+def test_every_trained_parameter_gets_a_gradient() -> None:
+    for pooling in ("cls_pooler", "mean"):
+        config = load_preset("micro")
+        config = config.model_copy(update={"text": config.text.model_copy(update={"pooling": pooling})})
+        model = ClapModel(config)
+        audio, text, scale = model(*micro()[1])
+        (audio @ text.T * scale).logsumexp(1).sum().backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_outputs_are_unit_fp32_vectors_and_the_scale_starts_at_its_published_value() -> None:
+    model, batch = micro()
+    audio, text, scale = model(*batch)
+    assert audio.dtype == text.dtype == scale.dtype == torch.float32
+    assert audio.shape == text.shape == (3, 32)
+    torch.testing.assert_close(audio.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(text.norm(dim=1), torch.ones(3))
+    assert scale.shape == (1,), "DeepSpeed can't broadcast a 0-dimensional parameter"
+    assert scale.item() == pytest.approx(1 / 0.07)
+
+
+def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:
+    model, _ = micro()
+    model.logit_scale.data.fill_(2.3456789)
+    exact = model.logit_scale.item()
+    model.to(torch.bfloat16)
+    kept = {id(parameter) for parameter in model.fp32_parameters()}
+    assert len(kept) == 3
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if id(parameter) in kept else torch.bfloat16), name
+    assert model.logit_scale.item() == exact
+    assert model.audio.batch_norm.running_var.dtype == torch.float32
+    assert model.mel.mel_filters.dtype == torch.float32
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("how", ["cast", "engine", "autocast"])
+def test_bf16_is_close_to_fp32(how: str, training: bool) -> None:
+    """By `Module.to`, by an engine that casts parameters' data and not buffers, and by autocast over fp32 parameters."""
+    model, batch = micro(drop_path=0.0, text_dropout=0.0, spec_augment=False)
+    model.train(training)
+    expected = model(*batch)
+    if how == "cast":
+        model.to(torch.bfloat16)
+    elif how == "engine":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        got = model(*batch)
+    # Unit vectors of 32 numbers of about 0.18; bf16 keeps 3 digits through a dozen layers.
+    for ours, reference in zip(got[:2], expected[:2], strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours * reference).sum(1).min() > 0.999
+        assert (ours - reference).abs().max() > 0, "the 16-bit path was not taken"
+    (got[0] @ got[1].T * got[2]).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_the_towers_compile_without_graph_breaks() -> None:
+    """The front end may break: torchaudio's spectrogram does."""
+    model, (waveforms, input_ids, mask) = micro(drop_path=0.5)
+    for tower, inputs in ((model.audio, (model.mel(waveforms),)), (model.text, (input_ids, mask))):
+        explained = torch._dynamo.explain(tower)(*inputs)
+        assert explained.graph_break_count == 0, explained.break_reasons

@@ -1,0 +1,124 @@
+"""Every kernel of window attention against the eager form: outputs and gradients, shifted and not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import window_attention_cases as cases
+from window_attention_cases import CASES, TOLERANCE, largest_error
+
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.config import load_preset
+from clap_ds.model.swin import relative_position_index
+from clap_ds.model.window_attention import resolve_kernel
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+def test_kernels_agree_with_the_eager_form(kernel: str, dtype: torch.dtype, case: tuple[int, int, int, int]) -> None:
+    assert largest_error(kernel, case, dtype) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_the_eager_form_is_attention_by_definition(case: tuple[int, int, int, int]) -> None:
+    """Oracle: for each token a loop over the tokens of its shifted window that lie in the same region."""
+    grid, heads, dim, shift = case
+    qkv = torch.randn(1, grid, grid, 3 * heads * dim, dtype=torch.float64)
+    bias = torch.randn(heads, 64, 64, dtype=torch.float64)
+    mask = cases.shifted_window_mask(grid, 8, shift) if shift else None
+    got = cases.attend_windows(qkv, bias, mask, window=8, shift=shift, kernel="eager")
+    q, k, v = qkv[0].unflatten(2, (3, heads, dim)).unbind(2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        row, column, head = (int(torch.randint(limit, (), generator=generator)) for limit in (grid, grid, heads))
+        own = shifted_place(row, column, grid, shift)
+        scores, values = [], []
+        for other_row in range(grid):
+            for other_column in range(grid):
+                other = shifted_place(other_row, other_column, grid, shift)
+                same_window = own[0] // 8 == other[0] // 8 and own[1] // 8 == other[1] // 8
+                near = abs(other_row - row) < 8 and abs(other_column - column) < 8
+                if same_window and near:
+                    inside = (own[0] % 8 * 8 + own[1] % 8, other[0] % 8 * 8 + other[1] % 8)
+                    product = q[row, column, head] @ k[other_row, other_column, head]
+                    scores.append(product / dim**0.5 + bias[head][inside])
+                    values.append(v[other_row, other_column, head])
+        expected = torch.stack(scores).softmax(0) @ torch.stack(values)
+        torch.testing.assert_close(got[0, row, column].unflatten(0, (heads, dim))[head], expected)
+
+
+def shifted_place(row: int, column: int, grid: int, shift: int) -> tuple[int, int]:
+    return (row - shift) % grid, (column - shift) % grid
+
+
+def test_the_triton_kernel_agrees_under_the_interpreter() -> None:
+    script = Path(cases.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), "triton"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok triton") == 2 * len(CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, (64, 4, 24, 4), (64, 4, 32, 0), (32, 8, 24, 4), (8, 32, 24, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
+def test_kernels_agree_with_the_eager_form_on_a_gpu(kernel: str, dtype: torch.dtype, case: tuple) -> None:
+    assert largest_error(kernel, case, dtype, "cuda") < TOLERANCE[dtype]
+
+
+def test_auto_is_what_was_measured_on_the_device() -> None:
+    assert resolve_kernel("auto", torch.device("cpu")) == "matmul"
+    assert resolve_kernel("auto", torch.device("cuda")) == "sdpa"
+    assert resolve_kernel("sdpa", torch.device("cuda")) == "sdpa"
+
+
+@pytest.mark.parametrize("kernel", ["eager", "auto"])
+def test_the_whole_model_is_the_same_with_every_kernel(kernel: str) -> None:
+    """Embeddings and gradients of the micro model, whose relative position bias is made to matter."""
+    outputs = []
+    for each in ("sdpa", kernel):
+        torch.manual_seed(0)
+        model = ClapModel(load_preset("micro"), attention=each).double().eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("relative_position_bias"):
+                torch.nn.init.normal_(parameter)
+        waveforms = torch.rand(2, model.config.audio.num_samples, dtype=torch.float64) - 0.5
+        input_ids = torch.randint(4, 500, (2, 12))
+        mask = torch.ones_like(input_ids)
+        mask[1, 5:] = 0
+        audio, text, _ = model(waveforms, input_ids, mask)
+        (audio[:, 0] + text[:, 0]).sum().backward()
+        outputs.append(
+            [
+                audio,
+                text,
+                *(parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None),
+            ]
+        )
+    for got, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bias_gradients_reach_the_table() -> None:
+    """One table entry per relative position: its gradient is the sum over the pairs at that position."""
+    torch.manual_seed(0)
+    block = ClapModel(load_preset("micro"), attention="auto").audio.stages[0].blocks[0].attention
+    bias = block.position_bias()
+    probe = torch.randn_like(bias)
+    (bias * probe).sum().backward()
+    expected = torch.zeros_like(block.relative_position_bias)
+    index = relative_position_index(block.window).flatten()
+    expected.index_add_(0, index, probe.flatten(1).T)
+    torch.testing.assert_close(block.relative_position_bias.grad, expected)

@@ -1,0 +1,90 @@
+"""Several ranks in one test: a pool of processes with a process group between them, kept for the whole test run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 180
+
+
+class RankPool:
+    """`world_size` processes that run a function together and return each rank's result.
+
+    Args:
+        gpu: let them see the machine's GPUs.
+        grouped: join them by DeepSpeed; otherwise `in_group_of` joins some of them for one call, without loading DeepSpeed.
+    """
+
+    def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, gpu, grouped), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results of `function(*arguments)` by rank; a rank's exception is raised here with its traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} gave no answer in {TIMEOUT_S} s"
+            answers.append(pipe.recv())
+        for rank, (failed, result) in enumerate(answers):
+            assert not failed, f"rank {rank}:\n{result}"
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, grouped: bool) -> None:
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    if grouped:
+        from clap_ds import distributed
+
+        distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((False, function(*arguments)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def in_group_of(world_size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run `function` on the first `world_size` ranks of an ungrouped pool, with a gloo group between them; None on the others.
+
+    Args:
+        store: a file that doesn't exist yet, for the ranks to find each other.
+    """
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    if rank >= world_size:
+        return None
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        return function(*arguments)
+    finally:
+        dist.destroy_process_group()
