@@ -1,0 +1,148 @@
+"""One item of a shard: its encoded audio becomes a waveform of the model's length and rate, its text file a caption.
+
+Reading tars, splitting them over ranks and collating is left to `shards`; tokenising to `captions`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import random
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clap_ds.torchaudio_compat import torchaudio
+
+AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
+CAPTION_FIELDS = ("caption", "text")
+
+_LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
+
+_MP3_LEAD_IN_SECONDS = 30
+_UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
+
+
+class BrokenItemError(ValueError):
+    """An item that can't be used; the message says why."""
+
+
+def choose_audio(members: Mapping[str, Any]) -> bytes:
+    """The encoded audio among an item's members (extension → content)."""
+    for extension in AUDIO_FORMATS:
+        if extension in members:
+            return bytes(members[extension])
+    found = sorted(name for name in members if not name.startswith("__"))
+    raise BrokenItemError(f"no audio ({', '.join(AUDIO_FORMATS)}) among its files: {', '.join(found) or 'none'}")
+
+
+def choose_caption(members: Mapping[str, Any], rng: random.Random) -> str:
+    """The caption among an item's members: `txt`, or `caption` or `text` in `json`. Of several, one is drawn.
+
+    Raises:
+        BrokenItemError: none there, not UTF-8, not valid JSON, or nothing but white space.
+    """
+    try:
+        if "txt" in members:
+            captions: Any = [members["txt"].decode("utf-8-sig")]
+        elif "json" in members:
+            captions = _captions_in(json.loads(members["json"].decode("utf-8-sig")))
+        else:
+            raise BrokenItemError("no caption (txt or json)")
+    except UnicodeDecodeError:
+        raise BrokenItemError("caption isn't UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BrokenItemError(f"json isn't valid: {error}") from None
+    usable = [caption.strip() for caption in captions if caption.strip()]
+    if not usable:
+        raise BrokenItemError("empty caption")
+    return rng.choice(usable)
+
+
+def _captions_in(content: Any) -> list[str]:
+    fields = [field for field in CAPTION_FIELDS if field in content] if isinstance(content, dict) else []
+    if not fields:
+        raise BrokenItemError("no caption in its json (field caption or text)")
+    captions = content[fields[0]]
+    captions = [captions] if isinstance(captions, str) else captions
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise BrokenItemError(f"{fields[0]} in its json is neither a string nor a list of strings")
+    return captions
+
+
+def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: random.Random) -> Tensor:
+    """A clip as the model takes it: mono, at `sample_rate` (Hz), `num_samples` long.
+
+    Longer audio is cropped at a place drawn from `rng`; only that part is decoded. Shorter audio is repeated and padded, see
+    `repeat_pad`. Channels are averaged.
+
+    Args:
+        encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
+
+    Returns:
+        (num_samples,) float32 in [-1, 1].
+
+    Raises:
+        BrokenItemError: can't be decoded, holds no samples, or holds NaN or infinite ones.
+    """
+    try:
+        with soundfile.SoundFile(io.BytesIO(encoded)) as file:
+            ratio = _resampling_ratio(file.samplerate, sample_rate)
+            if file.frames >= _UNKNOWN_LENGTH:
+                raise BrokenItemError(
+                    "audio doesn't state its length, as FLAC written to a pipe; encode it again to a file"
+                )
+            wanted = math.ceil(num_samples / ratio)
+            expected = min(file.frames, wanted)
+            samples = _read_at(file, rng.randint(0, file.frames - expected), expected)
+    except soundfile.SoundFileError as error:
+        reason = str(getattr(error, "error_string", error)).rstrip(".")
+        raise BrokenItemError(f"audio can't be decoded: {reason}") from None
+    if not expected:
+        raise BrokenItemError("audio holds no samples")
+    if len(samples) < max(1, expected // 2):
+        raise BrokenItemError(f"audio breaks off: {len(samples)} of {expected} samples could be decoded")
+    if not np.isfinite(samples).all():
+        raise BrokenItemError("audio holds NaN or infinite samples")
+    waveform = torch.from_numpy(samples).mean(dim=1)
+    if ratio != 1:
+        waveform = _resampler(ratio.denominator, ratio.numerator)(waveform)
+    return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
+
+
+def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.float32]:
+    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels)."""
+    # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
+    lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
+    if start > lead_in:
+        file.seek(start - lead_in)
+    samples: NDArray[np.float32] = file.read(lead_in + num_frames, dtype="float32", always_2d=True)
+    return samples[lead_in:]
+
+
+def repeat_pad(waveform: Tensor, num_samples: int) -> Tensor:
+    """Fills (num_samples,) with a shorter (T,): whole repetitions, as many as fit, then zeros (LAION-CLAP's "repeatpad")."""
+    assert 0 < len(waveform) <= num_samples
+    repeated = waveform.repeat(num_samples // len(waveform))
+    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
+
+
+def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
+    ratio = Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM) if from_rate > 0 else Fraction(0)
+    if not ratio:
+        raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
+    return ratio
+
+
+@functools.lru_cache(maxsize=32)
+def _resampler(from_rate: int, to_rate: int) -> Any:
+    """Windowed-sinc resampling; the filter is computed once per pair of rates."""
+    return torchaudio.transforms.Resample(from_rate, to_rate)

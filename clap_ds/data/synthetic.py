@@ -1,0 +1,107 @@
+"""Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders.
+
+The audio is white noise, uniform in [-1, 1): bounded as real audio is, and none of the model's cost depends on more. Captions
+are random token ids framed as RoBERTa frames them; only their lengths can matter (packing), so those can be set.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clap_ds.data.batch import Batch
+from clap_ds.model.config import PAD_TOKEN_ID, ClapConfig
+from clap_ds.settings import SyntheticData
+
+START_TOKEN_ID = 0  # <s>
+END_TOKEN_ID = 2  # </s>
+FIRST_WORD_ID = 4  # after <s>, <pad>, </s>, <unk>
+
+FIELD = "clap.data.caption_lengths"
+
+
+class SyntheticPieces:
+    """`num_batches` random batches, made once and handed out in turn.
+
+    Args: see `clap_ds.data.batch.build_batches`. Noise is drawn on `device`: the same seed gives other noise on another kind of
+        device, but the same captions.
+
+    Raises:
+        ValueError: caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
+    """
+
+    def __init__(
+        self,
+        data: SyntheticData,
+        *,
+        model: ClapConfig,
+        text_tokens: int,
+        micro_batch: int,
+        rank: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        lengths, weights = _length_histogram(data.caption_lengths, text_tokens)
+        on_host = torch.Generator().manual_seed(_mix(seed, rank, 0))
+        on_device = torch.Generator(device).manual_seed(_mix(seed, rank, 1))
+        self._batches: list[Batch] = []
+        for _ in range(data.num_batches):
+            drawn = torch.multinomial(weights, micro_batch, replacement=True, generator=on_host)
+            input_ids, mask = _random_captions(lengths[drawn], text_tokens, model.text.vocab_size, on_host)
+            noise = torch.empty(micro_batch, model.audio.num_samples, device=device).uniform_(
+                -1, 1, generator=on_device
+            )
+            if data.placement == "device":
+                self._batches.append(Batch(noise, input_ids, mask).to(device))
+            else:
+                batch = Batch(noise.cpu(), input_ids, mask)
+                self._batches.append(batch.pin_memory() if device.type == "cuda" else batch)
+        self._turns = itertools.cycle(self._batches)
+
+    def __next__(self) -> list[Batch]:
+        return [next(self._turns)]
+
+    def close(self) -> None:
+        self._batches.clear()
+        self._turns = itertools.cycle(())
+
+    def statistics(self) -> dict[str, Any]:
+        return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}
+
+
+def _mix(*parts: int) -> int:
+    """A 63-bit seed in which every part matters."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _length_histogram(setting: int | dict[str, float] | None, text_tokens: int) -> tuple[Tensor, Tensor]:
+    """Lengths (K,) int64 and their weights (K,) float64."""
+    weight_by_length = setting if isinstance(setting, dict) else {str(text_tokens if setting is None else setting): 1.0}
+    for text in weight_by_length:
+        if not (text.isascii() and text.isdigit()):
+            raise ValueError(f"{FIELD}: a length is a whole number of tokens, found {text!r}")
+        if not 2 <= int(text) <= text_tokens:
+            raise ValueError(
+                f"{FIELD}: expected lengths from 2 (<s> and </s>) to clap.text_tokens, {text_tokens}; found {text}"
+            )
+    weights = torch.tensor(list(weight_by_length.values()), dtype=torch.float64)
+    if not (len(weights) and torch.isfinite(weights).all() and weights.sum() > 0):
+        raise ValueError(f"{FIELD}: expected a weight above 0 for at least one length, found {weight_by_length}")
+    return torch.tensor([int(text) for text in weight_by_length]), weights
+
+
+def _random_captions(
+    lengths_B: Tensor, text_tokens: int, vocab_size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (B, text_tokens) int64, of captions with the given numbers of real tokens."""
+    num_captions = len(lengths_B)
+    ids = torch.randint(FIRST_WORD_ID, vocab_size, (num_captions, text_tokens), generator=generator)
+    positions = torch.arange(text_tokens)
+    ids[:, 0] = START_TOKEN_ID
+    ids[torch.arange(num_captions), lengths_B - 1] = END_TOKEN_ID
+    mask = (positions < lengths_B[:, None]).long()
+    return ids.masked_fill(mask == 0, PAD_TOKEN_ID), mask

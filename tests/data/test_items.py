@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.data.items import BrokenItemError, choose_audio, choose_caption, decode_audio, repeat_pad
+
+SECOND = 48000
+
+
+def encode(samples: np.ndarray, sample_rate: int, file_format: str, subtype: str | None = None) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, sample_rate, format=file_format, subtype=subtype)
+    return buffer.getvalue()
+
+
+def decode(encoded: bytes, num_samples: int = SECOND, seed: int = 0) -> torch.Tensor:
+    return decode_audio(encoded, sample_rate=SECOND, num_samples=num_samples, rng=random.Random(seed))
+
+
+def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "subtype", "largest_error", "relative_error"),
+    [
+        ("WAV", "FLOAT", 1e-7, 1e-6),
+        ("WAV", "PCM_16", 2**-15, 1e-3),
+        ("FLAC", "PCM_16", 2**-15, 1e-3),
+        ("FLAC", "PCM_24", 2**-22, 1e-5),
+        ("OGG", "VORBIS", 0.1, 0.1),
+        ("MP3", "MPEG_LAYER_III", 0.1, 0.1),
+    ],
+)
+def test_round_trip(file_format: str, subtype: str, largest_error: float, relative_error: float) -> None:
+    original = tone(440, SECOND) + 0.2 * tone(1234, SECOND)
+    decoded = decode(encode(original, SECOND, file_format, subtype)).numpy()
+    assert decoded.dtype == np.float32
+    inner = slice(2000, -2000)  # lossy codecs smear the abrupt ends
+    error = (decoded - original)[inner]
+    assert np.abs(error).max() <= largest_error
+    assert np.linalg.norm(error) <= relative_error * np.linalg.norm(original)
+
+
+@pytest.mark.parametrize("sample_rate", [8000, 11025, 16000, 22050, 32000, 44100, 96000, 47999])
+def test_resampling_keeps_pitch_and_loudness(sample_rate: int) -> None:
+    decoded = decode(encode(tone(1000, sample_rate), sample_rate, "WAV", "FLOAT"))
+    assert decoded.shape == (SECOND,)
+    spectrum = np.abs(np.fft.rfft(decoded.numpy() * np.hanning(SECOND)))
+    assert spectrum.argmax() == 1000  # one second: bins of 1 Hz
+    assert decoded[5000:-5000].abs().max() == pytest.approx(0.5, rel=0.02)
+
+
+def test_long_audio_at_another_rate_fills_the_clip() -> None:
+    for seed in range(5):
+        decoded = decode(encode(tone(1000, 44100, 2.5), 44100, "FLAC"), seed=seed)
+        assert decoded.shape == (SECOND,)
+        assert decoded[-2000:].abs().max() > 0.4
+
+
+def test_repeat_pad_is_exact() -> None:
+    short = torch.tensor([1.0, 2.0, 3.0])
+    assert repeat_pad(short, 8).tolist() == [1, 2, 3, 1, 2, 3, 0, 0]
+    assert repeat_pad(short, 6).tolist() == [1, 2, 3, 1, 2, 3]
+    assert repeat_pad(short, 5).tolist() == [1, 2, 3, 0, 0]
+    assert repeat_pad(short, 3).tolist() == [1, 2, 3]
+
+
+def test_short_files_are_repeated_and_padded() -> None:
+    samples = np.array([0.1, -0.2, 0.3], dtype=np.float32)
+    assert decode(encode(samples, SECOND, "WAV", "FLOAT"), num_samples=7).numpy() == pytest.approx(
+        [*samples, *samples, 0]
+    )
+
+
+@pytest.mark.parametrize("file_format", ["WAV", "FLAC"])
+def test_crops_are_exact_slices_from_anywhere(file_format: str) -> None:
+    ramp = np.arange(1000, dtype=np.float32) / 2**15
+    encoded = encode(ramp, SECOND, file_format, "PCM_16")
+    starts = set()
+    for seed in range(400):
+        crop = decode(encoded, num_samples=990, seed=seed).numpy() * 2**15
+        starts.add(start := round(float(crop[0])))
+        assert crop.tolist() == list(range(start, start + 990))
+    assert starts == set(range(11))
+
+
+@pytest.mark.parametrize("file_format", ["OGG", "MP3"])
+def test_crops_of_lossy_files_match_the_whole(file_format: str) -> None:
+    sweep = 0.5 * np.sin(2 * np.pi * 100 * np.geomspace(1, 8, 3 * SECOND) * np.arange(3 * SECOND) / SECOND)
+    encoded = encode(sweep, SECOND, file_format)
+    whole = decode(encoded, num_samples=3 * SECOND).numpy()
+    for seed in range(3):
+        crop = decode(encoded, num_samples=SECOND, seed=seed).numpy()
+        start = random.Random(seed).randint(0, 2 * SECOND)
+        np.testing.assert_allclose(crop, whole[start : start + SECOND], atol=1e-5)
+
+
+@pytest.mark.parametrize("num_channels", [2, 7])
+def test_channels_are_averaged(num_channels: int) -> None:
+    samples = np.random.default_rng(0).uniform(-1, 1, (SECOND, num_channels)).astype(np.float32)
+    decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
+    np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
+
+
+def test_one_sample_and_silence_are_audio() -> None:
+    assert decode(encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), num_samples=4).tolist() == [0.25] * 4
+    assert decode(encode(np.zeros(10), SECOND, "FLAC"), num_samples=4).tolist() == [0] * 4
+
+
+def test_loud_float_audio_is_clipped() -> None:
+    assert decode(encode(np.array([2.5, -3.0]), SECOND, "WAV", "FLOAT"), num_samples=2).tolist() == [1, -1]
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (b"", "can't be decoded"),
+        (b"not audio at all" * 100, "can't be decoded"),
+        (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
+        (encode(np.zeros(0), 16000, "WAV"), "no samples"),
+        (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
+        (encode(np.array([0.1, -np.inf]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
+    ],
+)
+def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
+    with pytest.raises(BrokenItemError, match=reason):
+        decode(encoded)
+
+
+def test_flac_of_unstated_length_is_refused() -> None:
+    streamed = bytearray(encode(tone(440, SECOND), SECOND, "FLAC"))
+    streamed[21] &= 0xF0  # the 36 bits that count samples, in its STREAMINFO
+    streamed[22:26] = bytes(4)
+    with pytest.raises(BrokenItemError, match="doesn't state its length"):
+        decode(bytes(streamed))
+
+
+def test_mp3_that_breaks_off_is_refused() -> None:
+    """An MP3's length stands at its start, so half a file still promises all of it."""
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND)
+    encoded = encode(noise, SECOND, "MP3")
+    with pytest.raises(BrokenItemError, match="breaks off"):
+        decode(encoded[: len(encoded) // 3], num_samples=4 * SECOND)
+
+
+@pytest.mark.parametrize(
+    ("members", "captions"),
+    [
+        ({"txt": b"  a bell\n"}, {"a bell"}),
+        ({"txt": "\ufeffein Glöckchen".encode()}, {"ein Glöckchen"}),
+        ({"json": json.dumps({"caption": "a bell"}).encode()}, {"a bell"}),
+        ({"json": json.dumps({"text": "a bell"}).encode()}, {"a bell"}),
+        ({"json": json.dumps({"text": ["a bell", "", "a gong"]}).encode()}, {"a bell", "a gong"}),
+        ({"txt": b"a bell", "json": json.dumps({"kind": "bell"}).encode()}, {"a bell"}),
+    ],
+)
+def test_captions_are_found(members: dict[str, bytes], captions: set[str]) -> None:
+    assert {choose_caption(members, random.Random(seed)) for seed in range(30)} == captions
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({}, "no caption"),
+        ({"json": b'{"kind": "bell"}'}, "no caption"),
+        ({"json": b'["a bell"]'}, "no caption"),
+        ({"json": b'{"caption": '}, "json isn't valid"),
+        ({"json": b'{"caption": 7}'}, "neither a string nor a list"),
+        ({"json": b'{"caption": ["a", null]}'}, "neither a string nor a list"),
+        ({"json": b'{"caption": []}'}, "empty caption"),
+        ({"txt": b" \n"}, "empty caption"),
+        ({"txt": b"\xff\xfe\x00"}, "UTF-8"),
+    ],
+)
+def test_missing_captions_are_refused_with_a_reason(members: dict[str, bytes], reason: str) -> None:
+    with pytest.raises(BrokenItemError, match=reason):
+        choose_caption(members, random.Random(0))
+
+
+def test_missing_audio_names_what_is_there() -> None:
+    assert choose_audio({"__key__": "a", "txt": b"x", "ogg": b"sound"}) == b"sound"
+    with pytest.raises(BrokenItemError, match=r"no audio .*: aac, txt"):
+        choose_audio({"__key__": "a", "txt": b"x", "aac": b"sound"})
