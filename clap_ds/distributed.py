@@ -1,0 +1,197 @@
+"""Who this process is among the ranks, and how the ranks agree to stop.
+
+Every launcher (deepspeed, torchrun, none) is understood here and nowhere else. Top-level imports stay light: a rank
+must be able to refuse a wrong configuration within a second, before torch and DeepSpeed are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from clap_ds.rendezvous import UnreachableError, adopt_slurm_step, meet, set_collective_timeout
+
+if TYPE_CHECKING:
+    import torch
+
+USER_ERROR = 2
+"""Exit code of a run refused for something its user can mend."""
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
+
+
+class UserError(Exception):
+    """A mistake to be shown as one message, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of this process in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """What the launcher set; a process without a launcher is the only rank.
+
+        Raises:
+            UserError: the launcher's variables are incomplete or contradict each other.
+        """
+        adopt_slurm_step()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = {name: os.environ[name] for name in names if os.environ.get(name)}
+        if not given:
+            return cls(0, 1, 0, 1)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise UserError(
+                f"the environment has {', '.join(given)} but not {', '.join(missing)}: a launcher sets all or none"
+            )
+        for name, value in given.items():
+            if not value.isdecimal():
+                raise UserError(f"{name}={value!r} in the environment: expected a whole number")
+        rank, world_size, local_rank = (int(given[name]) for name in names)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        if rank >= world_size:
+            raise UserError(f"RANK={rank} doesn't fit in WORLD_SIZE={world_size}")
+        return cls(rank, world_size, local_rank, local_world_size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def check_hostfile(path: Path, ranks: Ranks) -> None:
+    """Compare the ranks there are with the slots a DeepSpeed hostfile promises.
+
+    Raises:
+        UserError: the file is missing or malformed, or the world size isn't the sum of its slots.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"--hostfile {path}: {error.strerror}") from None
+    slots = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not words[1].startswith("slots=") or not words[1][6:].isdecimal():
+            raise UserError(f"--hostfile {path}:{number}: expected 'HOST slots=N', found {line!r}")
+        slots[words[0]] = int(words[1][6:])
+    if sum(slots.values()) != ranks.world_size:
+        raise UserError(
+            f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
+            f" the launcher started {ranks.world_size}"
+        )
+
+
+def initialize(
+    ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+) -> torch.device:
+    """Join the process group and choose this rank's device.
+
+    Args:
+        ranks: this process's place.
+        compile_cpu_collective: let DeepSpeed compile its shared-memory collective for CPU ranks (about a minute at
+        first use).
+
+    Raises:
+        UserError: the host has fewer GPUs than local ranks.
+    """
+    import deepspeed
+    import torch
+
+    device = _choose_device(ranks)
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+    if device.type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that each use every core slow each other down by a factor of up to 80 in the optimiser.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+        if not compile_cpu_collective:
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
+        meet(ranks.rank, ranks.world_size, backend)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    set_collective_timeout(collective_timeout_s)
+    return device
+
+
+def _choose_device(ranks: Ranks) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"{socket.gethostname()}: rank {ranks.rank} is number {ranks.local_rank} on this host, which has"
+            f" {torch.cuda.device_count()} visible GPUs; the hostfile promises more slots than there are"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def agree(problem: str | None) -> None:
+    """Stop every rank when one of them has a problem. A collective: all ranks call it.
+
+    Raises:
+        UserError: on all ranks, with the first rank's problem and how many ranks share it.
+    """
+    import torch.distributed as dist
+
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    told = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    if told:
+        others = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
+        where = f"rank {told[0][0]}{others}: " if len(told) < len(problems) else ""
+        raise UserError(f"{where}{told[0][1]}")
+
+
+def run_command(main: Callable[[Ranks], None]) -> NoReturn:
+    """Run a command's main function; user errors become one message from rank 0 and exit code 2."""
+    try:
+        main(Ranks.from_environment())
+    except UnreachableError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        leave(1)
+    except UserError as error:
+        if os.environ.get("RANK", "0") in ("", "0"):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # Launchers end a job when its first process exits: give rank 0 the time to speak.
+            time.sleep(5)
+        leave(USER_ERROR)
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with its output written, whatever threads of torch or a loader are still about."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and code == 0:
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

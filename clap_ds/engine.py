@@ -1,0 +1,180 @@
+"""Model and settings → a DeepSpeed engine, and one training step to be read top to bottom.
+
+Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: parameters that must stay
+fp32 under bf16, the logit scale's upper bound, and noticing a loss that isn't finite without a synchronisation every
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clap_ds.data.batch import Batch
+from clap_ds.gradient_sync import GradientSync
+from clap_ds.loss import SigmoidLoss, SoftmaxLoss
+from clap_ds.measure.clock import PhaseTimer
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.compiled import compile_model
+from clap_ds.settings import RunSettings
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class ClapEngine:
+    """A CLAP model wrapped by DeepSpeed, stepping through batches.
+
+    Attributes:
+        model: the model being trained.
+        deepspeed: DeepSpeed's engine around it.
+        steps: optimiser steps taken.
+    """
+
+    def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
+        """Wrap `model`; a collective over all ranks.
+
+        Raises:
+            ValueError: DeepSpeed refuses one of its own sections.
+        """
+        self.model = model.to(device)
+        compile_model(self.model, run.clap.compile)
+        self.loss = _loss(run)
+        if isinstance(self.loss, SoftmaxLoss):
+            self.loss.gather_early(self.model)
+        self.deepspeed = _wrap(model, run)
+        overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
+        self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
+        self.steps = 0
+        self._accumulation_steps = run.gradient_accumulation_steps
+        self._max_log_scale = math.log(run.clap.max_logit_scale)
+        self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
+
+    def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        """One optimiser step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
+
+        Args:
+            batches: source of micro-batches on the device.
+            timer: told where the step's time goes.
+
+        Returns:
+            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached.
+        """
+        loss_sum = torch.zeros((), device=self._first_bad_step.device)
+        for _ in range(self._accumulation_steps):
+            with timer("data_wait"):
+                batch = next(batches)
+            loss = self.forward_backward(batch, timer)
+            with timer("optimizer"):
+                self.deepspeed.step()
+            loss_sum += loss.detach()
+        self._bound_logit_scale()
+        self.sync.after_step()
+        self.steps += 1
+        loss_mean = loss_sum / self._accumulation_steps
+        is_first = (self._first_bad_step < 0) & ~loss_mean.isfinite()
+        self._first_bad_step.masked_fill_(is_first, self.steps)
+        return loss_mean
+
+    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
+        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
+        self.sync.before_forward()
+        with timer("forward"):
+            features = self.deepspeed(*batch.model_inputs())
+        with timer("loss"):
+            loss = self.loss(*features)
+        with timer("backward"):
+            self.deepspeed.backward(loss)
+        return loss
+
+    def check_loss(self) -> None:
+        """Synchronise and stop every rank if the loss of any was not finite since the start. A collective.
+
+        Raises:
+            NonFiniteLossError: on all ranks, naming the first bad step.
+        """
+        never = torch.iinfo(torch.long).max
+        first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
+        dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
+        if int(first_bad) != never:
+            raise NonFiniteLossError(f"the loss is NaN or infinite at step {int(first_bad)}")
+
+    @torch.no_grad()
+    def _bound_logit_scale(self) -> None:
+        """Keep the learned scale at or below its maximum, in the parameter and in the optimiser's fp32 copy of it."""
+        self.model.logit_scale.clamp_(max=self._max_log_scale)
+        for group in self.deepspeed.optimizer.param_groups:
+            if group["name"] == "logit_scale":
+                for master in group["params"]:
+                    master.clamp_(max=self._max_log_scale)
+
+
+def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
+    settings = run.clap.loss
+    by_default = "bf16" if run.precision == "bf16" else "fp32"
+    wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
+    return SoftmaxLoss(wire_dtype, settings.tile) if settings.kind == "softmax" else SigmoidLoss(wire_dtype)
+
+
+def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=run.deepspeed)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
+    _undo_initial_step(engine.optimizer)
+    return engine
+
+
+def _undo_initial_step(optimizer: Any) -> None:
+    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
+    their state.
+
+    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
+    steps.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        inner.state.clear()
+        optimizer.refresh_fp32_params()
+
+
+def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
+    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+
+    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
+    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.fp32_parameters()]
+
+    def groups() -> Iterator[dict[str, Any]]:
+        for parameter, value in kept:
+            value = value.to(parameter.device)
+            if dist.is_initialized():
+                dist.broadcast(value, src=0)
+            parameter.data = value
+        named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
+        fp32 = {id(parameter) for parameter, _ in kept}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter is model.logit_scale:
+                named["logit_scale"].append(parameter)
+            elif id(parameter) in fp32:
+                named["fp32"].append(parameter)
+            elif parameter.ndim < 2 or name.endswith("relative_position_bias"):
+                named["no_decay"].append(parameter)
+            else:
+                named["decay"].append(parameter)
+        for name, parameters in named.items():
+            if parameters:
+                yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})
+
+    return groups()

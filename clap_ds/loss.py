@@ -1,0 +1,282 @@
+"""Contrastive losses over the global batch whose gradients are exact though no feature gradient crosses the network.
+
+Both losses know their gradient in closed form. A rank that holds all features (softmax) or has seen each of them once
+(sigmoid) can work out the whole gradient of its own features, also what other ranks' rows and columns contribute. It is
+worked out in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
+
+Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# torch 2.13 renames it; 2.11 has only the older name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SoftmaxLoss:
+    """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
+
+    With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
+    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered once, r and c once.
+
+    Args:
+        wire_dtype: features are gathered and compared in this type; sums and gradients are fp32 (fp64 for fp64).
+        tile: columns of the similarity matrix held at a time.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int = 4096) -> None:
+        self._wire_dtype = wire_dtype
+        self._tile = tile
+        self._early: dict[str, _Gather] = {}
+
+    def gather_early(self, model: nn.Module) -> None:
+        """Start gathering each tower's features as soon as it is done, so that they travel under the other tower's forward."""
+
+        def start(name: str) -> Any:
+            def hook(module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
+                if torch.is_grad_enabled():
+                    self._early[name] = _Gather(features_BD, self._wire_dtype)
+
+            return hook
+
+        for name in ("audio", "text"):
+            model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
+
+    def __call__(
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> Tensor:
+        """Loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
+
+        Args:
+            audio_BD: L2-normalised audio features, (B, D), fp32.
+            text_BD: L2-normalised text features of the same pairs, (B, D), fp32.
+            logit_scale: factor of the cosine similarities, shape (1,), fp32.
+            logit_bias: not part of this loss.
+
+        Returns:
+            Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and the mean over
+            ranks of its gradients, which is what data parallelism takes, is that loss's gradient.
+        """
+        audio, text = self._gather("audio", audio_BD), self._gather("text", text_BD)
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), self._tile)
+        return loss
+
+    def _gather(self, name: str, features_BD: Tensor) -> _Gather:
+        return self._early.pop(name) if name in self._early else _Gather(features_BD, self._wire_dtype)
+
+
+class SigmoidLoss:
+    """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
+
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)), z = 1 for pairs and -1 elsewhere. Each rank takes the rows of its
+    audio and the columns of its text; of an entry both see, the loss and the scalars' gradients are counted in the rows.
+
+    Args:
+        wire_dtype: features travel and are compared in this type.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
+        self._wire_dtype = wire_dtype
+
+    def __call__(
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> Tensor:
+        """As `SoftmaxLoss`; `logit_bias` of shape (1,), fp32, is needed."""
+        assert logit_bias is not None
+        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
+        return loss
+
+
+class _Gather:
+    """An all-gather under way."""
+
+    def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
+        self._local = local.detach().to(dtype).contiguous()
+        self._work: dist.Work | None = None
+        self._gathered = self._local
+        if _world_size() > 1:
+            self._gathered = self._local.new_empty(_world_size() * local.shape[0], *local.shape[1:])
+            self._work = _all_gather(self._gathered, self._local, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Every rank's rows, in rank order; work queued afterwards sees them complete."""
+        if self._work is not None:
+            self._work.wait()
+        return self._gathered
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor, tile: int
+    ) -> Tensor:
+        num_local = audio_BD.shape[0]
+        first = _rank() * num_local
+        own = slice(first, first + num_local)
+        scale = logit_scale.detach()
+        row_lse_B = tiled_log_sum_exp(audio_ND[own], text_ND, scale, tile)
+        column_lse_B = tiled_log_sum_exp(text_ND[own], audio_ND, scale, tile)
+        diagonal_B = scale * (audio_ND[own].to(scale.dtype) * text_ND[own].to(scale.dtype)).sum(dim=1)
+        loss = ((row_lse_B - diagonal_B).mean() + (column_lse_B - diagonal_B).mean()) / 2
+
+        if any(ctx.needs_input_grad):
+            lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
+            row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
+            sides = (
+                (audio_ND[own], text_ND, row_lse_B, column_lse_N),
+                (text_ND[own], audio_ND, column_lse_B, row_lse_N),
+            )
+            (audio_grad_BD, scale_grad), (text_grad_BD, _) = (
+                tiled_softmax_gradient(*side, first, scale, tile) for side in sides
+            )
+            # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
+            factor = 1 / (2 * num_local)
+            ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
+        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
+
+
+def tiled_log_sum_exp(own_BD: Tensor, all_ND: Tensor, scale: Tensor, tile: int) -> Tensor:
+    """Log Σ_j exp(scale · own_i·all_j), a tile of columns at a time: (B,) in the scale's type."""
+    maximum_B = torch.full(own_BD.shape[:1], -torch.inf, dtype=scale.dtype, device=own_BD.device)
+    total_B = torch.zeros_like(maximum_B)
+    for columns in _tiles(all_ND.shape[0], tile):
+        logits_BK = _similarities(own_BD, all_ND[columns], scale.dtype).mul_(scale)
+        larger_B = torch.maximum(maximum_B, logits_BK.amax(dim=1))
+        total_B = total_B * (maximum_B - larger_B).exp() + logits_BK.sub_(larger_B[:, None]).exp_().sum(dim=1)
+        maximum_B = larger_B
+    return maximum_B + total_B.log()
+
+
+def tiled_softmax_gradient(
+    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, first: int, scale: Tensor, tile: int
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
+
+    Args:
+        own_BD: this rank's features of one tower; row i belongs to row first + i of `all_ND`.
+        all_ND: everybody's features of the other tower.
+        own_lse_B: log-sum-exps over the similarities of each own feature.
+        all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
+        scale: factor of the similarities, shape (1,); gives the type of sums and results.
+
+    Returns:
+        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
+    """
+    gradient_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
+    scale_gradient = torch.zeros((), dtype=scale.dtype, device=own_BD.device)
+    for columns in _tiles(all_ND.shape[0], tile):
+        similarity_BK = _similarities(own_BD, all_ND[columns], scale.dtype)
+        logits_BK = similarity_BK * scale
+        weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
+        weight_BK += logits_BK.sub_(all_lse_N[columns]).exp_()
+        if columns.start < first + own_BD.shape[0] and first < columns.stop:
+            # Pairs lie where column = first + row.
+            weight_BK.diagonal(first - columns.start).sub_(2)
+        scale_gradient += torch.dot(weight_BK.flatten(), similarity_BK.flatten())
+        gradient_BD += _weighted_sum(weight_BK, all_ND[columns])
+    return gradient_BD * scale, scale_gradient
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor, wire_dtype: torch.dtype
+    ) -> Tensor:
+        scale, bias = logit_scale.detach(), logit_bias.detach()
+        audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)
+        loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
+        audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
+        for distance, other_audio, other_text in _round_the_ring(audio, text):
+            similarity_BB = _similarities(audio, other_text, scale.dtype)
+            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, paired=distance == 0)
+            loss += row_loss_BB.sum()
+            scale_grad += (row_weight_BB * similarity_BB).sum()
+            bias_grad += row_weight_BB.sum()
+            audio_grad_BD += _weighted_sum(row_weight_BB, other_text)
+            column_weight_BB = row_weight_BB.T
+            if distance:
+                logits_BB = _similarities(text, other_audio, scale.dtype) * scale + bias
+                column_weight_BB = _sigmoid_terms(logits_BB, paired=False)[1]
+            text_grad_BD += _weighted_sum(column_weight_BB, other_audio)
+        num_local = audio_BD.shape[0]
+        ctx.save_for_backward(
+            audio_grad_BD * (scale / num_local),
+            text_grad_BD * (scale / num_local),
+            scale_grad / num_local,
+            bias_grad / num_local,
+        )
+        return loss[0] / num_local
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None)
+
+
+def _sigmoid_terms(logits_BB: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
+    """-log σ(z·logit) of a block and its derivative by the logit; with `paired`, z is 1 on the diagonal."""
+    loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
+    if paired:
+        loss_BB.diagonal().sub_(logits_BB.diagonal())
+        weight_BB.diagonal().sub_(1)
+    return loss_BB, weight_BB
+
+
+def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(distance, audio, text) of every rank, the own first; the next ones travel while the caller works on these."""
+    rank, world_size = _rank(), _world_size()
+    held = torch.stack((audio, text)).contiguous()
+    for distance in range(world_size):
+        requests, arriving = [], torch.empty_like(held)
+        if distance < world_size - 1:
+            exchange = [
+                dist.P2POp(dist.isend, held, (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, arriving, (rank - 1) % world_size),
+            ]
+            requests = dist.batch_isend_irecv(exchange)
+        yield distance, held[0], held[1]
+        for request in requests:
+            request.wait()
+        held = arriving
+
+
+def _similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, K) inner products, accumulated and given in `dtype`."""
+    if own_BD.dtype == dtype:
+        return own_BD @ other_KD.T
+    if own_BD.is_cuda:
+        return torch.mm(own_BD, other_KD.T, out_dtype=dtype)
+    return own_BD.to(dtype) @ other_KD.T.to(dtype)
+
+
+def _weighted_sum(weight_BK: Tensor, other_KD: Tensor) -> Tensor:
+    """(B, D) in the weights' type; on a GPU with 16-bit features the weights are rounded to match, the sum is not."""
+    if other_KD.dtype == weight_BK.dtype:
+        return weight_BK @ other_KD
+    if other_KD.is_cuda:
+        return torch.mm(weight_BK.to(other_KD.dtype), other_KD, out_dtype=weight_BK.dtype)
+    return weight_BK @ other_KD.to(weight_BK.dtype)
+
+
+def _tiles(size: int, tile: int) -> Iterator[slice]:
+    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

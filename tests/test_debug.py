@@ -1,0 +1,77 @@
+"""A collective that one rank never joins: it fails in time, and both ranks say where they were."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+STALLED = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from clap_ds import debug
+from clap_ds.distributed import Ranks, initialize
+from clap_ds.settings import DebugSettings
+
+def waits_elsewhere():
+    time.sleep(60)
+
+settings = DebugSettings(enabled=True, collective_timeout_s=4)
+debug.prepare(settings)
+ranks = Ranks.from_environment()
+initialize(ranks, compile_cpu_collective=False, collective_timeout_s=settings.collective_timeout_s)
+with debug.watch(settings, ranks, Path(sys.argv[1])):
+    if ranks.rank == 1:
+        waits_elsewhere()
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
+    script = tmp_path / "stalled.py"
+    script.write_text(STALLED)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, stderr = processes[0].communicate(timeout=120)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[0].returncode == 1, stderr
+    assert "Timed out" in stderr
+    stacks = [(tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in range(2)]
+    assert all("because rank 0: RuntimeError: " in stack for stack in stacks)
+    assert "in waits_elsewhere" in stacks[1]
+    assert "in waits_elsewhere" not in stacks[0]
+    assert time.strftime("%F") in stacks[0]
+
+
+def test_off_changes_nothing(tmp_path: Path) -> None:
+    probe = (
+        "import os, sys; before = dict(os.environ); from pathlib import Path; from clap_ds import debug\n"
+        "from clap_ds.distributed import Ranks; from clap_ds.settings import DebugSettings\n"
+        "debug.prepare(DebugSettings())\n"
+        "with debug.watch(DebugSettings(), Ranks(0, 2, 0, 2), Path(sys.argv[1])): pass\n"
+        "assert dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", probe, str(tmp_path)], cwd=ROOT, check=True)
+    assert list(tmp_path.iterdir()) == []

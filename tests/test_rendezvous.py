@@ -1,0 +1,92 @@
+"""Ranks from SLURM's variables, and a rank that never comes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clap_ds.distributed import Ranks
+from clap_ds.rendezvous import adopt_slurm_step
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_NODELIST": "n[08-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+}  # fmt: skip
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher and no SLURM; what the code under test sets is undone."""
+    for name in [*PLACE, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_place_from_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(9, 10, 1, 2)
+    assert os.environ["MASTER_ADDR"] == "n08"
+    port = os.environ["MASTER_PORT"]
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    adopt_slurm_step()
+    assert os.environ["MASTER_PORT"] == port  # every rank computes the same
+
+
+def test_launcher_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**STEP, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(3, 4, 1, 2)
+
+
+def test_batch_step_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(0, 1, 0, 1)
+
+
+MEET = """
+import sys
+from clap_ds import rendezvous
+from clap_ds.distributed import Ranks, initialize, run_command
+rendezvous.CONNECT_S = 3.0
+run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
+"""
+
+
+def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> subprocess.Popen[str]:
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_NODELIST": "n[1-3]",
+    }  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", MEET], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_rank_that_never_comes_is_named_with_its_host() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = [_start(rank, 3, port) for rank in (0, 2)]
+    outputs = [process.communicate(timeout=90)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "error: rank 1 of 3 (n2) didn't connect within 3 s" in outputs[0]
+    assert all("Traceback" not in output for output in outputs)
+
+
+def test_missing_first_rank_is_named_with_its_address() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    process = _start(1, 2, port)
+    output = process.communicate(timeout=90)[1]
+    assert process.returncode == 1
+    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{port} within 3 s" in output
