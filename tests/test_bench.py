@@ -1,0 +1,221 @@
+"""The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = "clap_ds/bench.py"
+WriteRun = Callable[..., Path]
+pytestmark = pytest.mark.end_to_end
+
+
+def _port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def _launcher(name: str) -> list[str]:
+    return {
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", _port()],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _port()],
+        "python": [sys.executable],
+    }[name]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _bench(config: Path, launcher: str = "python", *options: str) -> subprocess.CompletedProcess[str]:
+    command = [*_launcher(launcher), BENCH, "--deepspeed_config", str(config), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=_environment())
+
+
+def _run_directory(config: Path) -> Path:
+    (directory,) = (config.parent / "runs").iterdir()
+    return directory
+
+
+def _summary(config: Path) -> dict[str, Any]:
+    return dict(json.loads((_run_directory(config) / "summary.json").read_text()))
+
+
+@pytest.mark.parametrize(("launcher", "world_size"), [("deepspeed", 2), ("torchrun", 2), ("python", 1)])
+def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, world_size: int) -> None:
+    config = write_run(log_level="info", steps_per_print=1)
+    result = _bench(config, launcher)
+    assert result.returncode == 0, result.stderr
+    assert "samples/s" in result.stdout
+
+    summary = _summary(config)
+    assert summary["state"] == "completed"
+    assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
+    windows = summary["samples_per_s_per_gpu"]["windows"]
+    assert len(windows) == 2
+    assert summary["samples_per_s"] == pytest.approx(world_size * sum(windows) / 2)
+
+    directory = _run_directory(config)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["phase"] for line in lines] == ["warmup"] + ["window"] * 4
+    assert all(line["slowest_rank_time_s"] >= line["time_s"] > 0 for line in lines)
+    # The rate follows from the step times on record, up to what lies between the last step and the window's end.
+    step_s = sum(line["slowest_rank_time_s"] for line in lines[1:3])
+    assert windows[0] == pytest.approx(8 / step_s, rel=0.2)
+    assert "SamplesPerSec=" in (directory / "rank0.log").read_text()
+    environment = json.loads((directory / "environment.json").read_text())
+    assert environment["gpus_per_node"] == [world_size]
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    assert {"bench/loss", "bench/samples_per_s"} <= set(events.Tags()["scalars"])
+
+
+def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
+    config = write_run(gradient_accumulation_steps=3)
+    assert _bench(config).returncode == 0
+    summary = _summary(config)
+    lines = [json.loads(line) for line in (_run_directory(config) / "metrics.jsonl").read_text().splitlines()]
+    assert summary["global_batch"] == 12
+    assert summary["samples_per_s_per_gpu"]["windows"][0] == pytest.approx(
+        24 / sum(line["time_s"] for line in lines[1:3]), rel=0.2
+    )
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "python"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
+        ({"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "DeepSpeed refuses the configuration"),
+    ],
+    ids=["clap section", "DeepSpeed section", "DeepSpeed optimizer"],
+)
+def test_bad_settings_give_one_message_and_exit_code_2(
+    write_run: WriteRun, launcher: str, changes: dict[str, Any], message: str
+) -> None:
+    config = write_run(**changes)
+    result = _bench(config, launcher)
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output
+    assert output.count(message) == 1, output
+    assert output.count("error: ") == 1, output
+    assert "Traceback" not in output
+
+
+def test_world_size_other_than_the_hostfile_promises(write_run: WriteRun, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node1 slots=4\n")
+    result = _bench(write_run(), "deepspeed", "--hostfile", str(hostfile))
+    assert result.returncode == 2
+    assert "promises 4 ranks on 1 hosts, the launcher started 2" in result.stderr
+
+
+def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> None:
+    config = write_run(optimizer={"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}}, bf16={"enabled": False})
+    result = _bench(config, "deepspeed")
+    assert result.returncode == 1
+    assert "the loss is NaN or infinite at step 2" in result.stderr
+    assert "Traceback" not in result.stderr
+    summary = _summary(config)
+    assert summary["state"] == "failed"
+    assert "step 2" in summary["error"]
+
+
+def test_exhausted_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:
+    config = write_run(train_micro_batch_size_per_gpu=10**12)
+    result = _bench(config)
+    assert result.returncode == 1
+    summary = _summary(config)
+    assert summary["state"] == "out_of_memory"
+    assert f"micro-batch {10**12}" in summary["error"]
+
+
+@pytest.mark.gpu
+def test_exhausted_gpu_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:
+    synthetic = {"source": "synthetic", "placement": "device", "num_batches": 1}
+    config = write_run(train_micro_batch_size_per_gpu=10**6, clap={"data": synthetic})
+    assert _bench(config).returncode == 1
+    assert _summary(config)["state"] == "out_of_memory"
+    assert "micro-batch 1000000" in _summary(config)["error"]
+
+
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "timeout")])
+def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.Signals, state: str) -> None:
+    config = write_run(clap={"bench": {"warmup_steps": 100000}})
+    command = [sys.executable, BENCH, "--deepspeed_config", str(config)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()
+    )
+    deadline = time.monotonic() + 120
+    while not list(config.parent.glob("runs/*/metrics.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert _summary(config)["state"] == "running"
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert _summary(config)["state"] == state
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of real encoded audio with captions and their tokenizer."""
+    folder = tmp_path_factory.mktemp("sounds") / "data"
+    command = [
+        sys.executable,
+        "-m",
+        "clap_ds.data.sounds",
+        str(folder),
+        "--clips",
+        "24",
+        "--shards",
+        "4",
+        "--seconds",
+        "1-2",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=_environment())
+    return folder
+
+
+def _shard_data(folder: Path, pattern: str) -> dict[str, Any]:
+    return {
+        "source": "shards",
+        "shards": str(folder / pattern),
+        "tokenizer": str(folder / "tokenizer"),
+        "num_workers": 1,
+        "shuffle_buffer": 4,
+    }
+
+
+def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
+    config = write_run(clap={"data": _shard_data(sounds, "*.tar")})
+    result = _bench(config, "deepspeed")
+    assert result.returncode == 0, result.stderr
+    summary = _summary(config)
+    assert summary["state"] == "completed"
+    assert summary["data"]["num_broken_items"] == 0
+
+
+def test_shards_that_are_all_broken_end_the_run(write_run: WriteRun, sounds: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"broken-{number}.tar").write_bytes(b"this is not a tar file" * 100)
+    data = _shard_data(sounds, "") | {"shards": [str(tmp_path / f"broken-{number}.tar") for number in range(2)]}
+    result = _bench(write_run(clap={"data": data}), "deepspeed")
+    assert result.returncode in (1, 2)
+    assert "broken-" in result.stderr
+    assert "Traceback" not in result.stderr
