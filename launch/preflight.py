@@ -1,0 +1,239 @@
+"""Inside an allocation, before a job: would a run break here, and on which host?
+
+    python launch/preflight.py --site jupiter [--launcher srun] [--megabytes 315] [--no_ranks]
+
+Asks every host for its clock, code, versions, GPUs, disk, limits and ports, and compares; then has all ranks all-reduce
+a buffer of the gradient's size, checks the sum, and measures each host's links. A table; the exit code is 1 when
+something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
+`preflight_host.py` and the ranks' to `preflight_rank.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.agents import this_host
+from launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
+from launch.job import master_port
+from launch.sites import LAUNCHERS, ROOT, SiteError, load_site, rank_environment
+
+MAX_SKEW_S = 1.0
+MIN_FREE_GB = 5.0
+MIN_OPEN_FILES = 4096
+SLOW = 0.7
+"""A host whose rate is below this share of the median is called slow."""
+
+
+@dataclass
+class Report:
+    """What was found, by host: rows of the table, problems that would break a run, and warnings."""
+
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def put(self, host: str, column: str, text: str) -> None:
+        self.rows.setdefault(host, {})[column] = text
+
+    def format(self) -> str:
+        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
+        cells = [["host", *columns], *([host, *(row.get(c, "–") for c in columns)] for host, row in self.rows.items())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+        lines += [f"problem: {text}" for text in self.problems] + [f"warning: {text}" for text in self.warnings]
+        return "\n".join([*lines, "" if self.problems else "nothing found that would break a run"]).rstrip()
+
+
+def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, through: str) -> dict[str, dict[str, Any]]:
+    """Every host's answer, with the seconds its clock is off; `{"error": …}` for one that gives none."""
+    script = [python, str(ROOT / "launch" / "preflight_host.py"), run_root, str(port)]
+
+    def ask(host: str) -> dict[str, Any]:
+        command = [*script, host]
+        if through == "srun":
+            command = ["srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", "--nodelist", host, *command]
+        elif host != this_host():
+            command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, shlex.join(command)]
+        asked = time.time()
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            return {"error": "no answer in 60 s"}
+        answered = time.time()
+        for line in result.stdout.splitlines():
+            if line.startswith("clap-preflight "):
+                answer: dict[str, Any] = json.loads(line.removeprefix("clap-preflight "))
+                # The host read its clock somewhere between question and answer: only what lies outside is skew.
+                answer["skew_s"] = max(0.0, answer["time"] - answered) - max(0.0, asked - answer["time"])
+                return answer
+        last = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
+        return {"error": last[-1] if last else f"exit code {result.returncode}"}
+
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(ask, hosts), strict=True))
+
+
+def judge_hosts(answers: dict[str, dict[str, Any]], slots: dict[str, int], report: Report) -> None:
+    """Compare the hosts with each other and with what a run needs."""
+    for host, answer in answers.items():
+        report.put(host, "reachable", "no" if "error" in answer else "yes")
+        if "error" in answer:
+            report.problems.append(f"{host} can't be reached: {answer['error']}")
+    there = {host: answer for host, answer in answers.items() if "error" not in answer}
+    _compare(there, "code", {host: answer["code"] for host, answer in there.items()}, report)
+    for package in next(iter(there.values()))["versions"] if there else ():
+        _compare(
+            there,
+            package,
+            {host: str(a["versions"].get(package)) for host, a in there.items()},
+            report,
+            shown=package == "torch",
+        )
+    kinds = {host: answer["gpus"][0] if answer["gpus"] else "none" for host, answer in there.items()}
+    _compare(there, "gpu", kinds, report)
+    for host, answer in there.items():
+        _judge_host(host, answer, slots[host], report)
+
+
+def _compare(there: dict[str, Any], what: str, values: dict[str, str], report: Report, shown: bool = True) -> None:
+    """Hosts that differ from the majority are the problem; without a majority, from the first host."""
+    if not values:
+        return
+    counts = Counter(values.values())
+    usual = max(counts, key=lambda value: (counts[value], value == next(iter(values.values()))))
+    for host, value in values.items():
+        if shown:
+            report.put(host, what, value)
+        if value != usual:
+            report.problems.append(f"{host}: {what} is {value}, on most other hosts {usual}")
+
+
+def _judge_host(host: str, answer: dict[str, Any], slots: int, report: Report) -> None:
+    if answer["gpus"] and len(set(answer["gpus"])) > 1:
+        report.problems.append(f"{host}: GPUs of several kinds: {', '.join(sorted(set(answer['gpus'])))}")
+    if answer["gpus"] and len(answer["gpus"]) < slots:
+        report.problems.append(f"{host}: {len(answer['gpus'])} GPUs are visible, {slots} ranks are to run")
+    report.put(host, "clock, s", f"{answer['skew_s']:+.1f}")
+    if abs(answer["skew_s"]) > MAX_SKEW_S:
+        report.problems.append(f"{host}: the clock is off by {answer['skew_s']:+.1f} s")
+    free = {folder: size / 1e9 for folder, size in answer["free_bytes"].items() if size is not None}
+    report.put(host, "free, GB", f"{min(free.values(), default=0):.0f}")
+    for folder, size in free.items():
+        if size < MIN_FREE_GB:
+            report.problems.append(f"{host}: {size:.1f} GB free for {folder}, expected {MIN_FREE_GB:.0f}")
+    report.put(host, "files", str(answer["open_files"]))
+    if 0 <= answer["open_files"] < MIN_OPEN_FILES:
+        report.warnings.append(
+            f"{host}: ulimit -n is {answer['open_files']}; workers and NCCL may need {MIN_OPEN_FILES}"
+        )
+    if answer["locked_memory"] != -1 and answer["gpus"]:
+        report.warnings.append(f"{host}: ulimit -l is {answer['locked_memory']} bytes; InfiniBand needs it unlimited")
+    if not answer["port_free"]:
+        report.problems.append(f"{host}: the port for rank 0 is taken")
+
+
+def run_ranks(
+    arguments: argparse.Namespace, hosts: list[str], slots: list[int], python: str, launcher: str, report: Report
+) -> None:
+    """Start the ranks as a run would, and judge what they measured."""
+    site = load_site(arguments.site)
+    root = Path(site.run_root if Path(site.run_root).is_absolute() else ROOT / site.run_root)
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=root))
+    write_atomically(str(folder / "hostfile"), format_hostfile(hosts, slots))
+    lines = [f"{name}={value}" for name, value in rank_environment(site, dict(os.environ)).items()]
+    write_atomically(str(folder / "site_environment"), "\n".join(lines) + "\n")
+    command = [
+        python, str(ROOT / "launch" / "job.py"), "--hostfile", str(folder / "hostfile"), "--folder", str(folder),
+        "--launcher", launcher,
+        "--environment", str(folder / "site_environment"), "--python", python,
+        "--", "launch/preflight_rank.py", str(folder / "ranks.json"), str(arguments.megabytes),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **site.environment})
+    path = folder / "ranks.json"
+    if result.returncode or not path.exists():
+        told = json.loads((folder / "job.json").read_text()) if (folder / "job.json").exists() else {}
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        report.problems.append(f"the ranks failed: {told.get('error') or last} (see {folder})")
+        return
+    judge_ranks(json.loads(path.read_text()), hosts, slots, report)
+
+
+def judge_ranks(measured: dict[str, Any], hosts: list[str], slots: list[int], report: Report) -> None:
+    """Judge what the ranks measured: wrong sums break a run; slow links and slow processors are warnings."""
+    host_of = [host for host, count in zip(hosts, slots, strict=True) for _ in range(count)]
+    for rank, wrong in enumerate(measured["wrong_elements"]):
+        if wrong:
+            report.problems.append(f"{host_of[rank]}: rank {rank} has {wrong} wrong elements after an all-reduce")
+    links: dict[str, list[float]] = {}
+    for first, second, rate in measured["links_gb_per_s"]:
+        for host in (hosts[first], hosts[second]):
+            links.setdefault(host, []).append(rate)
+    compute = {host: min(t for t, h in zip(measured["tflops"], host_of, strict=True) if h == host) for host in hosts}
+    # A host is as good as its best link: the worse one may be its neighbour's fault.
+    best = {host: max(rates) for host, rates in links.items()}
+    for column, rates in (("link, GB/s", best), ("compute, TFLOPS", compute)):
+        for host, rate in rates.items():
+            report.put(host, column, f"{rate:.2f}")
+            usual = statistics.median(rates.values())
+            if rate < SLOW * usual:
+                report.warnings.append(f"{host} is slow: {column.replace(', ', ' ')} {rate:.2f}, median {usual:.2f}")
+    report.put("all", "bus, GB/s", f"{measured['bus_gb_per_s']:.2f}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch/preflight.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--site", default="generic")
+    parser.add_argument("--launcher", choices=LAUNCHERS)
+    parser.add_argument("--nodelist", help="hosts, in place of the allocation's; needs --slots")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument(
+        "--megabytes", type=float, default=315.0, help="all-reduced buffer; HTSAT-tiny's bf16 gradients are 315"
+    )
+    parser.add_argument("--no_ranks", action="store_true", help="ask the hosts, start no ranks")
+    arguments = parser.parse_args(argv)
+    try:
+        site = load_site(arguments.site)
+        if arguments.nodelist and not arguments.slots:
+            raise ValueError("--nodelist needs --slots")
+        hosts = expand(arguments.nodelist) if arguments.nodelist else hosts_from_slurm(os.environ)
+        slots = (
+            [arguments.slots] * len(hosts)
+            if arguments.nodelist
+            else slots_from_slurm(os.environ, len(hosts), arguments.slots)
+        )
+        launcher = arguments.launcher or site.chosen_launcher()
+        port = master_port(f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
+    except (SiteError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report = Report()
+    through = "ssh" if launcher == "pdsh" else "srun"
+    answers = ask_hosts(hosts, site.interpreter(), site.run_root, port, through=through)
+    judge_hosts(answers, dict(zip(hosts, slots, strict=True)), report)
+    if not report.problems and not arguments.no_ranks:
+        run_ranks(arguments, hosts, slots, site.interpreter(), launcher, report)
+    print(report.format())
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk, limits
+and ports.
+
+Standard library only, and torch is not imported: versions come from the installed packages' metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "torchaudio", "deepspeed", "transformers", "pydantic", "webdataset")
+
+
+def code_digest() -> str:
+    """Short hash of this checkout's Python files and presets, names included."""
+    digest = hashlib.sha256()
+    for folder in ("clap_ds", "launch"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".json", ".sbatch") and path.is_file():
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each GPU, as nvidia-smi tells; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in shown.splitlines() if line.strip()]
+
+
+def free_bytes(folder: str) -> int | None:
+    """Free bytes where a folder is or would be made; None when that can't be told."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def main() -> None:
+    run_root, port = sys.argv[1], int(sys.argv[2])
+    now = time.time()
+    answer: dict[str, Any] = {
+        "host": sys.argv[3] if len(sys.argv) > 3 else os.environ.get("SLURMD_NODENAME", os.uname().nodename),
+        "time": now,
+        "code": code_digest(),
+        "versions": versions(),
+        "gpus": gpus(),
+        "free_bytes": {folder: free_bytes(folder) for folder in (run_root, "/tmp")},
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "port_free": port_is_free(port),
+    }
+    print("clap-preflight " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A copy of a run's JSON with some fields changed, for one job of many.
+
+    python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one --set optimizer.params.lr=1e-4
+
+Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.hostfile import write_atomically
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A run's JSON, as it stands.
+
+    Raises:
+        ValueError: not there, or not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return content
+
+
+def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The same JSON with `a.b.c` set; sections on the way are made where they are missing.
+
+    Raises:
+        ValueError: something on the way isn't an object.
+    """
+    first, _, rest = name.partition(".")
+    if not rest:
+        return {**content, first: value}
+    inner = content.get(first, {})
+    if not isinstance(inner, dict):
+        raise ValueError(f"{name}: {first} is {json.dumps(inner)}, not an object")
+    return {**content, first: with_field(inner, rest, value)}
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`a.b=1e-4` as name and value; what isn't JSON is a string.
+
+    Raises:
+        ValueError: no `=`, or an empty name.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")):
+        raise ValueError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch/run_config.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--label", help="clap.output.label")
+    parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field")
+    arguments = parser.parse_args(argv)
+    try:
+        content = read_config(arguments.config)
+        output = content.get("clap", {}).get("output", {}) if isinstance(content.get("clap", {}), dict) else {}
+        if arguments.root and isinstance(output, dict) and "root" not in output:
+            content = with_field(content, "clap.output.root", arguments.root)
+        if arguments.label or "label" not in output:
+            content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
+        for assignment in arguments.set:
+            content = with_field(content, *parse_assignment(assignment))
+        write_atomically(arguments.output, json.dumps(content, indent=2) + "\n")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
+
+    python launch/sites.py setup jupiter          shell lines that make the environment ready
+    python launch/sites.py environment jupiter    NAME=value lines for every rank (DeepSpeed's DS_ENV_FILE)
+
+Uses the standard library only: it runs before the project's environment is there. Leaves job scripts to
+`launch/sweep.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "clusters"
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHERS = ("pdsh", "slurm", "srun")
+
+# What a rank on another host needs of the batch step's environment, where ssh starts with a bare one.
+_CARRIED = re.compile(
+    "PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|CUDA_HOME|VIRTUAL_ENV|OMP_NUM_THREADS|TMPDIR|LANG|LC_ALL|DS_ACCELERATOR"
+    "|(HF|TRANSFORMERS|TOKENIZERS|TORCH|TRITON|GLOO|FI|NCCL|UCX|SLURM_JOB)_.*|SLURM_(JOBID|NNODES|RESTART_COUNT)"
+)
+# Ends a shell word or is expanded, inside the double quotes DeepSpeed puts around a value, or by pdsh (%h, %n, %u).
+_UNSAFE = re.compile(r'["$`\\\n!]|%[hnu]')
+
+
+class SiteError(ValueError):
+    """A site file that can't be used; the message says where, what was expected and the nearest valid name."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One cluster. Null means: nothing to say, the cluster's own default holds."""
+
+    account: str | None = None
+    partition: str | None = None
+    gpus_per_node: int | None = None
+    """Ranks per node; null takes what `sinfo` shows for the partition."""
+    cpus_per_task: int | None = None
+    sbatch: list[str] = field(default_factory=list)
+    """Further options, such as `--exclusive`."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines run at the start of a job, such as `module load CUDA/13`."""
+    python: str | None = None
+    """Interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every rank: network interface and NCCL settings."""
+    launcher: str | None = None
+    """How ranks start: `pdsh` and `slurm` are DeepSpeed's launchers, `srun` is SLURM's own; null takes pdsh where
+    there is one, else srun."""
+    run_root: str = "runs"
+    """Folder for runs and jobs, on a file system all nodes share; relative to the checkout."""
+    walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
+    """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
+    warning_s: int = 60
+    """Seconds before the time limit at which the run is told to stop."""
+
+    def walltime(self, num_nodes: int) -> str:
+        """Time limit of a job on this many nodes."""
+        bounds = sorted(self.walltimes, key=int)
+        return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
+
+    def chosen_launcher(self) -> str:
+        return self.launcher or ("pdsh" if shutil.which("pdsh") else "srun")
+
+    def interpreter(self) -> str:
+        if self.python:
+            return os.path.expandvars(self.python)
+        local = ROOT / ".venv" / "bin" / "python"
+        return str(local) if local.exists() else "python3"
+
+
+_KINDS: dict[str, tuple[str, Any]] = {
+    "str": ("a string", lambda value: isinstance(value, str) and value != ""),
+    "str | None": ("a string or null", lambda value: value is None or (isinstance(value, str) and value != "")),
+    "int": ("a whole number, at least 1", lambda value: type(value) is int and value >= 1),
+    "int | None": (
+        "a whole number, at least 1, or null",
+        lambda value: value is None or (type(value) is int and value >= 1),
+    ),
+    "list[str]": (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    ),
+    "dict[str, str]": (
+        "an object of strings",
+        lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
+    ),
+}
+
+
+def load_site(name: str) -> Site:
+    """Read a site by its name under `launch/clusters/`, or by the path of a file.
+
+    Raises:
+        SiteError: no such site, not JSON, or a field that is unknown or wrong.
+    """
+    path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = sorted(file.stem for file in FOLDER.glob("*.json"))
+        raise SiteError(f"site {name!r}: {path}: {error.strerror}{_nearest(name, known)}") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SiteError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise SiteError(f"{path}: expected a JSON object")
+    problems = _problems(content)
+    if problems:
+        raise SiteError("\n".join(f"{path}: {problem}" for problem in problems))
+    return Site(**content)
+
+
+def _problems(content: dict[str, Any]) -> list[str]:
+    known = {each.name: _KINDS[str(each.type)] for each in fields(Site)}
+    problems = []
+    for name, value in content.items():
+        if name not in known:
+            problems.append(f"{name}: no such field{_nearest(name, list(known))}")
+        elif not known[name][1](value):
+            problems.append(f"{name}: expected {known[name][0]}, found {json.dumps(value)}")
+    if problems:
+        return problems
+    if content.get("launcher") not in (None, *LAUNCHERS):
+        problems.append(
+            f"launcher: expected one of {', '.join(LAUNCHERS)}, found {json.dumps(content['launcher'])}"
+            + _nearest(content["launcher"], list(LAUNCHERS))
+        )
+    for name, value in content.get("environment", {}).items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            problems.append(f"environment.{name}: expected a variable's name: letters, digits and _")
+        elif _UNSAFE.search(value):
+            problems.append(
+                f"environment.{name}: expected no quotes, $, `, \\, !, line ends, %h, %n or %u, found {json.dumps(value)}"
+            )
+    walltimes = content.get("walltimes", {"1": "1"})
+    if not walltimes:
+        problems.append("walltimes: expected at least one time limit")
+    for bound, limit in walltimes.items():
+        if not re.fullmatch("[1-9][0-9]*", bound):
+            problems.append(f"walltimes.{bound}: expected a number of nodes")
+        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
+            problems.append(f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}")
+    for option in content.get("sbatch", []):
+        if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
+            problems.append(f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}")
+    return problems
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+
+
+def rank_environment(site: Site, inherited: dict[str, str]) -> dict[str, str]:
+    """Variables for ranks on other hosts: what a rank needs of the batch step's own, and the site's over them."""
+    carried = {
+        name: value
+        for name, value in inherited.items()
+        if value and _CARRIED.fullmatch(name) and not _UNSAFE.search(value)
+    }
+    return {**carried, **site.environment}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch/sites.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["setup", "environment", "check"])
+    parser.add_argument("site", help="name under launch/clusters/, or a file")
+    arguments = parser.parse_args(argv)
+    try:
+        site = load_site(arguments.site)
+    except SiteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.what == "setup":
+        lines = [*site.setup, *(f"export {name}={shlex.quote(value)}" for name, value in site.environment.items())]
+        values = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
+        print("\n".join([*lines, *(f"site_{name}={shlex.quote(value)}" for name, value in values.items())]))
+    elif arguments.what == "environment":
+        print("\n".join(f"{name}={value}" for name, value in rank_environment(site, dict(os.environ)).items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""One SLURM cluster for all tests here, and jobs on it as users submit them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.slurm_cluster import SlurmCluster, obstacle
+from tests.conftest import micro_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SlurmCluster]:
+    """Three nodes and a controller."""
+    problem = obstacle()
+    if problem:
+        if os.environ.get("CI") or os.geteuid() == 0:
+            pytest.fail(problem)
+        pytest.skip(problem)
+    cluster = SlurmCluster(3)
+    yield cluster
+    cluster.close()
+
+
+@dataclass
+class Submitted:
+    """A job on the cluster, and where to look for what it did."""
+
+    cluster: SlurmCluster
+    number: str
+    folder: Path
+
+    def wait(self, timeout: float = 150) -> dict[str, str]:
+        return self.cluster.wait_for_job(self.number, timeout)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds the job has been running."""
+        hours, minutes, seconds = map(int, self.cluster.job(self.number)["RunTime"].split(":"))
+        return 3600 * hours + 60 * minutes + seconds
+
+    @property
+    def output(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("*.out"))
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """`job.json`."""
+        return dict(json.loads((self.folder / "job" / "job.json").read_text()))
+
+    @property
+    def runs(self) -> list[Path]:
+        return sorted(path for path in (self.folder / "runs").glob("*-*Z*") if path.is_dir())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json` of the only run."""
+        (run,) = self.runs
+        return dict(json.loads((run / "summary.json").read_text()))
+
+    def wait_for_steps(self, timeout: float = 120) -> None:
+        """Wait until the run has started to measure."""
+        self.cluster.wait_until(
+            lambda: [*self.folder.glob("runs/*/metrics.jsonl")] or self.is_over(),
+            timeout,
+            f"steps of job {self.number}",
+        )
+        assert not self.is_over(), self.output
+
+    def is_over(self) -> bool:
+        return self.cluster.job(self.number)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING")
+
+
+def site_file(folder: Path, **changes: Any) -> Path:
+    """A site for the test cluster, whose runs go to the test's folder."""
+    site = {
+        "gpus_per_node": 2,
+        "python": sys.executable,
+        "run_root": str(folder / "runs"),
+        "environment": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"},
+        **changes,
+    }
+    path = folder / "site.json"
+    path.write_text(json.dumps(site))
+    return path
+
+
+RANKS = r"clap_ds/bench\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
+"""Matches the command line of everything a job starts."""
+ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
+
+
+@pytest.fixture
+def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Submitted]:
+    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, clap={…}, sbatch=[…])`."""
+    cluster.wait_until_idle()
+
+    def start(
+        nodes: int,
+        launcher: str = "pdsh",
+        *,
+        sbatch: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+        **changes: Any,
+    ) -> Submitted:
+        config = tmp_path / "micro.json"
+        config.write_text(json.dumps(micro_run(**changes)))
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        number = cluster.run(
+            "ctl", "sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=2", "--ntasks-per-node=2",
+            f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site", str(site_file(tmp_path)),
+            "--config", str(config), "--launcher", launcher, "--folder", str(tmp_path / "job"), *options, folder=ROOT,
+        ).stdout.strip()  # fmt: skip
+        return Submitted(cluster, number, tmp_path)
+
+    return start

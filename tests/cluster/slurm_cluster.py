@@ -1,0 +1,331 @@
+"""A real SLURM cluster inside this machine: a controller and some nodes, each a set of Linux namespaces with its own
+network.
+
+A host is a `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it takes everything on that host
+along. The nodes hang on a bridge inside the controller's network namespace, which has no way out, so nothing touches
+the machine's own interfaces, /etc, /run or ports. Needs root, and the Debian packages in `PACKAGES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+PACKAGES = (
+    "slurm-wlm", "slurm-wlm-basic-plugins", "munge", "pdsh", "openssh-server", "openssh-client", "iproute2", "procps",
+    "util-linux", "numactl",
+)  # fmt: skip
+_PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "munged",
+    "pdsh",
+    "sshd",
+    "ssh-keygen",
+    "ip",
+    "unshare",
+    "setpriv",
+    "nsenter",
+    "pkill",
+)
+_SUBNET = "10.99.0"
+_PREFIX = "clap-slurm-"
+GPUS, CPUS = 4, 8
+
+
+def obstacle() -> str | None:
+    """Why no cluster can be brought up here; None when one can."""
+    if os.geteuid() != 0:
+        return "a cluster of namespaces needs root"
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    missing = [program for program in _PROGRAMS if not shutil.which(program, path=path)]
+    if missing:
+        return f"missing programs: {', '.join(missing)}; apt-get install --no-install-recommends {' '.join(PACKAGES)}"
+    trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
+    return f"namespaces can't be made here: {trial.stderr.strip()}" if trial.returncode else None
+
+
+class SlurmCluster:
+    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._lock = _only_one()
+        remove_leftovers()
+        self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.folder.chmod(0o755)
+        self._addresses = {"ctl": f"{_SUBNET}.254"} | {host: f"{_SUBNET}.{i}" for i, host in enumerate(self.nodes, 1)}
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._init: dict[str, int] = {}
+        try:
+            self._write_files()
+            for host in self._addresses:
+                self._start_host(host)
+            self._start_controller()
+            for host in self.nodes:
+                self._start_node(host)
+            self.wait_until(self._all_idle, 30, "nodes to become idle")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End everything on every host and remove the folder; safe to call twice."""
+        for host, pid in self._init.items():
+            _kill(pid)
+            _remove_cgroups(host)
+        for holder in self._holders.values():
+            holder.kill()
+            holder.wait()
+        for host in self._init:
+            _remove_cgroups(host)
+        self._holders, self._init = {}, {}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    # --- using it
+
+    def command(self, host: str, arguments: list[str], folder: Path | None = None) -> list[str]:
+        """Command line that runs another one on a host."""
+        return [
+            "nsenter", "-t", str(self._init[host]), "-n", "-u", "-m", "-p", f"--wd={folder or self.folder}", "--",
+            "env", f"SLURM_CONF={self.folder}/slurm.conf", *arguments,
+        ]  # fmt: skip
+
+    def run(
+        self,
+        host: str,
+        *arguments: str,
+        check: bool = True,
+        folder: Path | None = None,
+        timeout: float = 120,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host."""
+        result = subprocess.run(
+            self.command(host, list(arguments), folder), capture_output=True, text=True, timeout=timeout,
+            env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        if check and result.returncode:
+            raise AssertionError(f"{host}: {' '.join(arguments)}: {result.returncode}\n{result.stdout}{result.stderr}")
+        return result
+
+    def job(self, number: str) -> dict[str, str]:
+        """Fields of `scontrol show job`."""
+        text = self.run("ctl", "scontrol", "show", "job", "-o", number).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def wait_for_job(self, number: str, timeout: float = 120) -> dict[str, str]:
+        """Wait until a job is over; its fields."""
+        going_on = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED")
+        self.wait_until(lambda: self.job(number)["JobState"] not in going_on, timeout, f"the end of job {number}")
+        # It stays COMPLETING where a node can't be reached to confirm its end.
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: self.job(number)["JobState"] != "COMPLETING", 5, "nodes to confirm the end")
+        return self.job(number)
+
+    def processes(self, pattern: str) -> dict[str, list[str]]:
+        """Command lines on each node that match a pattern, for the nodes that have any."""
+        found = {}
+        for host in self._addresses:
+            lines = self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout.splitlines()
+            matching = [line for line in lines if re.search(pattern, line) and " ps -eo" not in line]
+            if matching:
+                found[host] = matching
+        return found
+
+    def host_pid(self, host: str) -> int:
+        """Process id, as this machine counts, of a host's pid 1."""
+        return self._init[host]
+
+    def resume(self, host: str) -> None:
+        """Have SLURM use a node again after it was cut off."""
+        self.run("ctl", "scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=cut", check=False)
+        self.run("ctl", "scontrol", "update", f"NodeName={host}", "State=RESUME", check=False)
+
+    def set_link(self, host: str, *, up: bool) -> None:
+        """Cut a node off the network, or connect it again."""
+        self.run("ctl", "ip", "link", "set", f"v-{host}", "up" if up else "down")
+
+    @staticmethod
+    def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> float:
+        """Wait for something; the seconds it took.
+
+        Raises:
+            AssertionError: it didn't come in time.
+        """
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < timeout, f"waited {timeout:.0f} s for {what}"
+            time.sleep(0.2)
+        return time.monotonic() - began
+
+    def wait_until_idle(self) -> None:
+        self.wait_until(self._all_idle, 60, "nodes to become idle")
+
+    def _all_idle(self) -> bool:
+        states = self.run("ctl", "sinfo", "-h", "-N", "-o", "%T", check=False).stdout.split()
+        return states == ["idle"] * len(self.nodes)
+
+    # --- bringing it up
+
+    def _write_files(self) -> None:
+        folder = self.folder
+        for name in ("log", "state", "dev", "ssh", *(f"spool/{host}" for host in self.nodes)):
+            (folder / name).mkdir(parents=True)
+        (folder / "ssh").chmod(0o700)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        for key in ("user", "host"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "ssh" / key)], check=True)
+        shutil.copy(folder / "ssh" / "user.pub", folder / "ssh" / "authorized_keys")
+        for number in range(GPUS):
+            # A character device that swallows everything: SLURM counts and assigns it like a GPU.
+            os.mknod(folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in self._addresses.items())]
+        (folder / "hosts").write_text("\n".join(hosts) + "\n")
+        (folder / "slurm.conf").write_text(self._slurm_conf())
+        (folder / "gres.conf").write_text(
+            f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n"
+        )
+        (folder / "cgroup.conf").write_text("CgroupAutomount=no\n" + ("CgroupPlugin=cgroup/v1\n" if _freezer() else ""))
+        (folder / "sshd_config").write_text(
+            f"HostKey {folder}/ssh/host\nAuthorizedKeysFile {folder}/ssh/authorized_keys\nStrictModes no\nUsePAM no\n"
+            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUseDNS no\nMaxStartups 100\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"Host *\n  IdentityFile {folder}/ssh/user\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
+            "  LogLevel ERROR\n"
+        )
+
+    def _slurm_conf(self) -> str:
+        folder = self.folder
+        tracking = "cgroup" if _freezer() else "linuxproc"
+        settings = {
+            "ClusterName": "test", "SlurmctldHost": f"ctl({self._addresses['ctl']})", "SlurmUser": "root", "SlurmdUser": "root",
+            "AuthType": "auth/munge", "AuthInfo": f"socket={folder}/munge.sock,cred_expire=5",
+            "ProctrackType": f"proctrack/{tracking}", "TaskPlugin": "task/none", "SwitchType": "switch/none",
+            "MpiDefault": "none",
+            "JobAcctGatherType": "jobacct_gather/none", "AccountingStorageType": "accounting_storage/none",
+            "ReturnToService": 2, "SlurmctldPidFile": f"{folder}/slurmctld.pid", "SlurmdPidFile": f"{folder}/slurmd-%n.pid",
+            "SlurmdSpoolDir": f"{folder}/spool/%n", "StateSaveLocation": f"{folder}/state",
+            "SlurmctldLogFile": f"{folder}/log/slurmctld.log", "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
+            "SlurmctldTimeout": 60, "SlurmdTimeout": 300, "InactiveLimit": 0, "KillWait": 15, "MinJobAge": 3600,
+            "SchedulerType": "sched/backfill", "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0",
+            "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core", "PropagateResourceLimits": "NONE",
+            "JobRequeue": 1, "GresTypes": "gpu", "SlurmdParameters": "config_overrides",
+        }  # fmt: skip
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        lines.append(f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN")
+        lines += [f"NodeName={host} NodeAddr={self._addresses[host]}" for host in self.nodes]
+        lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO")
+        return "\n".join(lines) + "\n"
+
+    def _start_host(self, host: str) -> None:
+        """A namespace set with a name, private run-time folders, and a cable to the controller's bridge."""
+        ready = self.folder / f"ready-{host}"
+        script = (
+            'set -e; hostname "$1"; mount -t proc proc /proc; mount -t tmpfs tmpfs /run; mkdir -p /run/sshd /run/lock;'
+            'mount -t tmpfs tmpfs /dev/shm; chmod 1777 /dev/shm; mount --bind "$2/hosts" /etc/hosts;'
+            'touch /etc/ssh/ssh_config; mount --bind "$2/ssh_config" /etc/ssh/ssh_config; ip link set lo up; touch "$3";'
+            "while :; do sleep 3600 & wait $!; done"
+        )
+        with (self.folder / "log" / f"host-{host}.log").open("wb") as log:
+            self._holders[host] = subprocess.Popen(
+                # The host goes when this process does, however that ends.
+                ["setpriv", "--pdeathsig", "KILL",
+                 "unshare", "-n", "-u", "-m", "-p", "-f", "--kill-child", "--propagation", "private",
+                 "bash", "-c", script, f"{_PREFIX}{host}", host, str(self.folder), str(ready)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.wait_until(ready.exists, 20, f"namespaces of {host}")
+        holder = self._holders[host].pid
+        self._init[host] = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
+        self._note_holders()
+        address = self._addresses[host]
+        if host == "ctl":
+            for words in ("link add br0 type bridge", f"addr add {address}/24 dev br0", "link set br0 up"):
+                self.run("ctl", "ip", *words.split())
+            return
+        pair = f"link add v-{host} netns {self._init['ctl']} type veth peer name eth0 netns {self._init[host]}"
+        subprocess.run(["ip", *pair.split()], check=True)
+        self.run("ctl", "ip", "link", "set", f"v-{host}", "master", "br0", "up")
+        self.run(host, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+        self.run(host, "ip", "link", "set", "eth0", "up")
+
+    def _note_holders(self) -> None:
+        """What a later start needs to clear away, should this process die."""
+        pids = {host: [process.pid, self._init.get(host)] for host, process in self._holders.items()}
+        (self.folder / "holders.json").write_text(json.dumps({"owner": os.getpid(), "pids": pids}))
+
+    def _start_controller(self) -> None:
+        folder = self.folder
+        self.run(
+            "ctl", "munged", "--force", "--num-threads=2", f"--socket={folder}/munge.sock", f"--key-file={folder}/munge.key",
+            f"--pid-file={folder}/munged.pid", f"--log-file={folder}/log/munged.log", f"--seed-file={folder}/munge.seed",
+        )  # fmt: skip
+        self.run("ctl", "slurmctld", "-c")
+
+    def _start_node(self, host: str) -> None:
+        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))
+        self.run(host, "slurmd", "-N", host)
+
+
+def _only_one() -> IO[str]:
+    """Wait until no other test run on this machine has a cluster: SLURM names its cgroups after nodes only."""
+    lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def remove_leftovers() -> None:
+    """Clear away clusters whose test run is no more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            notes = json.loads((folder / "holders.json").read_text())
+        except (OSError, ValueError):
+            continue  # being made by another test run, or no cluster at all
+        if Path(f"/proc/{notes['owner']}").exists():
+            continue
+        for host, pids in notes["pids"].items():
+            for pid in reversed(pids):
+                with contextlib.suppress(OSError, TypeError):
+                    # Process ids are used again: only a process that says it holds a host of such a cluster.
+                    if _PREFIX.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        _kill(pid)
+            _remove_cgroups(host)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _freezer() -> bool:
+    """Whether SLURM can contain a step's processes by the cgroup-v1 freezer, as on most clusters."""
+    return Path("/sys/fs/cgroup/freezer").is_dir()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _remove_cgroups(host: str) -> None:
+    root = Path(f"/sys/fs/cgroup/freezer/slurm_{host}")
+    for folder, _, _ in os.walk(root, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)

@@ -1,0 +1,100 @@
+"""Preflight on a real SLURM: all well, one host with another clock, one with other code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import ROOT, site_file
+from tests.cluster.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.end_to_end
+
+# Every process of a host, as far as it asks libc for the time of day, lives five minutes ahead.
+SKEWED_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *time) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, time);
+    if (result == 0 && clock == CLOCK_REALTIME) time->tv_sec += 300;
+    return result;
+}
+"""
+
+
+def _preflight(cluster: SlurmCluster, tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    cluster.wait_until_idle()
+    began = time.monotonic()
+    result = cluster.run(
+        "ctl", "salloc", "--quiet", "--nodes=3", "--gpus-per-node=1", "--ntasks-per-node=1", sys.executable,
+        "launch/preflight.py",
+        "--site", str(site_file(tmp_path)), *options, folder=ROOT, check=False, timeout=240,
+    )  # fmt: skip
+    print(f"{result.stdout}{result.stderr}{time.monotonic() - began:.1f} s")
+    return result
+
+
+def test_healthy_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
+    result = _preflight(cluster, tmp_path, "--launcher", "pdsh", "--megabytes", "4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "problem:" not in result.stdout
+    for host in cluster.nodes:
+        assert any(line.startswith(host) and " yes " in line for line in result.stdout.splitlines())
+    assert "bus, GB/s" in result.stdout
+
+
+@pytest.fixture
+def other_clock(cluster: SlurmCluster, tmp_path: Path) -> Iterator[str]:
+    source = tmp_path / "clock.c"
+    source.write_text(SKEWED_CLOCK)
+    library = tmp_path / "clock.so"
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    config = str(cluster.folder / "sshd_config")
+    cluster.run("node2", "pkill", "-x", "sshd")
+    cluster.run("node2", "/usr/sbin/sshd", "-f", config, "-o", f"SetEnv=LD_PRELOAD={library}")
+    yield "node2"
+    cluster.run("node2", "pkill", "-x", "sshd")
+    cluster.run("node2", "/usr/sbin/sshd", "-f", config)
+
+
+def test_other_clock_is_named(cluster: SlurmCluster, tmp_path: Path, other_clock: str) -> None:
+    result = _preflight(cluster, tmp_path, "--launcher", "pdsh", "--no_ranks")
+    assert result.returncode == 1
+    problems = [line for line in result.stdout.splitlines() if line.startswith("problem:")]
+    assert len(problems) == 1
+    found = re.fullmatch(rf"problem: {other_clock}: the clock is off by \+([\d.]+) s", problems[0])
+    assert found
+    assert 290 < float(found[1]) < 301  # 300, less the time it took to ask
+
+
+@pytest.fixture
+def other_code(cluster: SlurmCluster, tmp_path: Path) -> Iterator[str]:
+    """One host sees another version of a file, as with a checkout that wasn't updated."""
+    file = ROOT / "clap_ds" / "loss.py"
+    changed = tmp_path / "loss.py"
+    shutil.copy(file, changed)
+    with changed.open("a") as stream:
+        stream.write("# not what the others run\n")
+    cluster.run("node3", "mount", "--bind", str(changed), str(file))
+    yield "node3"
+    cluster.run("node3", "umount", str(file))
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "srun"])
+def test_other_code_is_named(cluster: SlurmCluster, tmp_path: Path, other_code: str, launcher: str) -> None:
+    result = _preflight(cluster, tmp_path, "--launcher", launcher, "--no_ranks")
+    assert result.returncode == 1
+    problems = [line for line in result.stdout.splitlines() if line.startswith("problem:")]
+    # slurmd of the host has its own view of the files, from before: only ssh and srun started in it see the change.
+    assert len(problems) == 1
+    assert problems[0].startswith(f"problem: {other_code}: code is ")

@@ -1,0 +1,127 @@
+"""An agent beside processes that stand in for ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.host_agent import processes_of, ranks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = f"test{os.getpid()}.1"
+WAITS = (
+    "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5));"
+    " print('up', flush=True); time.sleep(60)"
+)
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process with variables of a job, and waits until it is up."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, **variables: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script]
+        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def agent() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-u", "launch/host_agent.py", JOB, "here"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    _hear(process, "alive", "0")  # from now on it lets processes of the job be
+    yield process
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _hear(agent: subprocess.Popen[str], *words: str) -> None:
+    """Read the agent's lines up to an expected one."""
+    assert agent.stdout is not None
+    for line in agent.stdout:
+        if line.split() == ["clap-agent", "here", *words]:
+            return
+    raise AssertionError(f"the agent ended without saying {words}")
+
+
+def _say(agent: subprocess.Popen[str], line: str) -> None:
+    assert agent.stdin is not None
+    agent.stdin.write(line + "\n")
+    agent.stdin.flush()
+
+
+def test_knows_ranks_from_other_processes(start: Callable[..., subprocess.Popen[str]]) -> None:
+    rank = start(WAITS, CLAP_JOB=JOB, RANK="0")
+    task = start(WAITS, CLAP_JOB=JOB, SLURM_LAUNCH_NODE_IPADDR="10.0.0.1")
+    launcher = start(WAITS, CLAP_JOB=JOB)
+    other = start(WAITS, CLAP_JOB="other.1", RANK="0")
+    parent = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        " print('up', flush=True); time.sleep(60)"
+    )
+    with_worker = start(parent, CLAP_JOB=JOB, RANK="1")
+    assert set(ranks_of(JOB)) == {rank.pid, task.pid, with_worker.pid}
+    found = processes_of(JOB)
+    assert launcher.pid in found
+    assert other.pid not in found
+    (worker,) = set(found) - {rank.pid, task.pid, launcher.pid, with_worker.pid}
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_signals_ranks_and_ends_the_rest(
+    start: Callable[..., subprocess.Popen[str]], agent: subprocess.Popen[str]
+) -> None:
+    rank = start(WAITS, CLAP_JOB=JOB, RANK="0")
+    launcher = start(WAITS, CLAP_JOB=JOB)
+    _hear(agent, "alive", "1")
+    _say(agent, f"signal {int(signal.SIGUSR1)}")
+    assert rank.wait(10) == 5
+    _hear(agent, "alive", "0")
+    assert launcher.poll() is None
+    _say(agent, "stop")
+    _hear(agent, "gone", "1")
+    assert launcher.wait(10) == -signal.SIGKILL
+    assert agent.wait(10) == 0
+
+
+def test_closed_connection_ends_deaf_ranks(
+    start: Callable[..., subprocess.Popen[str]], agent: subprocess.Popen[str]
+) -> None:
+    rank = start(DEAF, CLAP_JOB=JOB, RANK="0")
+    _hear(agent, "alive", "1")
+    assert agent.stdin is not None
+    agent.stdin.close()
+    assert rank.wait(20) == -signal.SIGKILL
+    assert agent.wait(10) == 0
+
+
+def test_clears_an_earlier_start_of_the_job(
+    start: Callable[..., subprocess.Popen[str]], request: pytest.FixtureRequest
+) -> None:
+    earlier = start(DEAF, CLAP_JOB=JOB.replace(".1", ".0"), RANK="0")
+    similar = start(WAITS, CLAP_JOB="1" + JOB, RANK="0")
+    began = time.monotonic()
+    request.getfixturevalue("agent")
+    assert earlier.wait(10) == -signal.SIGKILL
+    assert similar.poll() is None
+    assert time.monotonic() - began < 30

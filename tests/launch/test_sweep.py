@@ -1,0 +1,128 @@
+"""Plans, scripts, submission and states, with SLURM's commands played by small scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.sweep import Sweep, gpus_of_partition, main
+from tests.conftest import micro_run
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose `queue` is what squeue shows; `calls` has every sbatch command line."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    (folder / "queue").write_text("")
+    scripts = {
+        "sbatch": f'echo "$*" >> {folder}/calls; echo $((100 + $(wc -l < {folder}/calls)))',
+        "squeue": f"cat {folder}/queue",
+        "sinfo": 'echo "gpu:h100:4(S:0-1)"; echo "(null)"; echo "gpu:2"',
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def _start(tmp_path: Path, *options: str, site: str = "jupiter") -> Path:
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(micro_run()))
+    folder = tmp_path / "sweep"
+    assert main(["--site", site, "--config", str(config), "--folder", str(folder), *options]) == 0
+    return folder
+
+
+def _finish(folder: Path, name: str, state: str) -> None:
+    (folder / name / "job.json").write_text(json.dumps({"state": state, "error": None}))
+
+
+def test_one_readable_script_per_scale(tmp_path: Path, slurm: Path) -> None:
+    folder = _start(tmp_path, "--nodes", "1", "16", "128", "--dry_run")
+    assert not (slurm / "calls").exists()
+    assert sorted(path.name for path in folder.glob("*.sbatch")) == ["n001.sbatch", "n016.sbatch", "n128.sbatch"]
+    lines = (folder / "n016.sbatch").read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {
+        "#SBATCH --nodes=16",
+        "#SBATCH --time=00:25:00",
+        "#SBATCH --gres=gpu:4",
+        "#SBATCH --signal=B:USR1@60",
+    } <= set(lines)
+    run = json.loads((folder / "n016" / "run.json").read_text())
+    assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "n016"}
+
+
+def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: Path) -> None:
+    options = ("--nodes", "2", "--repeats", "2", "--set", "optimizer.params.lr=1e-4,3e-4", "--array")
+    folder = _start(tmp_path, *options)
+    sweep = Sweep.read(folder)
+    assert [job.name for job in sweep.jobs] == [
+        "n002-lr_0.0001-r1", "n002-lr_0.0001-r2", "n002-lr_0.0003-r1", "n002-lr_0.0003-r2",
+    ]  # fmt: skip
+    assert json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
+    (call,) = (slurm / "calls").read_text().splitlines()
+    assert "--array=0,1,2,3" in call
+    assert [job.slurm_id for job in sweep.jobs] == ["101_0", "101_1", "101_2", "101_3"]
+    for job in sweep.jobs[:3]:
+        _finish(folder, job.name, "completed")
+    assert main(["resume", str(folder)]) == 0
+    assert "--array=3" in (slurm / "calls").read_text().splitlines()[1]
+    assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
+
+
+def test_chain_waits_for_the_one_before(tmp_path: Path, slurm: Path) -> None:
+    _start(tmp_path, "--nodes", "1", "2", "4", "--chain")
+    calls = (slurm / "calls").read_text().splitlines()
+    assert ["--dependency" in call for call in calls] == [False, True, True]
+    assert "--dependency=afterany:102" in calls[2]
+
+
+def test_status_and_resume(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _start(tmp_path, "--nodes", "1", "2", "3", "4", "5", "6", "7", "8")
+    for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
+        _finish(folder, f"n{nodes:03d}", state)
+    (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n")
+    states = {name: state for name, (state, _) in Sweep.read(folder).states().items()}
+    # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
+    assert states == {
+        "n001": "completed", "n002": "out_of_memory", "n003": "timeout", "n004": "failed", "n005": "failed", "n006": "running",
+        "n007": "failed", "n008": "init",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    assert "4 failed" not in (shown := capsys.readouterr().out)
+    assert "3 failed" in shown
+    assert main(["resume", str(folder), "--dry_run"]) == 0
+    assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
+    assert main(["resume", str(folder)]) == 0
+    assert len((slurm / "calls").read_text().splitlines()) == 12
+    (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n109 PENDING\n110 PENDING\n111 PENDING\n112 RUNNING\n")
+    assert main(["resume", str(folder)]) == 0
+    assert "0 of 8 jobs are missing" in capsys.readouterr().out
+
+
+def test_mistakes_end_with_2(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _start(tmp_path, "--nodes", "1")
+    config = str(tmp_path / "tiny.json")
+    assert main(["--site", "jupiter", "--config", config, "--folder", str(folder)]) == 2
+    assert "there is a sweep already" in capsys.readouterr().err
+    assert main(["status", str(tmp_path)]) == 2
+    assert main(["--site", "jupitr", "--config", config]) == 2
+    assert main(["--site", "jupiter", "--config", str(tmp_path / "missing.json")]) == 2
+    assert (
+        main(["--site", "jupiter", "--config", config, "--nodes", "2", "2", "--folder", str(tmp_path / "other")]) == 2
+    )
+    for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["--config", config, *bad])
+        assert caught.value.code == 2
+
+
+def test_gpus_of_a_site_that_does_not_say(slurm: Path) -> None:
+    assert gpus_of_partition(None) == 4
