@@ -1,0 +1,167 @@
+"""Scaling tables by hand: repeats, uncertainty, weak and strong, failures, gaps."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import efficiency
+from analysis.efficiency import render, scaling_table, split_scaling
+from analysis.runs import InputError, Run
+from analysis.table import read_table, read_table_runs, write_csv
+
+DATA = Path(__file__).parent / "data"
+
+
+def run(nodes: int, rate: float | None, **changes: Any) -> Run:
+    fields = {"state": "completed", "model": "htsat_tiny_roberta_base", "micro_batch_per_gpu": 8} | changes
+    return Run("here", "record", num_nodes=nodes, num_gpus=fields.pop("gpus", 4 * nodes), rate=rate, **fields)
+
+
+def test_repeats_are_their_median_with_two_sigma_carried_into_efficiency() -> None:
+    runs = [run(1, rate) for rate in (98.0, 100.0, 102.0)] + [run(2, rate) for rate in (89.0, 90.0, 91.0)]
+    base, row = scaling_table(runs)
+    assert (base.samples_per_s_per_gpu, base.samples_per_s_per_gpu_2sigma, base.repeats) == (100.0, 4.0, 3)
+    assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
+    assert (row.samples_per_s, row.samples_per_s_per_gpu_2sigma) == (720.0, 2.0)
+    assert row.scaling_efficiency_percent == pytest.approx(90.0)
+    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * math.sqrt((2 / 90) ** 2 + (4 / 100) ** 2))
+    assert row.speedup == pytest.approx(1.8)
+    assert row.uncertainty_from == "2σ over 3 repeats"
+
+
+def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
+    runs = [run(1, 100.0, rate_low=97.0, rate_high=101.0, interval_from="windows"), run(2, 90.0)]
+    base, row = scaling_table(runs)
+    assert (base.samples_per_s_per_gpu_2sigma, base.uncertainty_from) == (2.0, "windows")
+    assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
+
+
+def test_an_outlier_is_named_and_kept() -> None:
+    (row,) = scaling_table([run(1, rate) for rate in (100.0, 101.0, 99.0, 100.0, 60.0)])
+    assert row.repeats == 5
+    assert "outlier kept: 60.00 samples/s/GPU" in row.notes
+    assert row.samples_per_s_per_gpu_2sigma is not None
+    assert row.samples_per_s_per_gpu_2sigma > 30
+
+
+def test_failed_runs_stay_in_the_table_without_a_rate() -> None:
+    runs = [run(1, 100.0), run(2, None, state="out_of_memory", error="CUDA out of memory;\n tried 2 GiB")]
+    rows = scaling_table(runs)
+    assert [row.state for row in rows] == ["completed", "out_of_memory"]
+    assert (rows[1].samples_per_s_per_gpu, rows[1].scaling_efficiency_percent, rows[1].repeats) == (None, None, 0)
+    assert "CUDA out of memory, tried 2 GiB" in rows[1].notes
+    assert "nan" not in render(rows).lower()
+
+
+def test_a_partial_rate_counts_only_where_nothing_completed() -> None:
+    both = [run(1, 100.0), run(1, 50.0, state="timeout")]
+    (row,) = scaling_table(both)
+    assert (row.samples_per_s_per_gpu, row.repeats, row.state) == (100.0, 1, "1 completed, 1 timeout")
+    assert "1 with a rate but not completed left out" in row.notes
+    (row,) = scaling_table(both[1:])
+    assert row.samples_per_s_per_gpu == 50.0
+    assert "did not complete" in row.notes
+
+
+def test_weak_and_strong_scaling_are_told_apart() -> None:
+    weak = [run(nodes, 100.0, micro_batch_per_gpu=64) for nodes in (1, 2, 4)]
+    strong = [run(2, 80.0, micro_batch_per_gpu=32), run(4, 60.0, micro_batch_per_gpu=16)]
+    assert split_scaling(weak) == [("weak", weak)]
+    series = dict(split_scaling([weak[0], *strong]))
+    assert series["strong"] == [weak[0], *strong]
+    found = split_scaling(weak + strong)
+    assert [(name, [item.num_nodes for item in members]) for name, members in found] == [
+        ("weak", [1, 2, 4]),
+        ("strong", [1, 2, 4]),
+    ]
+    rows = scaling_table(weak + strong)
+    assert [(row.scaling, row.gpus, row.scaling_efficiency_percent) for row in rows] == [
+        ("weak", 4, 100.0), ("weak", 8, 100.0), ("weak", 16, 100.0),
+        ("strong", 4, 100.0), ("strong", 8, 80.0), ("strong", 16, 60.0),
+    ]  # fmt: skip
+
+
+def test_a_scale_in_both_series_of_a_table_is_one_measurement(tmp_path: Path) -> None:
+    runs = [run(1, 100.0, micro_batch_per_gpu=64, rate_low=98.0, rate_high=102.0)]
+    runs += [run(2, 90.0, micro_batch_per_gpu=64), run(2, 80.0, micro_batch_per_gpu=32)]
+    written = scaling_table(runs)
+    write_csv(tmp_path / "t.csv", written)
+    again = scaling_table(read_table_runs(tmp_path / "t.csv"))
+    assert len(again) == len(written) == 4
+    for first, second in zip(written, again, strict=True):
+        assert (second.scaling, second.gpus, second.repeats) == (first.scaling, first.gpus, 1)
+        assert second.scaling_efficiency_percent == pytest.approx(first.scaling_efficiency_percent)
+        assert second.samples_per_s_per_gpu_2sigma == first.samples_per_s_per_gpu_2sigma
+
+
+def test_accumulation_counts_as_batch_per_gpu() -> None:
+    runs = [run(1, 100.0, gradient_accumulation_steps=2), run(2, 90.0, micro_batch_per_gpu=16)]
+    assert [row.scaling for row in scaling_table(runs)] == ["weak", "weak"]
+
+
+def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
+    base = run(1, 100.0, device_name="H100", precision="bf16", text_tokens=77)
+    others = [{"model": "micro"}, {"device_name": "A100"}, {"precision": "fp32"}, {"text_tokens": 514}]
+    rows = scaling_table([base, *(replace(base, num_nodes=2, num_gpus=8, **change) for change in others)])  # type: ignore[arg-type]
+    assert len({row.series for row in rows}) == 5
+    assert all(row.scaling_efficiency_percent == 100 for row in rows)
+    assert all("one scale only" in row.notes for row in rows)
+
+
+def test_baseline_is_the_fullest_of_the_fewest_nodes_unless_told() -> None:
+    runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
+    assert [row.scaling_efficiency_percent for row in scaling_table(runs)] == pytest.approx([110, 100, 90, 72])
+    told = scaling_table(runs, baseline_nodes=2)
+    assert [row.scaling_efficiency_percent for row in told][2:] == pytest.approx([100, 80])
+    single_node = scaling_table(runs[:2])
+    assert [row.scaling_efficiency_percent for row in single_node] == pytest.approx([100, 100 / 1.1])
+    with pytest.raises(InputError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
+        scaling_table(runs, baseline_nodes=3)
+
+
+def test_the_baseline_moves_up_when_the_smallest_scale_failed() -> None:
+    rows = scaling_table([run(1, None, state="failed"), run(2, 90.0), run(4, 81.0)])
+    assert [row.scaling_efficiency_percent for row in rows] == [None, 100.0, pytest.approx(90.0)]
+
+
+def test_mfu_needs_a_peak_and_a_published_model() -> None:
+    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, mfu_model_percent=5.2)])
+    assert row.mfu_percent == pytest.approx(21.04, abs=0.005)
+    assert row.mfu_model_percent == 5.2
+    assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
+
+
+def test_exposed_communication_is_its_share_of_the_parts() -> None:
+    parts = {"forward": 0.4, "backward": 0.8, "exposed_communication": 0.6, "optimizer": 0.2}
+    (row,) = scaling_table([run(1, 1.0, breakdown_s=parts)])
+    assert row.exposed_communication_percent == pytest.approx(30.0)
+    assert row.breakdown_s == pytest.approx(parts)
+
+
+def test_settings_that_differ_between_scales_are_pointed_out() -> None:
+    configs = [{"zero_optimization": {"stage": stage}, "clap": {"seed": stage}} for stage in (0, 1)]
+    rows = scaling_table([run(1, 100.0, config=configs[0]), run(2, 90.0, config=configs[1])])
+    assert rows[0].notes == "settings differ between runs: zero_optimization.stage"
+
+
+def test_command_on_a_real_log_and_a_real_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    csv, markdown = tmp_path / "t.csv", tmp_path / "t.md"
+    inputs = [DATA / "deepspeed_2ranks.log", DATA / "record_2ranks"]
+    monkeypatch.setattr(
+        "sys.argv", ["efficiency.py", *map(str, inputs), "--csv", str(csv), "--markdown", str(markdown)]
+    )
+    efficiency.main()
+    printed = capsys.readouterr().out
+    assert printed == markdown.read_text()
+    rows = read_table(csv)
+    summary = json.loads((DATA / "record_2ranks" / "summary.json").read_text())
+    (recorded,) = [row for row in rows if row.model == "htsat_tiny_roberta_base"]
+    assert recorded.samples_per_s_per_gpu == pytest.approx(summary["samples_per_s_per_gpu"]["median"], rel=1e-3)
+    assert recorded.memory_peak_gib == pytest.approx(summary["memory_peak_bytes"] / 2**30, abs=0.01)
+    assert len(rows) == 2

@@ -1,0 +1,94 @@
+"""Tables: what is written is what is read, and nothing that isn't a table is taken for one."""
+
+from pathlib import Path
+
+import pytest
+
+from analysis.runs import InputError
+from analysis.table import (
+    COLUMNS,
+    Row,
+    format_cell,
+    markdown_table,
+    read_table,
+    read_table_runs,
+    significant,
+    write_csv,
+)
+
+HEADER = "nodes,gpus,samples_per_s_per_gpu,samples_per_s,mfu_percent,scaling_efficiency_percent\n"
+
+
+def test_columns_begin_as_the_published_tables_do() -> None:
+    assert ",".join(COLUMNS[:6]) + "\n" == HEADER
+
+
+def test_a_table_survives_writing_and_reading(tmp_path: Path) -> None:
+    rows = [
+        Row(1, 4, 623.7, 2495.0, 21.0, 100.0, 3.215, 0.0, "2σ over 3 repeats", 3, 1.0, model="micro", scaling="weak"),
+        Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
+        Row(4, 16, 0.05321, 0.8514, forward_s=0.25, data_wait_s=0.0, model="micro", text_tokens=77, batch_per_gpu=4),
+    ]
+    write_csv(tmp_path / "t.csv", rows)
+    assert read_table(tmp_path / "t.csv") == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        (HEADER, "no rows"),
+        ("a,b\n1,2\n", "no column nodes, gpus, samples_per_s_per_gpu"),
+        (HEADER + "1,4,fast,2,3,4\n", "line 2: samples_per_s_per_gpu is 'fast'"),
+        (HEADER + "1,4,10,40,3,100\n2,8,0,0,0,0\n", "line 3: samples_per_s_per_gpu is 0"),
+        (HEADER + "1,4,nan,40,3,100\n", "line 2: samples_per_s_per_gpu is nan"),
+        (HEADER + "1,4,inf,40,3,100\n", "is inf"),
+        (HEADER + "1,4,-3,40,3,100\n", "is -3"),
+        (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
+        (HEADER + ",4,3,40,3,100\n", "nodes is empty"),
+    ],
+)
+def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"bad\.csv.*{said}"):
+        read_table(path)
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(b"\x89PNG\xff\xfe\0")
+    with pytest.raises(InputError, match="binary"):
+        read_table(path)
+
+
+def test_a_table_without_a_model_column_is_named_after_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "my_model.csv"
+    path.write_text(HEADER + "1,4,10,40,,\n")
+    assert read_table(path)[0].model == "my_model"
+
+
+def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
+    agreeing, contradicting = read_table_runs(path)
+    assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
+    assert agreeing.total_rate == 9865
+    assert (contradicting.rate, contradicting.total_rate) == (pytest.approx(10.0), None)
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "text"),
+    [(623.7, 1, "623.7"), (2494.8, 0, "2495"), (0.053214, 1, "0.05321"), (15124.2, 1, "15124.2"), (0.0, 0, "0")],
+)
+def test_significant(value: float, least: int, text: str) -> None:
+    assert significant(value, least) == text
+
+
+def test_nan_cannot_be_written() -> None:
+    with pytest.raises(AssertionError):
+        format_cell("samples_per_s", float("nan"))
+
+
+def test_markdown_shows_gaps_as_dashes() -> None:
+    assert markdown_table(("a", "bb"), [("1", "")]).splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |"]
