@@ -10,22 +10,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from clap_ds.model.config import ClapConfig, load_preset, preset_names
-from clap_ds.settings_check import SettingsError, check_deepspeed, did_you_mean, explain, kind_of, read_json
+from clap_ds.settings_check import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    SettingsError,
+    check_deepspeed,
+    did_you_mean,
+    explain,
+    kind_of,
+    read_json,
+)
+from clap_ds.settings_train import CheckpointSettings, EvaluationSettings, TrainSettings
 
 __all__ = ["ClapSettings", "DebugSettings", "RunSettings", "SettingsError", "ShardData", "SyntheticData", "load_run"]
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of every `clap` section: unknown fields and wrong types are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSettings(Section):
@@ -112,7 +115,7 @@ class BenchSettings(Section):
 class HardwareSettings(Section):
     """What utilisation is held against."""
 
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
     measure_peak: bool = False
     """Measure the device's matmul ceiling after the run (a few seconds) and show the rate as a share of it."""
@@ -153,16 +156,19 @@ class ClapSettings(Section):
     loss: LossSettings = LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
-    gradient_bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    gradient_bucket_mb: PositiveFloat = 25.0
     """Most gradient bytes sent at a time when overlapped, in MB."""
     bench: BenchSettings = BenchSettings()
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
     hardware: HardwareSettings = HardwareSettings()
     output: OutputSettings = OutputSettings()
     debug: DebugSettings = DebugSettings()
     seed: NonNegativeInt = 0
     compile_cpu_collective: bool = False
     """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
-    max_logit_scale: Annotated[float, Field(gt=0)] = 100.0
+    max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
 
     def preset(self) -> ClapConfig:
@@ -255,6 +261,15 @@ def _check_together(clap: ClapSettings) -> list[str]:
         problems.append(f"clap.text: packed captions need clap.model.attention 'auto', found {clap.model.attention!r}")
     if isinstance(clap.data, SyntheticData):
         problems += _check_caption_lengths(clap.data.caption_lengths, clap.text_tokens)
+    if clap.train.samples is not None and clap.train.epochs is not None:
+        problems.append("clap.train: give samples or epochs, not both")
+    problems += [
+        f"clap.train.batch_ramp: expected numbers of samples, at least 0, found {start!r}"
+        for start in clap.train.batch_ramp
+        if not start.isdecimal()
+    ]
+    if set(clap.train.freeze) == {"audio", "text"}:
+        problems.append("clap.train.freeze: both towers frozen leaves nothing to train")
     return problems
 
 
