@@ -185,6 +185,15 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     leave(0)
 
 
+def run_alone(main: Callable[[], None]) -> None:
+    """Run the main function of a command that no launcher starts; user errors become one message and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
 def leave(code: int) -> NoReturn:
     """End this process now, with its output written, whatever threads of torch or a loader are still about."""
     if "torch" in sys.modules:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.distributed import USER_ERROR, UserError
+from clap_ds.distributed import UserError, run_alone
 from clap_ds.measure.flops_analytic import (
     CONVENTIONS,
     TextLengths,
@@ -162,11 +162,7 @@ def _measure_device(run: RunSettings, arguments: argparse.Namespace) -> dict[str
 
 def command() -> None:
     """Console command `clap-flops`."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+    run_alone(main)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 MAX_HOSTS = 100_000
 """More than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory."""
@@ -244,6 +244,16 @@ def write_atomically(path: str, text: str) -> None:
         raise
 
 
+def told(action: Callable[[], None]) -> int:
+    """Exit code of a command: 0, or 2 with one message for a mistake of its user's or a file that can't be used."""
+    try:
+        action()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
@@ -254,26 +264,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, metavar="N", help="ranks on each host")
     parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.slots is not None and arguments.slots < 1:
-            raise ValueError(f"--slots {arguments.slots}: expected at least 1")
-        if arguments.nodelist is not None:
-            if arguments.slots is None:
-                raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
-            hosts = expand(arguments.nodelist)
-            slots = [arguments.slots] * len(hosts)
-        else:
-            hosts = hosts_from_slurm(os.environ)
-            slots = slots_from_slurm(os.environ, len(hosts), arguments.slots)
-        text = format_hostfile(hosts, slots)
-        if arguments.output:
-            write_atomically(arguments.output, text)
-        else:
-            sys.stdout.write(text)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return told(lambda: _write(arguments))
+
+
+def _write(arguments: argparse.Namespace) -> None:
+    if arguments.slots is not None and arguments.slots < 1:
+        raise ValueError(f"--slots {arguments.slots}: expected at least 1")
+    if arguments.nodelist is not None:
+        if arguments.slots is None:
+            raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
+        hosts = expand(arguments.nodelist)
+        slots = [arguments.slots] * len(hosts)
+    else:
+        hosts = hosts_from_slurm(os.environ)
+        slots = slots_from_slurm(os.environ, len(hosts), arguments.slots)
+    text = format_hostfile(hosts, slots)
+    if arguments.output:
+        write_atomically(arguments.output, text)
+    else:
+        sys.stdout.write(text)
 
 
 if __name__ == "__main__":

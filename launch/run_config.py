@@ -17,7 +17,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.hostfile import write_atomically
+from launch.hostfile import told, write_atomically
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -75,20 +75,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field")
     arguments = parser.parse_args(argv)
-    try:
-        content = read_config(arguments.config)
-        output = content.get("clap", {}).get("output", {}) if isinstance(content.get("clap", {}), dict) else {}
-        if arguments.root and isinstance(output, dict) and "root" not in output:
-            content = with_field(content, "clap.output.root", arguments.root)
-        if arguments.label or "label" not in output:
-            content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
-        for assignment in arguments.set:
-            content = with_field(content, *parse_assignment(assignment))
-        write_atomically(arguments.output, json.dumps(content, indent=2) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return told(lambda: _write(arguments))
+
+
+def _write(arguments: argparse.Namespace) -> None:
+    content = read_config(arguments.config)
+    output = content.get("clap", {}).get("output", {}) if isinstance(content.get("clap", {}), dict) else {}
+    if arguments.root and isinstance(output, dict) and "root" not in output:
+        content = with_field(content, "clap.output.root", arguments.root)
+    if arguments.label or "label" not in output:
+        content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
+    for assignment in arguments.set:
+        content = with_field(content, *parse_assignment(assignment))
+    write_atomically(arguments.output, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from clap_ds.distributed import USER_ERROR, UserError
+from clap_ds.distributed import UserError, run_alone
 from clap_ds.model.config import TextConfig
 from clap_ds.settings import RunSettings, SettingsError, load_run
 
@@ -180,11 +180,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def command() -> None:
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+    run_alone(main)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@
 Two hosts (network namespaces, root needed) with links shaped to each rate; every method in one process, turn and turn about.
 `emulated`: the model's layers sleep in forward and backward for a time in proportion to their FLOPs, which leaves the cores
 to the communication as a GPU does; their parameters are HTSAT-tiny's, scaled down. `real`: a small CLAP model computes, one
-core a rank, which the communication then competes for.
+core a rank, which the communication then competes for. Either computes for 1.5 times as long as one all-reduce of all its
+gradients takes, measured on the link first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import socket
 import statistics
 import sys
@@ -33,6 +36,7 @@ SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""
 BUCKET_MB = 25.0 / SCALE
 COMPUTE_PER_COMMUNICATION = 1.5
+SMALL_BATCH = 8
 METHODS = ("deepspeed", "overlapped", "ddp")
 
 
@@ -89,8 +93,8 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _real_model() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    """A small CLAP (about 9 M parameters) and its batches."""
+def _real_model() -> tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]:
+    """A small CLAP (about 9 M parameters), and batches of a given size."""
     from clap_ds.model.clap import ClapModel
     from clap_ds.model.config import load_preset
 
@@ -101,9 +105,9 @@ def _real_model() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
     )
     model = ClapModel(micro.model_copy(update={"audio": audio, "text": text}), drop_path=0, text_dropout=0)
 
-    def batch() -> tuple[Tensor, ...]:
-        ids = torch.randint(3, text.vocab_size, (8, 32))
-        return torch.rand(8, audio.num_samples) * 2 - 1, ids, torch.ones_like(ids)
+    def batch(size: int) -> tuple[Tensor, ...]:
+        ids = torch.randint(3, text.vocab_size, (size, 32))
+        return torch.rand(size, audio.num_samples) * 2 - 1, ids, torch.ones_like(ids)
 
     return model, batch
 
@@ -155,23 +159,47 @@ def _build(name: str, make_model: Callable[[], nn.Module], loss_of: Callable[[An
     return Method(step)
 
 
-def _worker(compute: str, forward_s: float, rounds: int) -> None:
+def _median_s(action: Callable[[], Any], repeats: int = 3) -> float:
+    """Seconds an action takes all ranks together; the same number on every rank."""
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        started_s = time.perf_counter()
+        action()
+        dist.barrier()
+        seconds.append(time.perf_counter() - started_s)
+    median = torch.tensor(statistics.median(seconds))
+    dist.broadcast(median, src=0)
+    return float(median)
+
+
+def _prepare(compute: str) -> tuple[Callable[[], nn.Module], Callable[[Any], Tensor], int]:
+    """How to make the model, its loss, and the bytes of its gradients; compute matched to what sending them takes."""
+    sample = SleepingModel(0.0) if compute == "emulated" else _real_model()[0]
+    gradients = torch.zeros(_numel(sample))
+    dist.all_reduce(gradients)
+    compute_s = COMPUTE_PER_COMMUNICATION * _median_s(lambda: dist.all_reduce(gradients))
+    if compute == "emulated":
+        start = torch.ones(1, requires_grad=True)
+        return lambda: SleepingModel(compute_s / 3), lambda module: module(start), gradients.nbytes
+    from clap_ds.loss import SoftmaxLoss
+
+    batch, loss = _real_model()[1], SoftmaxLoss()
+
+    def loss_of(module: Any, size: int = SMALL_BATCH) -> Tensor:
+        return loss(*module(*batch(size)))
+
+    size = math.ceil(SMALL_BATCH * compute_s / _median_s(lambda: loss_of(sample).backward()))
+    return lambda: _real_model()[0], functools.partial(loss_of, size=size), gradients.nbytes
+
+
+def _worker(compute: str, rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
     from clap_ds import distributed
 
     distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
-    if compute == "emulated":
-        make_model: Callable[[], nn.Module] = lambda: SleepingModel(forward_s)  # noqa: E731
-        start = torch.ones(1, requires_grad=True)
-        loss_of: Callable[[Any], Tensor] = lambda module: module(start)  # noqa: E731
-    else:
-        from clap_ds.loss import SoftmaxLoss
-
-        batch, loss = _real_model()[1], SoftmaxLoss()
-        make_model = lambda: _real_model()[0]  # noqa: E731
-        loss_of = lambda module: loss(*module(*batch()))  # noqa: E731
+    make_model, loss_of, num_bytes = _prepare(compute)
     methods = {name: _build(name, make_model, loss_of) for name in METHODS}
-    num_bytes = 4 * _numel(make_model())
     for method in methods.values():
         for _ in range(3):
             method.step(True)
@@ -179,11 +207,8 @@ def _worker(compute: str, forward_s: float, rounds: int) -> None:
     for _ in range(rounds):
         for name, method in methods.items():
             for sending in (True, False):
-                dist.barrier()
-                started_s = time.perf_counter()
-                method.step(sending)
-                dist.barrier()
-                seconds[f"{name} {'sending' if sending else 'silent'}"].append(time.perf_counter() - started_s)
+                taken_s = _median_s(functools.partial(method.step, sending), repeats=1)
+                seconds[f"{name} {'sending' if sending else 'silent'}"].append(taken_s)
     if dist.get_rank() == 0:
         print(json.dumps({"num_bytes": num_bytes, "seconds": seconds}), flush=True)
     distributed.leave(0)
@@ -191,9 +216,7 @@ def _worker(compute: str, forward_s: float, rounds: int) -> None:
 
 def _measure(hosts: ShapedHosts, compute: str, rate_mbit: float, rounds: int) -> dict[str, Any]:
     """Run all methods on two hosts at one rate; exposed seconds of each with an interval."""
-    communication_s = 8 * 4 * sum(numel for numel, _ in _layers()) / SCALE / (rate_mbit * 1e6)
-    forward_s = COMPUTE_PER_COMMUNICATION * communication_s / 3
-    command = [sys.executable, "-m", "clap_ds.measure.sync_bench", "--worker", compute, str(forward_s), str(rounds)]
+    command = [sys.executable, "-m", "clap_ds.measure.sync_bench", "--worker", compute, str(rounds)]
     hosts.shape(rate_mbit)
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -242,11 +265,11 @@ def main() -> int:
     parser.add_argument("--compute", nargs="+", choices=("emulated", "real"), default=["emulated", "real"])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
     parser.add_argument("--output", type=Path, help="folder for communication.json and communication.md")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        compute, forward_s, rounds = arguments.worker
-        _worker(compute, float(forward_s), int(rounds))
+        compute, rounds = arguments.worker
+        _worker(compute, int(rounds))
     try:
         with shaped_hosts(2) as hosts:
             rows = [
