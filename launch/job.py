@@ -31,14 +31,17 @@ if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
 from clap_ds.measure.record import RunDirectory, State  # noqa: E402
-from launch.agents import Agents, this_host  # noqa: E402
+from launch.agents import Agents  # noqa: E402
 from launch.hostfile import read_hostfile  # noqa: E402
+from launch.launchers import launch_command  # noqa: E402
 
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""
 WARNING_GRACE_S = 20.0
 TERM_GRACE_S = 10.0
-"""Time for ranks to record their end: after the warning before the time limit, and after SIGTERM (SLURM kills after 30)."""
+"""Time for ranks to record their end: after the warning before the time limit, and after SIGTERM (SLURM kills after 30).
+`--grace` allows more, for ranks that save what they have."""
+PING_S = 5.0
 FAILED = 1
 
 _RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
@@ -150,7 +153,7 @@ class Job:
                 return Ending("failed", f"ranks ended while others went on: {told}", FAILED)
             if time.monotonic() >= next_ping:
                 self.agents.say("ping")
-                next_ping = time.monotonic() + 5
+                next_ping = time.monotonic() + PING_S
             time.sleep(0.1)
         return self._signal_ending() if self.signalled is not None else None
 
@@ -172,7 +175,12 @@ class Job:
         if launcher is not None and ending is not None and launcher.poll() is None and self.signalled is not None:
             self.agents.say(f"signal {self.signalled}")
             grace = WARNING_GRACE_S if self.signalled == signal.SIGUSR1 else TERM_GRACE_S
+            grace = max(grace, self.arguments.grace)
+            next_ping = began + PING_S
             while launcher.poll() is None and time.monotonic() - began < grace and not self._no_ranks_left():
+                if time.monotonic() >= next_ping:
+                    self.agents.say("ping")  # or they would take themselves for cut off
+                    next_ping += PING_S
                 time.sleep(0.1)
         unconfirmed = self.agents.stop(timeout_s=15.0)
         if launcher is not None:
@@ -245,59 +253,6 @@ class Job:
         self.record.write_json("job.json", self._told)
 
 
-def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: str) -> list[str]:
-    """The launcher's command line.
-
-    Raises:
-        ValueError: hosts with different numbers of slots under a launcher that places ranks by count.
-    """
-    command = arguments.command
-    port = str(master_port(job))
-    runner = [arguments.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(arguments.hostfile)]
-    first = ["--master_addr", next(iter(slots)), "--master_port", port, "--no_ssh_check"]
-    if arguments.launcher == "pdsh":
-        # A single host is where this script runs, unless the allocation was made from a login node.
-        elsewhere = ["--force_multi"] if list(slots) != [this_host()] and len(slots) == 1 else []
-        return [*runner, *first, *elsewhere, *command]
-    if len(set(slots.values())) > 1:
-        raise ValueError(
-            f"launcher {arguments.launcher}: every host needs the same number of slots, found {slots}; use pdsh"
-        )
-    per_host = next(iter(slots.values()))
-    step = [f"--nodes={len(slots)}", f"--ntasks-per-node={per_host}", "--kill-on-bad-exit=1"]
-    if arguments.launcher == "slurm":
-        # The file is `srun --export`'s stand-in, which would cut values at commas.
-        if arguments.environment:
-            command = [str(ROOT / "launch" / "with_environment.py"), str(arguments.environment), *command]
-        return [
-            *runner,
-            *first,
-            "--force_multi",
-            "--launcher",
-            "slurm",
-            "--launcher_args",
-            " ".join([*step, "--overlap"]),
-            *command,
-        ]
-    return [
-        "srun",
-        f"--ntasks={sum(slots.values())}",
-        *step,
-        "--overlap",
-        "--label",
-        "--export=ALL",
-        arguments.python,
-        "-u",
-        *command,
-    ]
-
-
-def master_port(job: str) -> int:
-    """A port below the ephemeral range, another one for each job and each of its starts."""
-    number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
-    return 16000 + number % 16000
-
-
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -315,6 +270,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--environment", type=Path, help="NAME=value lines for ranks on other hosts")
     parser.add_argument("--launcher", choices=["pdsh", "slurm", "srun"], default="pdsh")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
+    parser.add_argument(
+        "--grace", type=float, default=0.0, metavar="S", help="seconds that ranks may take to save after a signal"
+    )
     parser.add_argument(
         "--monitor", action=argparse.BooleanOptionalAction, default=True, help="sample GPUs into the run directory"
     )

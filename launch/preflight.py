@@ -30,7 +30,7 @@ if __package__ in (None, ""):
 
 from launch.agents import this_host
 from launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
-from launch.job import master_port
+from launch.launchers import master_port
 from launch.sites import LAUNCHERS, ROOT, SiteError, load_site, rank_environment
 
 MAX_SKEW_S = 1.0

@@ -8,7 +8,8 @@ published figures. The counters that look at a running model are in `flops_count
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,8 +34,13 @@ class TextLengths:
         return cls(num_tokens, num_tokens**2)
 
     @classmethod
+    def of(cls, lengths: Iterable[int]) -> TextLengths:
+        """Captions that take only their own length, as when they are packed."""
+        return cls.histogram(Counter(lengths))
+
+    @classmethod
     def histogram(cls, weights: Mapping[int, float]) -> TextLengths:
-        """Captions that take only their own length, as when they are packed: {tokens: weight}."""
+        """The same from {tokens: weight}."""
         total = sum(weights.values())
         mean = sum(length * weight for length, weight in weights.items()) / total
         return cls(mean, sum(length**2 * weight for length, weight in weights.items()) / total)
@@ -43,6 +49,14 @@ class TextLengths:
 def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Convention) -> float:
     """FLOPs of one sample's forward pass."""
     return forward_components(config, lengths, convention)["forward"]
+
+
+def recomputed_flops(config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str]) -> float:
+    """FLOPs of one sample's forward pass that the backward pass does again, with the blocks of these towers (`audio`,
+    `text`) checkpointed."""
+    parts = {"audio": ("block_linears", "window_attention"), "text": ("text_linears", "text_attention")}
+    components = forward_components(config, lengths, "model")
+    return sum(components[name] for tower in checkpointed for name in parts[tower])
 
 
 def published_flops(config: ClapConfig) -> float:

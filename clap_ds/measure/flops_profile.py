@@ -11,22 +11,31 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
+from clap_ds.data.batch import Batch
 from clap_ds.measure.clock import PhaseTimer
-from clap_ds.measure.flops_analytic import TextLengths, forward_flops, published_flops
+from clap_ds.measure.flops_analytic import TextLengths, forward_flops, published_flops, recomputed_flops
 from clap_ds.measure.flops_counters import Count, profile_by_deepspeed
 from clap_ds.session import Session
-from clap_ds.settings import RunSettings
 
 REPORT = "flops_profile.txt"
 LARGEST_DISAGREEMENT_PERCENT = 0.5
+LENGTH_BATCHES = 4
 
 
-def model_flops(run: RunSettings) -> float:
-    """FLOPs of one sample's forward pass as this run executes it: captions are padded, so all `text_tokens` count."""
-    return forward_flops(run.clap.preset(), TextLengths.fixed(run.clap.text_tokens), "model")
+def executed_lengths(session: Session) -> TextLengths:
+    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded; where they are packed, the
+    real ones of `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
+    if session.run.clap.text == "padded":
+        return TextLengths.fixed(session.run.clap.text_tokens)
+    own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
+    everyone = [torch.empty_like(own) for _ in range(session.ranks.world_size)]
+    dist.all_gather(everyone, own)
+    return TextLengths.of(torch.cat(everyone).tolist())
 
 
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
@@ -34,9 +43,12 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
 
     Writes DeepSpeed's report to `flops_profile.txt` in the run directory (and to `output_file`, if that is set).
     """
+    config, lengths = session.run.clap.preset(), executed_lengths(session)
     found: dict[str, Any] = {
-        "published_gflops": published_flops(session.run.clap.preset()) / 1e9,
-        "model_gflops": model_flops(session.run) / 1e9,
+        "published_gflops": published_flops(config) / 1e9,
+        "model_gflops": forward_flops(config, lengths, "model") / 1e9,
+        "recomputed_gflops": recomputed_flops(config, lengths, session.run.clap.model.checkpoint_activations) / 1e9,
+        "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
     }
     section = DeepSpeedFlopsProfilerConfig(session.run.deepspeed)
@@ -47,16 +59,19 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         return found, [
             f"flops_profiler.profile_step is {section.profile_step}, the run has {steps} steps: not profiled"
         ]
-    count = _profile_one_forward(session, section)
+    batch = next(session.batches)
+    count = _profile_one_forward(session, section, batch)
     if count is None:
         return found, []
+    if session.run.clap.text == "packed":
+        lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
     num_samples = session.run.micro_batch
     found |= {
         "deepspeed_gflops": count.total / num_samples / 1e9,
         "deepspeed_unseen_gflops": {name: flops / num_samples / 1e9 for name, flops in count.unseen.items()},
         "report": REPORT,
     }
-    return found, disagreement_warnings(found["deepspeed_gflops"], found["model_gflops"])
+    return found, disagreement_warnings(found["deepspeed_gflops"], forward_flops(config, lengths, "model") / 1e9)
 
 
 def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:
@@ -70,10 +85,9 @@ def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[
     ]
 
 
-def _profile_one_forward(session: Session, section: DeepSpeedFlopsProfilerConfig) -> Count | None:
+def _profile_one_forward(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count | None:
     """One micro-batch forward and backward on every rank, its gradients thrown away; profiled on rank 0."""
     engine = session.engine
-    batch = next(session.batches)
     timer = PhaseTimer(session.device, instrumented=False)
 
     def forward() -> None:

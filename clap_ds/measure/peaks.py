@@ -91,7 +91,12 @@ def mfu_percent(forward_flops: float, samples_per_s: float, peak: Peak | None) -
 
 
 def utilization(
-    published_flops: float, model_flops: float, samples_per_s: float, device_name: str, override_tflops: float | None
+    published_flops: float,
+    model_flops: float,
+    samples_per_s: float,
+    device_name: str,
+    override_tflops: float | None,
+    recomputed_flops: float = 0.0,
 ) -> dict[str, Any]:
     """The summary's fields: MFU in both conventions, achieved TFLOPS (of the work really done), and the peak.
 
@@ -101,12 +106,17 @@ def utilization(
         samples_per_s: samples per second of one device.
         device_name: as the driver gives it.
         override_tflops: `clap.hardware.peak_tflops`.
+        recomputed_flops: of those, the FLOPs that activation checkpointing does once more in the backward pass. They count
+            as hardware's (`hfu_percent`), never as the model's.
     """
     peak = peak_for(device_name, override_tflops)
+    hardware_tflops = achieved_tflops(model_flops + recomputed_flops / TRAINING_OVER_FORWARD, samples_per_s)
     return {
         "mfu_published_percent": mfu_percent(published_flops, samples_per_s, peak),
         "mfu_model_percent": mfu_percent(model_flops, samples_per_s, peak),
+        "hfu_percent": None if peak is None else 100 * hardware_tflops / peak.tflops,
         "achieved_tflops": achieved_tflops(model_flops, samples_per_s),
+        "hardware_tflops": hardware_tflops,
         "peak_tflops": None if peak is None else peak.tflops,
         "peak_source": no_peak_message(device_name) if peak is None else peak.source,
     }

@@ -16,12 +16,17 @@ class Progress:
     """Steps done, live rate and time left: a bar on a terminal, a line per advance elsewhere.
 
     Redrawn only when told, so that no thread of it runs beside timed steps.
+
+    Args:
+        num_steps: at the end.
+        enabled: show anything at all.
+        first: steps done before, which took none of this run's time.
     """
 
-    def __init__(self, num_steps: int, *, enabled: bool) -> None:
+    def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps = num_steps
         self._enabled = enabled
-        self._done = 0
+        self._first = self._done = first
         self._started_s = time.monotonic()
         self._console = Console(stderr=True)
         self._bar: RichProgress | None = None
@@ -31,7 +36,7 @@ class Progress:
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
             self._bar = RichProgress(*columns, console=self._console, auto_refresh=False)
             self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._num_steps)
+            self._task = self._bar.add_task("starting", total=self._num_steps, completed=self._first)
         return self
 
     def advance(self, num_steps: int, text: str) -> None:
@@ -41,7 +46,7 @@ class Progress:
             self._bar.update(self._task, advance=num_steps, description=text, refresh=True)
         elif self._enabled:
             elapsed_s = time.monotonic() - self._started_s
-            left_s = elapsed_s / max(self._done, 1) * (self._num_steps - self._done)
+            left_s = elapsed_s / max(self._done - self._first, 1) * (self._num_steps - self._done)
             print(f"step {self._done}/{self._num_steps}  {text}  {left_s:.0f} s left", flush=True)
 
     def __exit__(
@@ -107,6 +112,9 @@ def _utilization_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("TFLOPS achieved per device, 3 × forward", f"{summary['achieved_tflops']:,.3f}"),
         ("forward GFLOPs a sample, model", f"{flops['model_gflops']:,.4f}"),
     ]
+    if flops["recomputed_gflops"]:
+        recomputed = f"{summary['hardware_tflops']:,.3f} ({flops['recomputed_gflops']:.4f} GFLOPs a sample done twice)"
+        lines.insert(1, ("  with recomputation", recomputed))
     if flops["deepspeed_gflops"] is not None:
         unseen = sum(flops["deepspeed_unseen_gflops"].values())
         value = f"{flops['deepspeed_gflops']:,.4f}" + (f" ({unseen:.4f} of it unseen by it)" if unseen else "")
@@ -118,6 +126,8 @@ def _utilization_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         published = f"MFU, published convention ({flops['published_gflops']:.2f} GFLOPs)"
         lines.append((published, f"{summary['mfu_published_percent']:.2f} % {peak}"))
         lines.append(("MFU, work really done", f"{summary['mfu_model_percent']:.2f} % {peak}"))
+        if flops["recomputed_gflops"]:
+            lines.append(("  with recomputation (HFU)", f"{summary['hfu_percent']:.2f} % {peak}"))
     if "matmul_tflops" in summary:
         share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
         lines.append(("of what matrix products achieve here", share))

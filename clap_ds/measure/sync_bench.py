@@ -30,11 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clap_ds.measure.clock import median_interval
+from clap_ds.settings import ClapSettings
 from launch.shaped_hosts import ShapedHosts, ShapedHostsError, run_on_all, shaped_hosts
 
 SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""
-BUCKET_MB = 25.0 / SCALE
+BUCKET_MB = ClapSettings().gradient_bucket_mb / SCALE
+DDP_BUCKET_MB = 25.0 / SCALE
+"""torch's default, scaled like the model."""
 COMPUTE_PER_COMMUNICATION = 1.5
 SMALL_BATCH = 8
 METHODS = ("deepspeed", "overlapped", "ddp")
@@ -125,7 +128,7 @@ def _build(name: str, make_model: Callable[[], nn.Module], loss_of: Callable[[An
     if name == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
-        ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
         def ddp_step(sending: bool) -> None:

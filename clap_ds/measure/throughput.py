@@ -200,6 +200,7 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> dict
         samples_per_s_per_gpu,
         hardware.device_name(session.device),
         settings.peak_tflops,
+        flops["recomputed_gflops"] * 1e9,
     )
     if settings.measure_peak:
         # On every rank at once, as training uses them: neighbours share power and heat.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.job import launch_command, master_port
+from launch.launchers import launch_command, master_port
 from launch.run_config import main as write_config
 from launch.run_config import parse_assignment, with_field
 

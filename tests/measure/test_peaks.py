@@ -98,11 +98,20 @@ def test_table_names_what_each_mfu_counts() -> None:
         "data_wait_percent": 0.0,
         "memory_peak_bytes": 2**30,
         "breakdown_s": None,
-        "flops": {"published_gflops": 4.0, "model_gflops": 2.0, "deepspeed_gflops": 2.1, "deepspeed_unseen_gflops": {}},
+        "flops": {
+            "published_gflops": 4.0,
+            "model_gflops": 2.0,
+            "recomputed_gflops": 1.5,
+            "deepspeed_gflops": 2.1,
+            "deepspeed_unseen_gflops": {},
+        },
         "warnings": ["they differ"],
-        **utilization(4e9, 2e9, 500, "NVIDIA H200", 12.0),
+        **utilization(4e9, 2e9, 500, "NVIDIA H200", 12.0, recomputed_flops=1.5e9),
     }
     lines = dict(rows(summary))
+    # 6 GFLOPs a sample of the model's and 1.5 done again: 3.75 TFLOPS.
+    assert lines["  with recomputation"] == "3.750 (1.5000 GFLOPs a sample done twice)"
+    assert lines["  with recomputation (HFU)"] == "31.25 % of 12 TFLOPS"
     assert lines["MFU, published convention (4.00 GFLOPs)"] == "50.00 % of 12 TFLOPS"
     assert lines["MFU, work really done"] == "25.00 % of 12 TFLOPS"
     assert lines["  by DeepSpeed's profiler"] == "2.1000"
