@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.data.batch import Batch, build_batches
+from clap_ds.distributed import keep_freed_memory
 from clap_ds.measure.clock import MedianInterval, median_interval, synchronize
 from clap_ds.measure.hardware import device_name
 from clap_ds.model.clap import ClapModel
@@ -315,6 +316,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--noise", action="store_true", help="dropout, drop path and SpecAugment while timing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--plain_allocator",
+        action="store_true",
+        help="leave the C library's as it is, for both; else as our CPU ranks set it",
+    )
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args(argv)
     arguments.options = {"attention": "auto"}
@@ -324,6 +330,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     device, config = torch.device(arguments.device), load_preset(arguments.preset)
+    if device.type == "cpu" and not arguments.plain_allocator:
+        keep_freed_memory()
     print(
         f"{config.title} on {device_name(device)}, {torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
         f" {arguments.text_tokens} text tokens, {arguments.text}"
