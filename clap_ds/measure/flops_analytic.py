@@ -73,14 +73,14 @@ def forward_components(config: ClapConfig, lengths: TextLengths, convention: Con
         lengths: of the captions.
         convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, and the stretch of
             the spectrogram as nothing; `model` counts what this engine executes: FFTs, the stretch as the matrix
-            product it is, no AudioSet head.
+            product it is, no AudioSet head, and in the last text layer only the tokens that are pooled.
 
     Returns:
         FLOPs by name, in the model's order. `block_linears`, `window_attention` and `patch_mergings` divide the sum of
         the `stage_…` rows another way; `audio_tower`, `text_tower` and `forward` are totals.
     """
     audio = _audio_components(config.audio, config.joint_dim, convention)
-    text = _text_components(config.text, config.joint_dim, lengths)
+    text = _text_components(config.text, config.joint_dim, lengths, convention)
     views = {"block_linears", "window_attention", "patch_mergings"}
     audio_total = sum(flops for name, flops in audio.items() if name not in views)
     text_total = sum(text.values())
@@ -160,10 +160,16 @@ def _projection(input_dim: int, projection: ProjectionConfig, joint_dim: int) ->
     return 2.0 * projection.hidden_dim * (input_dim + joint_dim)
 
 
-def _text_components(text: TextConfig, joint_dim: int, lengths: TextLengths) -> dict[str, float]:
-    linears_per_token = 4 * text.hidden_size**2 + 2 * text.hidden_size * text.intermediate_size
+def _text_components(
+    text: TextConfig, joint_dim: int, lengths: TextLengths, convention: Convention
+) -> dict[str, float]:
+    qkv = 3 * text.hidden_size**2
+    rest = text.hidden_size**2 + 2 * text.hidden_size * text.intermediate_size
+    linears = text.num_layers * lengths.mean * (qkv + rest)
+    if convention == "model" and text.pooling == "cls_pooler":
+        linears -= (lengths.mean - 1) * rest  # of the last layer, only the first token goes on
     return {
-        "text_linears": 2.0 * text.num_layers * lengths.mean * linears_per_token,
+        "text_linears": 2.0 * linears,
         "text_attention": 2.0 * text.num_layers * 2 * lengths.mean_square * text.hidden_size,
         **({"text_pooler": 2.0 * text.hidden_size**2} if text.pooling == "cls_pooler" else {}),
         "text_projection": _projection(text.hidden_size, text.projection, joint_dim),

@@ -161,6 +161,7 @@ def build_for_counting(config: ClapConfig, convention: Convention) -> ClapModel:
     with torch.device("meta"):
         model = ClapModel(config).eval()
         if convention == "published":
+            model.text.compute_every_token()
             model.add_module("mel", ConvolutionLogMel(config.audio))
             model.audio.add_module("fold", InterpolatingFold(config.audio))
             model.audio.add_module("norm", NormWithAudioSetHead(config.audio))

@@ -59,6 +59,7 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
 
     with torch.device("meta"):
         tower = TextTower(text, dropout=0.0, from_hub=False)
+        tower.compute_every_token()  # as the published runs did
     tower = tower if autocast else tower.bfloat16()
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -5,7 +5,7 @@ Leaves the projection to the joint space to `clap.py` and tokenising to `clap_ds
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
+from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
 TextAttention = Literal["auto", "sdpa"]
 ATTENTION: TextAttention = "sdpa"
@@ -31,8 +32,31 @@ _SIZES = {
 """Our field → RoBERTa's."""
 
 
+class FirstTokenAttention(nn.Module):
+    """A layer's attention and the projection after it, given out for each caption's first token alone, so that the rest of the
+    layer computes only those rows. For the last layer where pooling looks at nothing else.
+
+    Args:
+        attention: the layer's own, whose weights it keeps, under the same names.
+    """
+
+    def __init__(self, attention: RobertaAttention) -> None:
+        super().__init__()
+        self.self, self.output = attention.self, attention.output
+
+    def forward(self, hidden: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        """(batch, tokens, C) → (batch, 1, C); packed, (1, tokens, C) → (1, captions, C)."""
+        if layout is None:
+            mixed = self.self(hidden, *args, **kwargs)[0]
+            return self.output(mixed[:, :1], hidden[:, :1]), None
+        mixed = self.self(hidden, *args, layout=layout, **kwargs)[0]
+        first = layout.packing.bounds[: layout.packing.num_captions]
+        return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
+
+
 class TextTower(nn.Module):
     """RoBERTa and its pooling: `cls_pooler` is the first token through RoBERTa's tanh pooler, `mean` the mean over real tokens.
+    With the former, the last layer computes nothing for other tokens but their keys and values.
 
     Args:
         config: sizes.
@@ -52,6 +76,15 @@ class TextTower(nn.Module):
         self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
         if attention == "auto":
             self.roberta.config._attn_implementation = text_attention.NAME
+        if self.pooling == "cls_pooler":
+            last = self.roberta.encoder.layer[-1]
+            last.add_module("attention", FirstTokenAttention(last.attention))
+
+    def compute_every_token(self) -> None:
+        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost. Loses its weights."""
+        last = self.roberta.encoder.layer[-1]
+        if isinstance(last.attention, FirstTokenAttention):
+            last.add_module("attention", RobertaAttention(self.roberta.config).train(last.training))
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
@@ -85,12 +118,10 @@ class TextTower(nn.Module):
         assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention='auto'"
         layout = lay_out(packing, len(input_ids_T))
         output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
-        hidden_TC = output.last_hidden_state[0]
         if self.pooling == "cls_pooler":
             assert self.roberta.pooler is not None
-            first_BC = hidden_TC.index_select(0, packing.bounds[: packing.num_captions])
-            return self.roberta.pooler(first_BC[:, None])
-        return mean_over_packed_tokens(hidden_TC, layout)
+            return self.roberta.pooler(output.last_hidden_state.transpose(0, 1))
+        return mean_over_packed_tokens(output.last_hidden_state[0], layout)
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
