@@ -6,6 +6,7 @@ must be able to refuse a wrong configuration within a second, before torch and D
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import socket
@@ -70,6 +71,17 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+
+def parse_run_arguments(prog: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="JSON that describes the run"
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    return parser.parse_args(argv)
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> None:

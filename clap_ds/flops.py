@@ -26,7 +26,7 @@ from clap_ds.measure.flops_analytic import (
 )
 from clap_ds.measure.peaks import achieved_tflops, mfu_percent, no_peak_message, peak_for
 from clap_ds.model.config import ClapConfig
-from clap_ds.settings import RunSettings, SettingsError, load_run
+from clap_ds.settings import RunSettings, load_run
 
 if TYPE_CHECKING:
     from clap_ds.measure.flops_counters import Count
@@ -62,10 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         UserError: a bad configuration or caption length.
     """
     arguments = parse_arguments(argv)
-    try:
-        run = load_run(arguments.deepspeed_config)
-    except SettingsError as error:
-        raise UserError(str(error)) from None
+    run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
     check_text_tokens(config, text_tokens)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from clap_ds.distributed import UserError
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -24,7 +26,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError, ValueError):
     """A run's JSON that can't be used: says which file, which field, what was expected and the nearest valid name."""
 
 

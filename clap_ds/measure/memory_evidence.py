@@ -19,7 +19,7 @@ from typing import Any
 
 from clap_ds.distributed import UserError, run_alone
 from clap_ds.model.config import TextConfig
-from clap_ds.settings import RunSettings, SettingsError, load_run
+from clap_ds.settings import RunSettings, load_run
 
 PUBLISHED_GPU_BYTES = 95e9
 """Memory of a GPU of the published runs."""
@@ -154,10 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--inferred_only", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     arguments = parser.parse_args(argv)
-    try:
-        run = load_run(arguments.deepspeed_config)
-    except SettingsError as error:
-        raise UserError(str(error)) from None
+    run = load_run(arguments.deepspeed_config)
     longest = run.clap.preset().text.max_tokens
     lengths = arguments.text_tokens or sorted({min(77, longest), longest})
     for length in lengths:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clap_ds.distributed import Ranks, UserError, run_command
+from clap_ds.distributed import Ranks, run_command
 from clap_ds.measure.throughput import measure
 from clap_ds.model import config as model_config
 from clap_ds.model.clap import ClapModel
 from clap_ds.session import open_session
-from clap_ds.settings import SettingsError, load_run
+from clap_ds.settings import load_run
 
 
 class _Pause(torch.autograd.Function):
@@ -73,10 +73,7 @@ def main(ranks: Ranks) -> None:
     arguments = parser.parse_args()
     if arguments.presets:
         model_config.PRESET_DIR = arguments.presets
-    try:
-        runs = [load_run(path) for path in arguments.configs]
-    except SettingsError as error:
-        raise UserError(str(error)) from None
+    runs = [load_run(path) for path in arguments.configs]
     for run in runs:
         with open_session(run, ranks) as session:
             pace(session.engine.model, arguments.pause_s)

@@ -77,14 +77,14 @@ class TextTower(nn.Module):
         if attention == "auto":
             self.roberta.config._attn_implementation = text_attention.NAME
         if self.pooling == "cls_pooler":
-            last = self.roberta.encoder.layer[-1]
-            last.add_module("attention", FirstTokenAttention(last.attention))
+            last: Any = self.roberta.encoder.layer[-1]
+            last.attention = FirstTokenAttention(last.attention)
 
     def compute_every_token(self) -> None:
         """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost. Loses its weights."""
-        last = self.roberta.encoder.layer[-1]
+        last: Any = self.roberta.encoder.layer[-1]
         if isinstance(last.attention, FirstTokenAttention):
-            last.add_module("attention", RobertaAttention(self.roberta.config).train(last.training))
+            last.attention = RobertaAttention(self.roberta.config).train(last.training)
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
