@@ -74,15 +74,22 @@ class ShardData(Section):
     """WebDataset tars of encoded audio with captions."""
 
     source: Literal["shards"]
-    shards: str | list[str]
+    shards: str | list[str] | dict[str, PositiveFloat]
     """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, or a list of these; relative to the
-    working folder."""
+    working folder, or any fsspec URL (`s3://…`; credentials come from the environment alone). A mixture:
+    {"pattern": weight}, the weights being shares of the samples."""
+    sampling: Literal["epochs", "replacement"] = "epochs"
+    """`epochs`: shards are divided over ranks and workers, and no item comes again before all others of its worker have come: a
+    worker that is through begins anew. `replacement`: every worker draws shards from all of them, again and again. Either way,
+    an epoch is as many samples as the shards have items."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
     """Worker processes per rank; 0 decodes in the training process."""
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
+    waveforms: Literal["float32", "int16"] = "float32"
+    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5."""
 
 
 _DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class Batch:
     """Audio–caption pairs, all tensors on one device. B pairs, T audio samples, L text tokens (padding included).
 
     Attributes:
-        waveforms: (B, T) float32 in [-1, 1], at the model's sample rate.
+        waveforms: (B, T) float32 in [-1, 1], at the model's sample rate. Pieces may have int16 (`to_int16`), which `join` turns
+            into float32 on the device.
         input_ids: (B, L) int64: <s> … </s>, then padding.
         attention_mask: (B, L) int64, 1 at real tokens, 0 at padding.
         num_tokens: real tokens in the batch. Counted from the mask when left out, which waits for the device: give it where
@@ -112,6 +113,14 @@ def _move(packed: tuple[Tensor, Packing], device: torch.device) -> tuple[Tensor,
     return ids.to(device, non_blocking=True), packing._replace(bounds=bounds)
 
 
+INT16_SCALE = 32767
+
+
+def to_int16(waveforms: Tensor) -> Tensor:
+    """Waveforms within [-1, 1] rounded to int16, half the bytes to move."""
+    return (waveforms * INT16_SCALE).round().to(torch.int16)
+
+
 def join(pieces: list[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
     """One batch on `device` from the rows of `pieces`, without an intermediate copy on the host.
 
@@ -123,7 +132,7 @@ def join(pieces: list[Batch], device: torch.device, *, pack_captions: bool = Fal
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
-        return pieces[0].to(device, non_blocking=True)
+        return _as_float(pieces[0].to(device, non_blocking=True))
     num_rows = sum(len(piece) for piece in pieces)
     whole = pieces[0]._map(lambda like: torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=device))
     if pack_captions:
@@ -134,7 +143,14 @@ def join(pieces: list[Batch], device: torch.device, *, pack_captions: bool = Fal
         for target, source in zip(whole.tensors(), piece.tensors(), strict=True):
             target[start : start + len(piece)].copy_(source, non_blocking=True)
         start += len(piece)
-    return whole
+    return _as_float(whole)
+
+
+def _as_float(batch: Batch) -> Batch:
+    # After the copy, for the device converts sooner than the host.
+    if batch.waveforms.dtype == torch.int16:
+        batch.waveforms = batch.waveforms.float().div_(INT16_SCALE)
+    return batch
 
 
 class Pieces(Protocol):
@@ -144,7 +160,17 @@ class Pieces(Protocol):
 
     def close(self) -> None: ...
 
+    def state(self) -> dict[str, Any]: ...
+
     def statistics(self) -> dict[str, Any]: ...
+
+
+class _Copy(NamedTuple):
+    """A batch on its way to the device, and where its source stood after it."""
+
+    batch: Batch
+    done: torch.cuda.Event
+    state: dict[str, Any]
 
 
 class BatchSource(Iterator[Batch]):
@@ -163,7 +189,8 @@ class BatchSource(Iterator[Batch]):
         self._device = device
         self._pack_captions = pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
-        self._ahead: tuple[Batch, torch.cuda.Event] | None = None
+        self._ahead: _Copy | None = None
+        self._state = pieces.state()
         self._closed = False
 
     def __next__(self) -> Batch:
@@ -174,21 +201,28 @@ class BatchSource(Iterator[Batch]):
         """
         assert not self._closed, "this BatchSource is closed"
         if self._copy_stream is None:
-            return join(next(self._pieces), self._device, pack_captions=self._pack_captions)
-        batch, copied = self._ahead or self._start_copy(self._copy_stream)
+            batch = join(next(self._pieces), self._device, pack_captions=self._pack_captions)
+            self._state = self._pieces.state()
+            return batch
+        copy = self._ahead or self._start_copy(self._copy_stream)
         compute_stream = torch.cuda.current_stream(self._device)
-        compute_stream.wait_event(copied)
-        batch.record_stream(compute_stream)
+        compute_stream.wait_event(copy.done)
+        copy.batch.record_stream(compute_stream)
+        self._state = copy.state
         self._ahead = self._start_copy(self._copy_stream)
-        return batch
+        return copy.batch
 
-    def _start_copy(self, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
+    def _start_copy(self, stream: torch.cuda.Stream) -> _Copy:
         pieces = next(self._pieces)
-        copied = torch.cuda.Event()
+        done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-            copied.record(stream)
-        return batch, copied
+            done.record(stream)
+        return _Copy(batch, done, self._pieces.state())
+
+    def state(self) -> dict[str, Any]:
+        """Where this rank's data stands after the last batch handed out, for `build_batches` to go on from. Fit for JSON."""
+        return self._state
 
     def statistics(self) -> dict[str, Any]:
         """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
@@ -221,6 +255,7 @@ def build_batches(
     seed: int,
     device: torch.device,
     pack_captions: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> BatchSource:
     """The batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
@@ -230,6 +265,9 @@ def build_batches(
         micro_batch: rows in a batch.
         pack_captions: hand out batches whose captions are packed as well.
         seed: of the run; ranks draw different data from it, and the same on every run.
+        state: of a former source (`BatchSource.state()`) to go on from, this rank's; from another number of ranks, any rank's.
+            Exact where ranks, workers, settings and shards are the same, at whatever micro-batch pieces allow; otherwise the
+            data goes on in a new order, and rank 0 says why.
 
     Raises:
         ValueError: settings that can't be met, naming the field: caption lengths that don't fit, missing or empty shards, too
@@ -240,7 +278,14 @@ def build_batches(
         from clap_ds.data.synthetic import SyntheticPieces
 
         synthetic = SyntheticPieces(
-            data, model=model, text_tokens=text_tokens, micro_batch=micro_batch, rank=rank, seed=seed, device=device
+            data,
+            model=model,
+            text_tokens=text_tokens,
+            micro_batch=micro_batch,
+            rank=rank,
+            seed=seed,
+            device=device,
+            state=state,
         )
         copy_ahead = on_cuda and data.placement == "host"
         return BatchSource(synthetic, device, copy_ahead=copy_ahead, pack_captions=pack_captions)
@@ -256,5 +301,6 @@ def build_batches(
         world_size=world_size,
         seed=seed,
         pin=on_cuda,
+        state=state,
     )
     return BatchSource(shards, device, copy_ahead=on_cuda, pack_captions=pack_captions)

@@ -23,6 +23,7 @@ from torch import Tensor
 from clap_ds.torchaudio_compat import torchaudio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
+CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 
 _LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
@@ -45,7 +46,12 @@ def choose_audio(members: Mapping[str, Any]) -> bytes:
 
 
 def choose_caption(members: Mapping[str, Any], rng: random.Random) -> str:
-    """The caption among an item's members: `txt`, or `caption` or `text` in `json`. Of several, one is drawn.
+    """One of `captions_of` an item, drawn. Raises as it does."""
+    return rng.choice(captions_of(members))
+
+
+def captions_of(members: Mapping[str, Any]) -> list[str]:
+    """The captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
 
     Raises:
         BrokenItemError: none there, not UTF-8, not valid JSON, or nothing but white space.
@@ -64,7 +70,7 @@ def choose_caption(members: Mapping[str, Any], rng: random.Random) -> str:
     usable = [caption.strip() for caption in captions if caption.strip()]
     if not usable:
         raise BrokenItemError("empty caption")
-    return rng.choice(usable)
+    return usable
 
 
 def _captions_in(content: Any) -> list[str]:
@@ -82,7 +88,7 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
     """A clip as the model takes it: mono, at `sample_rate` (Hz), `num_samples` long.
 
     Longer audio is cropped at a place drawn from `rng`; only that part is decoded. Shorter audio is repeated and padded, see
-    `repeat_pad`. Channels are averaged.
+    `repeat_pad`. Channels are averaged. Where the place drawn turns out to be silent, the crop is moved to the loudest sample.
 
     Args:
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
@@ -91,7 +97,8 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         (num_samples,) float32 in [-1, 1].
 
     Raises:
-        BrokenItemError: can't be decoded, holds no samples, or holds NaN or infinite ones.
+        BrokenItemError: can't be decoded, or nothing in it could be heard: no samples, a single one, nothing but zeros, NaN or
+            infinite ones.
     """
     try:
         with soundfile.SoundFile(io.BytesIO(encoded)) as file:
@@ -103,18 +110,21 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
             wanted = math.ceil(num_samples / ratio)
             expected = min(file.frames, wanted)
             samples = _read_at(file, rng.randint(0, file.frames - expected), expected)
+            if expected < file.frames and len(samples) and not samples.any():
+                samples = _loudest_part(file, expected)
     except soundfile.SoundFileError as error:
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
-    if not expected:
-        raise BrokenItemError("audio holds no samples")
+    if expected < 2:
+        raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if len(samples) < max(1, expected // 2):
         raise BrokenItemError(f"audio breaks off: {len(samples)} of {expected} samples could be decoded")
     if not np.isfinite(samples).all():
         raise BrokenItemError("audio holds NaN or infinite samples")
+    if not samples.any():
+        raise BrokenItemError("audio is silent: every sample is 0")
     waveform = torch.from_numpy(samples).mean(dim=1)
-    if ratio != 1:
-        waveform = _resampler(ratio.denominator, ratio.numerator)(waveform)
+    waveform = resample(waveform, ratio.denominator, ratio.numerator)
     return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
 
 
@@ -126,6 +136,15 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[
         file.seek(start - lead_in)
     samples: NDArray[np.float32] = file.read(lead_in + num_frames, dtype="float32", always_2d=True)
     return samples[lead_in:]
+
+
+def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
+    """`num_frames` about the loudest frame of the whole file: (frames, channels)."""
+    file.seek(0)
+    samples: NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+    loudest = int(np.abs(samples).max(axis=1).argmax())
+    start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
+    return samples[start : start + num_frames]
 
 
 def repeat_pad(waveform: Tensor, num_samples: int) -> Tensor:
@@ -140,6 +159,12 @@ def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
     if not ratio:
         raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
     return ratio
+
+
+def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """(…, T) at another sample rate, rates in Hz or as the terms of their ratio."""
+    ratio = _resampling_ratio(from_rate, to_rate)
+    return waveform if ratio == 1 else _resampler(ratio.denominator, ratio.numerator)(waveform)
 
 
 @functools.lru_cache(maxsize=32)

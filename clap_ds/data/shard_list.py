@@ -1,41 +1,108 @@
 """Which tars a run reads, and which of them belong to each worker of each rank.
 
 Every rank finds the same shards and refuses the same mistakes, so that all stop together before training. Reading the tars is
-left to `shards`.
+left to `shard_reader`.
 """
 
 from __future__ import annotations
 
 import glob
+import math
 import sys
 import tarfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from braceexpand import braceexpand
 
+from clap_ds.data import shard_files
+
 FIELD = "clap.data.shards"
 
+Sampling = Literal["epochs", "replacement"]
 
-def expand_shards(shards: str | list[str]) -> list[Path]:
-    """The tar files a setting names: paths, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`), in order.
+_MOST_ASKED = 32  # remote shards that are looked up before a run; the others turn up while reading
+_FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Tars that are mixed with others by weight. `name`: as in the settings; weights of all sources add up to 1."""
+
+    name: str
+    shards: list[str]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker reads of a source.
+
+    Attributes:
+        shards: its own in epochs, all with replacement.
+        shards_per_pass: how many it draws of them for a pass with replacement; 0: each once.
+    """
+
+    name: str
+    weight: float
+    shards: list[str]
+    shards_per_pass: int = 0
+
+
+def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
+    """The tars that `clap.data.shards` names, with their weights; without weights they are one source.
 
     Raises:
-        ValueError: nothing named, a pattern that can't be read or matches nothing, files that are missing or empty.
+        ValueError: see `expand_shards`.
+    """
+    if not isinstance(shards, Mapping):
+        name = shards if isinstance(shards, str) else ", ".join(shards)
+        return [Source(name, expand_shards(shards), 1.0)]
+    if not shards:
+        expand_shards([])
+    total = sum(shards.values())
+    return [Source(name, expand_shards(name), weight / total) for name, weight in shards.items()]
+
+
+def expand_shards(shards: str | list[str]) -> list[str]:
+    """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
+
+    Raises:
+        ValueError: nothing named, a pattern that can't be read or matches nothing, files that are missing or empty, a URL that
+            can't be used.
     """
     patterns = [shards] if isinstance(shards, str) else shards
-    paths = [Path(name) for pattern in patterns for name in _expand(pattern)]
+    paths = [name for pattern in patterns for name in _expand(pattern.removeprefix("file://"))]
     if not paths:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
-    missing = [path for path in paths if not path.is_file()]
+    local = [path for path in paths if not shard_files.is_remote(path)]
+    missing = [path for path in local if not Path(path).is_file()]
     if missing:
         raise ValueError(
             f"{FIELD}: {len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there, the first: "
             f"{missing[0]} (working folder: {Path.cwd()})"
         )
-    for path in paths:
-        if _is_empty_tar(path):
+    for path in local:
+        if _is_empty_tar(Path(path)):
             raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
+    _ask_for([path for path in paths if shard_files.is_remote(path)])
     return paths
+
+
+def _ask_for(urls: list[str]) -> None:
+    """Look some of the remote shards up, evenly spread.
+
+    Raises:
+        ValueError: one isn't there or can't be reached.
+    """
+    asked = urls[:: max(1, math.ceil(len(urls) / _MOST_ASKED))]
+    with ThreadPoolExecutor(8) as threads:
+        for url, problem in zip(asked, threads.map(shard_files.problem_with, asked), strict=True):
+            if problem:
+                raise ValueError(f"{FIELD}: {url} {problem}")
 
 
 def _expand(pattern: str) -> list[str]:
@@ -45,13 +112,25 @@ def _expand(pattern: str) -> list[str]:
         raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
     expanded: list[str] = []
     for name in names:
-        if Path(name).exists() or not glob.has_magic(name):
-            expanded.append(name)
-        elif matches := sorted(glob.glob(name)):
-            expanded += matches
-        else:
-            raise ValueError(f"{FIELD}: no file matches {name!r} (working folder: {Path.cwd()})")
+        matches = _matches(name)
+        if not matches:
+            where = "" if shard_files.is_remote(name) else f" (working folder: {Path.cwd()})"
+            raise ValueError(f"{FIELD}: no file matches {name!r}{where}")
+        expanded += matches
     return expanded
+
+
+def _matches(name: str) -> list[str]:
+    if not shard_files.is_remote(name):
+        return [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
+    try:
+        shard_files.check_url(name)
+        # A ? in a web address begins its query.
+        return shard_files.match(name) if "*" in name or "[" in name else [name]
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: {error}") from None
+    except Exception as error:  # whatever the file system's package raises
+        raise ValueError(f"{FIELD}: {name!r} can't be looked up: {type(error).__name__}: {error}") from None
 
 
 def _is_empty_tar(path: Path) -> bool:
@@ -62,7 +141,45 @@ def _is_empty_tar(path: Path) -> bool:
         return not any(file.read(tarfile.BLOCKSIZE))
 
 
-def divide_shards(shards: list[Path], *, rank: int, world_size: int, num_workers: int) -> list[list[Path]]:
+def share_out(
+    sources: list[Source], *, sampling: Sampling, rank: int, world_size: int, num_workers: int
+) -> list[list[Share]]:
+    """What each worker of a rank reads of every source.
+
+    Args:
+        sampling: `epochs`: see `divide_shards`; `replacement`: every worker draws from all shards.
+        num_workers: worker processes wanted per rank; 0 (decoding in the training process) counts as one.
+
+    Raises:
+        ValueError: a source has fewer shards than there are ranks (`epochs`).
+    """
+    if sampling == "replacement":
+        num_used = max(num_workers, 1)
+        shares = [
+            Share(
+                source.name,
+                source.weight,
+                source.shards,
+                max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / (world_size * num_used))),
+            )
+            for source in sources
+        ]
+        return [shares] * num_used
+    num_used = min(_usable_workers(source, rank, world_size, num_workers) for source in sources)
+    divided = [
+        divide_shards(source.shards, rank=rank, world_size=world_size, num_workers=num_used) for source in sources
+    ]
+    return [
+        [Share(source.name, source.weight, own[worker]) for source, own in zip(sources, divided, strict=True)]
+        for worker in range(num_used)
+    ]
+
+
+def _usable_workers(source: Source, rank: int, world_size: int, num_workers: int) -> int:
+    return len(divide_shards(source.shards, rank=rank, world_size=world_size, num_workers=num_workers))
+
+
+def divide_shards(shards: list[str], *, rank: int, world_size: int, num_workers: int) -> list[list[str]]:
     """The shards of each worker of a rank. No shard is given twice, all are given, and no worker goes without.
 
     With too few shards for every worker of every rank, all ranks use fewer workers, and rank 0 says so.
@@ -77,7 +194,8 @@ def divide_shards(shards: list[Path], *, rank: int, world_size: int, num_workers
         raise ValueError(
             f"{FIELD}: {len(shards)} shard(s) for {world_size} ranks; every rank needs one of its own: "
             f"expected at least {world_size}, and {world_size * max(num_workers, 1)} for all {num_workers} workers per rank "
-            "(clap.data.num_workers). Repack the data into more tars, or use fewer ranks"
+            "(clap.data.num_workers). Repack the data into more tars, use fewer ranks, or draw shards with replacement "
+            "(clap.data.sampling)"
         )
     num_used = min(max(num_workers, 1), len(shards) // world_size)
     if num_used < num_workers and rank == 0:

@@ -1,7 +1,7 @@
 """The classes of synthetic sounds: how each is made and what a caption may call it.
 
-To add a class, write its signal and put a `Kind` into `KINDS`. Length, loudness, encoding and the wording of whole captions are
-left to `sounds`.
+To add a class, write its signal into `sound_signals` and put a `Kind` into `KINDS`. Length, loudness and encoding are left to
+`sounds`, the wording of whole captions to `sound_captions`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Signal = NDArray[np.float64]
+from clap_ds.data import sound_signals as signals
+from clap_ds.data.sound_signals import Signal
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Scale:
         return self.low * (self.high / self.low) ** position, rng.choice(self.words[int(3 * position)])
 
 
-PITCH = Scale(110, 3520, (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched")))  # Hz
+PITCH = Scale(110, 1760, (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched")))  # Hz
 TEMPO = Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid")))  # events per second
 LOUDNESS = Scale(0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong")))  # peak amplitude
 
@@ -42,93 +42,190 @@ class Kind:
     Attributes:
         label: class name.
         nouns: ways a caption may call it.
+        held_out_nouns: more of them, kept for evaluation: new combinations of words of `nouns`, as a model trained from nothing
+            can't know words it never met.
         scale: of the quantity handed to `synthesise`, if there is one worth naming.
         synthesise: (noise source, time in s (T,), value on `scale`) → signal (T,) of any amplitude.
     """
 
     label: str
     nouns: tuple[str, ...]
+    held_out_nouns: tuple[str, ...]
     scale: Scale | None
     synthesise: Callable[[np.random.Generator, Signal, float], Signal]
 
 
-def _sine(time: Signal, frequency: float | Signal) -> Signal:
-    """A sine whose frequency (Hz) may change over time."""
-    step = time[1] - time[0] if len(time) > 1 else 0.0
-    phase = np.cumsum(np.broadcast_to(frequency, time.shape)) * step
-    return np.asarray(np.sin(2 * np.pi * phase))
-
-
-def _tone(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, pitch)
-
-
-def _square(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return np.sign(_sine(time, pitch))
-
-
-def _sawtooth(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return 2 * (time * pitch % 1) - 1
-
-
-def _rising(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, np.geomspace(pitch / 2, pitch * 2, len(time)))
-
-
-def _falling(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, np.geomspace(pitch * 2, pitch / 2, len(time)))
-
-
-def _tremolo(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, pitch) * (1 + 0.9 * _sine(time, 6.0))
-
-
-def _vibrato(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, pitch * (1 + 0.08 * _sine(time, 5.0)))
-
-
-def _siren(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    return _sine(time, np.where(time % 1 < 0.5, pitch, pitch * 1.5))
-
-
-def _bell(noise: np.random.Generator, time: Signal, pitch: float) -> Signal:
-    partials = ((1.0, 1.0), (2.76, 0.6), (5.4, 0.3))  # of a struck bar: frequency ratio, strength
-    since_strike = time % 2
-    return sum(
-        (gain * np.exp(-3 * k * since_strike) * _sine(time, min(pitch, 1400) * k) for k, gain in partials), 0 * time
-    )
-
-
-def _white_noise(noise: np.random.Generator, time: Signal, _: float) -> Signal:
-    return noise.standard_normal(len(time))
-
-
-def _pink_noise(noise: np.random.Generator, time: Signal, _: float) -> Signal:
-    spectrum = np.fft.rfft(noise.standard_normal(len(time)))
-    return np.fft.irfft(spectrum / np.sqrt(np.arange(1, len(spectrum) + 1)), len(time))
-
-
-def _clicks(noise: np.random.Generator, time: Signal, tempo: float) -> Signal:
-    since_click = time % (1 / tempo)
-    return np.exp(-since_click * 800) * np.cos(2 * np.pi * 3000 * since_click)
-
-
-def _bursts(noise: np.random.Generator, time: Signal, tempo: float) -> Signal:
-    return noise.standard_normal(len(time)) * (time * tempo % 1 < 0.3)
-
-
 KINDS = (
-    Kind("pure tone", ("pure tone", "sine tone", "steady beep"), PITCH, _tone),
-    Kind("square wave", ("square wave", "harsh electronic buzz"), PITCH, _square),
-    Kind("sawtooth wave", ("sawtooth wave", "bright synthesizer buzz"), PITCH, _sawtooth),
-    Kind("rising chirp", ("rising chirp", "upward sweep", "tone gliding up"), PITCH, _rising),
-    Kind("falling chirp", ("falling chirp", "downward sweep", "tone gliding down"), PITCH, _falling),
-    Kind("tremolo", ("tremolo tone", "tone fluttering in volume"), PITCH, _tremolo),
-    Kind("vibrato", ("vibrato tone", "tone wavering in pitch"), PITCH, _vibrato),
-    Kind("siren", ("two-tone siren", "alarm switching between two notes"), PITCH, _siren),
-    Kind("bell", ("bell", "struck metal bar", "ringing chime"), PITCH, _bell),
-    Kind("white noise", ("white noise", "hiss", "static"), None, _white_noise),
-    Kind("pink noise", ("pink noise", "rushing noise like a waterfall"), None, _pink_noise),
-    Kind("clicks", ("train of clicks", "ticking", "series of clicks"), TEMPO, _clicks),
-    Kind("noise bursts", ("pulsing noise", "series of noise bursts", "steam-engine puffing"), TEMPO, _bursts),
+    Kind(
+        "pure tone",
+        ("pure tone", "sine tone", "steady whistle"),
+        ("pure sine whistle", "steady sine tone"),
+        PITCH,
+        signals.tone,
+    ),
+    Kind(
+        "square wave",
+        ("square wave", "harsh electronic buzz", "harsh square tone"),
+        ("harsh square wave", "electronic square buzz"),
+        PITCH,
+        signals.square,
+    ),
+    Kind(
+        "sawtooth wave",
+        ("sawtooth wave", "bright synthesizer buzz", "bright sawtooth"),
+        ("bright sawtooth buzz", "synthesizer sawtooth wave"),
+        PITCH,
+        signals.sawtooth,
+    ),
+    Kind(
+        "rising chirp",
+        ("rising chirp", "upward sweep", "tone gliding up"),
+        ("chirp gliding up", "rising sweep"),
+        PITCH,
+        signals.rising,
+    ),
+    Kind(
+        "falling chirp",
+        ("falling chirp", "downward sweep", "tone gliding down"),
+        ("chirp gliding down", "falling sweep"),
+        PITCH,
+        signals.falling,
+    ),
+    Kind(
+        "tremolo",
+        ("tremolo tone", "tone fluttering in volume", "fluttering tremolo"),
+        ("fluttering tone", "tremolo fluttering in volume"),
+        PITCH,
+        signals.tremolo,
+    ),
+    Kind(
+        "vibrato",
+        ("vibrato tone", "tone wavering in pitch", "wavering vibrato"),
+        ("wavering tone", "vibrato wavering in pitch"),
+        PITCH,
+        signals.vibrato,
+    ),
+    Kind(
+        "siren",
+        ("two-tone siren", "alarm switching between two notes", "siren alarm"),
+        ("siren switching between two notes", "two-tone alarm"),
+        PITCH,
+        signals.siren,
+    ),
+    Kind(
+        "bell",
+        ("bell", "struck metal bar", "ringing chime"),
+        ("ringing metal bell", "struck chime"),
+        PITCH,
+        signals.bell,
+    ),
+    Kind(
+        "white noise",
+        ("white noise", "hiss", "static"),
+        ("static hiss", "white static noise"),
+        None,
+        signals.white_noise,
+    ),
+    Kind(
+        "pink noise",
+        ("pink noise", "rushing noise like a waterfall", "rushing waterfall"),
+        ("pink noise like a waterfall", "rushing pink noise"),
+        None,
+        signals.pink_noise,
+    ),
+    Kind(
+        "clicks",
+        ("train of clicks", "ticking", "series of ticking clicks"),
+        ("series of clicks", "train of ticking clicks"),
+        TEMPO,
+        signals.clicks,
+    ),
+    Kind(
+        "noise bursts",
+        ("pulsing noise", "series of noise bursts", "steam-engine puffing"),
+        ("series of pulsing bursts", "puffing steam-engine noise"),
+        TEMPO,
+        signals.bursts,
+    ),
+    Kind(
+        "rumble",
+        ("rumble", "distant thunder", "earth rumbling"),
+        ("rumbling thunder", "distant earth rumble"),
+        None,
+        signals.rumble,
+    ),
+    Kind(
+        "crackle",
+        ("crackle", "crackling fire", "popping fire"),
+        ("popping crackle", "fire crackle"),
+        None,
+        signals.crackle,
+    ),
+    Kind(
+        "heartbeat",
+        ("heartbeat", "beating heart", "double thump"),
+        ("thump of a heart", "double heartbeat"),
+        None,
+        signals.heartbeat,
+    ),
+    Kind(
+        "arpeggio",
+        ("arpeggio", "climbing melody", "run of climbing notes"),
+        ("climbing arpeggio", "melody of climbing notes"),
+        PITCH,
+        signals.arpeggio,
+    ),
+    Kind(
+        "chord",
+        ("chord", "three tones held together", "organ chord"),
+        ("three organ tones", "chord held together"),
+        PITCH,
+        signals.chord,
+    ),
+    Kind(
+        "telephone",
+        ("telephone", "phone call", "old telephone call"),
+        ("old phone", "telephone call"),
+        None,
+        signals.telephone,
+    ),
+    Kind("wind", ("wind", "howling gale", "gusts of wind"), ("howling wind", "gusts of a gale"), None, signals.wind),
+    Kind(
+        "bird",
+        ("bird", "twittering songbird", "bird song"),
+        ("twittering bird", "song of a songbird"),
+        None,
+        signals.bird,
+    ),
+    Kind(
+        "drum",
+        ("drum", "drum beat", "pounding drum"),
+        ("pounding beat", "beat of a pounding drum"),
+        TEMPO,
+        signals.drum,
+    ),
+    Kind(
+        "plucked string",
+        ("plucked string", "guitar", "strummed guitar string"),
+        ("plucked guitar", "strummed string"),
+        PITCH,
+        signals.plucked,
+    ),
+    Kind(
+        "bouncing ball",
+        ("bouncing ball", "ball dropped on a table", "ping-pong ball"),
+        ("dropped ping-pong ball", "ball bouncing on a table"),
+        None,
+        signals.bouncing,
+    ),
+    Kind(
+        "laser", ("laser", "ray gun firing", "laser shots"), ("firing laser gun", "ray gun shots"), None, signals.laser
+    ),
+    Kind(
+        "beeping",
+        ("beeping", "repeated beeps", "beeping machine"),
+        ("machine beeps", "repeated beeping"),
+        PITCH,
+        signals.beeping,
+    ),
 )

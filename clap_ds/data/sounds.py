@@ -1,8 +1,13 @@
 """Makes real encoded audio with captions, so that the shard path can be tried and tested without downloading a data set.
 
 `python -m clap_ds.data.sounds DIR` writes WebDataset tars of short synthetic sounds in varied formats, sample rates and channel
-counts, and a small tokenizer trained on their captions. Each clip's class stands in its json, for zero-shot evaluation. What
-the classes are and how they sound is left to `sound_kinds`.
+counts, a small tokenizer trained on their captions and `classes.json` with the classes' names. Each clip's class stands in its
+json, for zero-shot evaluation. For unseen clips take another seed, for unseen captions `--wordings train` and `held_out`:
+
+    python -m clap_ds.data.sounds sounds/train --wordings train --clips 4000
+    python -m clap_ds.data.sounds sounds/held_out --wordings held_out --clips 520 --seed 1
+
+What the classes are and how they sound is left to `sound_kinds`, what captions say to `sound_captions`.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import soundfile
@@ -22,17 +28,9 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from clap_ds.data.captions import train_tokenizer
-from clap_ds.data.sound_kinds import KINDS, LOUDNESS, Kind, Signal
-
-TEMPLATES = (
-    "{sound}",
-    "the sound of {sound}",
-    "a recording of {sound}",
-    "{sound} can be heard",
-    "{sound}, about {seconds} seconds long",
-    "someone plays back {sound}",
-    "{sound} in an otherwise silent room",
-)
+from clap_ds.data.sound_captions import Wordings, class_names, describe
+from clap_ds.data.sound_kinds import KINDS, LOUDNESS, Kind
+from clap_ds.data.sound_signals import Signal
 
 ENCODINGS = (
     ("flac", "PCM_16"),
@@ -46,6 +44,24 @@ SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
 @dataclass(frozen=True)
+class Variety:
+    """What clips may be like.
+
+    Attributes:
+        min_seconds, max_seconds: length.
+        sample_rates: Hz, to draw from.
+        encodings: format and subtype in libsndfile's words, to draw from.
+        wordings: of the captions.
+    """
+
+    min_seconds: float = 1.0
+    max_seconds: float = 15.0
+    sample_rates: tuple[int, ...] = SAMPLE_RATES
+    encodings: tuple[tuple[str, str], ...] = ENCODINGS
+    wordings: Wordings = "all"
+
+
+@dataclass(frozen=True)
 class Clip:
     """One sound with its captions, before encoding. `waveform`: (T, channels) within [-1, 1]."""
 
@@ -55,10 +71,10 @@ class Clip:
     captions: list[str]
 
 
-def make_clip(kind: Kind, rng: random.Random, min_seconds: float, max_seconds: float) -> Clip:
+def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> Clip:
     """A sound of `kind` with everything else (pitch, loudness, length, sample rate, channels, wording) drawn from `rng`."""
-    sample_rate = rng.choice(SAMPLE_RATES)
-    seconds = rng.uniform(min_seconds, max_seconds)
+    sample_rate = rng.choice(variety.sample_rates)
+    seconds = rng.uniform(variety.min_seconds, variety.max_seconds)
     time = np.arange(max(1, round(seconds * sample_rate))) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
@@ -66,16 +82,11 @@ def make_clip(kind: Kind, rng: random.Random, min_seconds: float, max_seconds: f
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    captions = [_describe(kind, quality, loudness, seconds, rng) for _ in range(rng.choice((1, 1, 3)))]
+    captions = [
+        describe(kind, variety.wordings, rng, quality=quality, loudness=loudness, seconds=seconds)
+        for _ in range(rng.choice((1, 1, 3)))
+    ]
     return Clip(kind, signal.reshape(len(time), -1), sample_rate, captions)
-
-
-def _describe(kind: Kind, quality: str, loudness: str, seconds: float, rng: random.Random) -> str:
-    words = [word for word in (loudness, quality) if word and rng.random() < 0.7]
-    rng.shuffle(words)
-    sound = " ".join([*words, rng.choice(kind.nouns)])
-    article = "an" if sound[0] in "aeiou" else "a"
-    return rng.choice(TEMPLATES).format(sound=f"{article} {sound}", seconds=max(1, round(seconds)))
 
 
 def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -> bytes:
@@ -103,10 +114,8 @@ def pack(clip: Clip, key: str, encoding: tuple[str, str], *, caption_as_text: bo
     return item
 
 
-def write_sounds(
-    directory: Path, *, num_clips: int, num_shards: int, seed: int, min_seconds: float, max_seconds: float
-) -> list[Path]:
-    """Writes `sounds-000.tar`, … and `tokenizer/` into `directory`. Returns the tars.
+def write_sounds(directory: Path, *, num_clips: int, num_shards: int, seed: int, variety: Variety) -> list[Path]:
+    """Writes `sounds-000.tar`, …, `tokenizer/` and `classes.json` into `directory`. Returns the tars.
 
     The same arguments give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
     puts the time into floating-point WAVs.
@@ -123,12 +132,13 @@ def write_sounds(
             with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
                 for number in range(shard * num_clips // num_shards, (shard + 1) * num_clips // num_shards):
                     rng = random.Random(f"seed {seed}, clip {number}")
-                    clip = make_clip(KINDS[number % len(KINDS)], rng, min_seconds, max_seconds)
+                    clip = make_clip(KINDS[number % len(KINDS)], rng, variety)
                     captions += clip.captions
-                    encoding = rng.choice(ENCODINGS)
+                    encoding = rng.choice(variety.encodings)
                     tar.write(pack(clip, f"{number:06d}", encoding, caption_as_text=rng.random() < 0.5))
                     progress.update()
     train_tokenizer(captions, directory / "tokenizer")
+    (directory / "classes.json").write_text(json.dumps(class_names(), indent=1) + "\n")
     return paths
 
 
@@ -155,7 +165,7 @@ def _snippet(directory: Path, paths: list[Path]) -> str:
     return json.dumps({**settings, "num_workers": min(len(paths), 2)}, indent=2)
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m clap_ds.data.sounds",
         description="Make audio–caption shards of synthetic sounds, and a tokenizer.",
@@ -167,23 +177,52 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=_seconds_range, default=(1.0, 15.0), metavar="1-15", help="length of the clips"
     )
+    parser.add_argument(
+        "--wordings",
+        choices=get_args(Wordings),
+        default="all",
+        help="of the captions: those to train on, those held out for evaluation (the same words, newly combined), or all",
+    )
+    parser.add_argument("--sample_rate", type=_positive, metavar="HZ", help="one for all clips (default: varied)")
+    parser.add_argument(
+        "--format", choices=sorted({name for name, _ in ENCODINGS}), help="one for all clips (default: varied)"
+    )
+    return parser
+
+
+def _variety(options: argparse.Namespace) -> Variety:
+    first = next((encoding for encoding in ENCODINGS if encoding[0] == options.format), None)
+    return Variety(
+        min_seconds=options.seconds[0],
+        max_seconds=options.seconds[1],
+        sample_rates=(options.sample_rate,) if options.sample_rate else SAMPLE_RATES,
+        encodings=(first,) if first else ENCODINGS,
+        wordings=options.wordings,
+    )
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = _parser()
     options = parser.parse_args(None if arguments is None else list(arguments))
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         parser.error(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
     if options.clips < options.shards:
         parser.error(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
+    if options.sample_rate and not 8000 <= options.sample_rate <= 48000:
+        parser.error(f"--sample_rate {options.sample_rate}: expected 8000 to 48000 Hz")
     try:
         paths = write_sounds(
             directory,
             num_clips=options.clips,
             num_shards=options.shards,
             seed=options.seed,
-            min_seconds=options.seconds[0],
-            max_seconds=options.seconds[1],
+            variety=_variety(options),
         )
     except OSError as error:
         parser.error(f"{directory} can't be written: {error}")
+    except soundfile.SoundFileError as error:
+        parser.error(f"--format {options.format}, --sample_rate {options.sample_rate}: {error}")
     size = sum(path.stat().st_size for path in paths) / 1e6
     print(
         f"{options.clips} clips of {len(KINDS)} kinds in {len(paths)} shard(s), {size:.1f} MB, and a tokenizer: {directory}"

@@ -6,7 +6,6 @@ are random token ids framed as RoBERTa frames them; only their lengths can matte
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,7 @@ class SyntheticPieces:
         rank: int,
         seed: int,
         device: torch.device,
+        state: dict[str, Any] | None = None,
     ) -> None:
         lengths, weights = _length_histogram(data.caption_lengths, text_tokens)
         on_host = torch.Generator().manual_seed(_mix(seed, rank, 0))
@@ -60,14 +60,17 @@ class SyntheticPieces:
             else:
                 batch = Batch(noise.cpu(), input_ids, mask)
                 self._batches.append(batch.pin_memory() if device.type == "cuda" else batch)
-        self._turns = itertools.cycle(self._batches)
+        self._num_given = (state or {}).get("batches", 0)
 
     def __next__(self) -> list[Batch]:
-        return [next(self._turns)]
+        self._num_given += 1
+        return [self._batches[(self._num_given - 1) % len(self._batches)]]
 
     def close(self) -> None:
         self._batches.clear()
-        self._turns = itertools.cycle(())
+
+    def state(self) -> dict[str, Any]:
+        return {"source": "synthetic", "batches": self._num_given}
 
     def statistics(self) -> dict[str, Any]:
         return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}

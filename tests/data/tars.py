@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+import torch
 
 
 def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -> bytes:
@@ -18,12 +19,17 @@ def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -
 
 
 def marked_item(number: int, suffix: str = "") -> list[tuple[str, bytes]]:
-    """An item recognisable after loading: every sample of its 480 is `number` / 1000."""
+    """An item recognisable after loading by `number_of`: its 480 samples are all alike."""
     name = f"{number:04d}{suffix}"
     return [
-        (f"{name}.wav", wav(np.full(480, number / 1000, dtype=np.float32))),
+        (f"{name}.wav", wav(np.full(480, (number + 1) / 1000, dtype=np.float32))),
         (f"{name}.txt", f"tone {number}".encode()),
     ]
+
+
+def number_of(waveform: torch.Tensor) -> int:
+    """Which marked item a waveform is of."""
+    return round(float(waveform[0]) * 1000) - 1
 
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:

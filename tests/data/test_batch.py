@@ -32,6 +32,9 @@ class RecordedPieces:
     def close(self) -> None:
         self.num_closed += 1
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
     def statistics(self) -> dict[str, Any]:
         return {"num_broken_items": 3}
 

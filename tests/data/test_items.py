@@ -110,9 +110,13 @@ def test_channels_are_averaged(num_channels: int) -> None:
     np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
 
 
-def test_one_sample_and_silence_are_audio() -> None:
-    assert decode(encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), num_samples=4).tolist() == [0.25] * 4
-    assert decode(encode(np.zeros(10), SECOND, "FLAC"), num_samples=4).tolist() == [0] * 4
+def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
+    samples = np.zeros(40 * 48, dtype=np.float32)
+    samples[[70, 1500]] = 0.25, -0.5
+    encoded = encode(samples, SECOND, "FLAC")
+    crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
+    assert all(any(crop) for crop in crops)
+    assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
 
 
 def test_loud_float_audio_is_clipped() -> None:
@@ -126,6 +130,9 @@ def test_loud_float_audio_is_clipped() -> None:
         (b"not audio at all" * 100, "can't be decoded"),
         (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (encode(np.zeros(0), 16000, "WAV"), "no samples"),
+        (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
+        (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
+        (encode(np.zeros((3 * SECOND, 7)), SECOND, "WAV"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
         (encode(np.array([0.1, -np.inf]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 
 from clap_ds.data.batch import build_batches
 from clap_ds.data.captions import load_tokenizer
-from clap_ds.data.items import AUDIO_FORMATS, choose_audio, choose_caption
+from clap_ds.data.items import AUDIO_FORMATS, captions_of, choose_audio, choose_caption
+from clap_ds.data.sound_captions import HELD_OUT_TEMPLATES, TEMPLATES, class_names, nouns_of
 from clap_ds.data.sound_kinds import KINDS, LOUDNESS, Kind
-from clap_ds.data.sounds import encode, main, make_clip
+from clap_ds.data.sounds import Variety, encode, main, make_clip
 from clap_ds.model.config import load_preset
 from clap_ds.settings import ShardData
+from clap_ds.settings_train import ZeroShotSettings
 
 NUM_CLIPS = 52
 
@@ -70,13 +73,13 @@ def test_clips_are_real_audio_of_every_sort(sounds: Path) -> None:
 
 def test_every_clip_names_its_kind_and_has_a_caption(sounds: Path) -> None:
     items = items_in(sounds)
-    assert Counter(json.loads(item["json"])["kind"] for item in items.values()) == {kind.label: 4 for kind in KINDS}
+    assert Counter(json.loads(item["json"])["kind"] for item in items.values()) == {kind.label: 2 for kind in KINDS}
     assert {"txt" in item for item in items.values()} == {True, False}
     captions = [choose_caption(item, random.Random(0)) for item in items.values()]
     assert len(set(captions)) > 0.9 * NUM_CLIPS
     for item in items.values():
         kind = next(kind for kind in KINDS if kind.label == json.loads(item["json"])["kind"])
-        assert any(noun in choose_caption(item, random.Random(0)) for noun in kind.nouns)
+        assert any(noun in choose_caption(item, random.Random(0)) for noun in nouns_of(kind, "all"))
 
 
 def test_tokenizer_fits_the_micro_preset(sounds: Path) -> None:
@@ -139,6 +142,9 @@ def test_full_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--seconds", "5-1"], "found '5-1'"),
         (["--seconds", "0"], "found '0'"),
         (["--seconds", "1-2-3"], "found '1-2-3'"),
+        (["--wordings", "other"], "invalid choice: 'other'"),
+        (["--format", "aac"], "invalid choice: 'aac'"),
+        (["--sample_rate", "400"], "expected 8000 to 48000 Hz"),
     ],
 )
 def test_impossible_arguments(
@@ -154,7 +160,7 @@ def test_impossible_arguments(
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 def test_clips_are_finite_and_as_loud_as_drawn(kind: Kind) -> None:
     for seed in range(5):
-        clip = make_clip(kind, random.Random(seed), 0.05, 2.0)
+        clip = make_clip(kind, random.Random(seed), Variety(min_seconds=0.05, max_seconds=2.0))
         assert np.isfinite(clip.waveform).all()
         assert LOUDNESS.low <= np.abs(clip.waveform).max() <= LOUDNESS.high
         assert 1 <= len(clip.captions) <= 3
@@ -163,3 +169,44 @@ def test_clips_are_finite_and_as_loud_as_drawn(kind: Kind) -> None:
 def test_long_vorbis_files_are_written_whole() -> None:
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, (40 * 48000, 2))
     assert soundfile.info(io.BytesIO(encode(noise, 48000, "ogg", "VORBIS"))).frames == len(noise)
+
+
+def captions_in(directory: Path) -> list[str]:
+    return [caption for item in items_in(directory).values() for caption in captions_of(item)]
+
+
+def test_held_out_wordings_are_new_and_made_of_known_words(tmp_path: Path) -> None:
+    for wordings in ("train", "held_out"):
+        arguments = ["--clips", "520", "--seconds", "0.1", "--format", "wav", "--sample_rate", "8000"]
+        assert main([str(tmp_path / wordings), *arguments, "--wordings", wordings]) == 0
+    train, held_out = captions_in(tmp_path / "train"), captions_in(tmp_path / "held_out")
+    assert len(held_out) >= 520
+    assert not set(train) & set(held_out)
+    known = {word for caption in train for word in re.findall(r"[\w-]+", caption)}
+    assert {word for caption in held_out for word in re.findall(r"[\w-]+", caption)} <= known
+    formats = {extension for item in items_in(tmp_path / "train").values() for extension in item}
+    assert formats <= {"wav", "txt", "json"}
+    assert {decoded(item)[1] for item in items_in(tmp_path / "train").values()} == {8000}
+
+
+def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
+    """Every word but the smallest stands in a training name of the same kind, and no held-out name is a training name."""
+    for kind in KINDS:
+        known = set(" ".join(kind.nouns).split()) | {"a", "of", "on", "the"}
+        assert set(" ".join(kind.held_out_nouns).split()) <= known, kind.label
+    assert not set(TEMPLATES) & set(HELD_OUT_TEMPLATES)
+    every = [noun for kind in KINDS for noun in nouns_of(kind, "all")]
+    assert len(every) == len(set(every))
+
+
+def test_classes_file_has_the_names_of_all_kinds(sounds: Path) -> None:
+    assert json.loads((sounds / "classes.json").read_text()) == class_names()
+    for wordings in ("train", "held_out"):
+        names = class_names()[wordings]
+        assert set(names) == {kind.label for kind in KINDS}
+        assert ZeroShotSettings.model_validate({"shards": "x", "classes": names}).classes == names
+    assert "an earth rumbling" in class_names()["train"]["rumble"]
+
+
+def test_there_are_twenty_kinds_or_more() -> None:
+    assert len({kind.label for kind in KINDS}) == len(KINDS) >= 20

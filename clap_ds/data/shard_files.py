@@ -1,0 +1,134 @@
+"""Opens shards wherever they lie: a path, or any URL that fsspec has a file system for (s3://, gs://, https://, hf://, …).
+
+Remote tars are streamed; a read that fails is tried again from where it stopped. Packages for a protocol (s3fs, gcsfs, aiohttp,
+…) and credentials are the user's, the latter from the environment alone: a URL would carry them into logs and records.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from typing import IO, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import fsspec
+
+ATTEMPTS = 5
+FIRST_WAIT_S = 0.5  # doubled after each failure
+_BUFFER_BYTES = 2**20
+
+T = TypeVar("T")
+
+
+def is_remote(shard: str) -> bool:
+    return "://" in shard or "::" in shard
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL that can't be used, without connecting.
+
+    Raises:
+        ValueError: credentials in it, a protocol fsspec doesn't know, or one whose package isn't installed.
+    """
+    for part in url.split("::"):
+        address = urlsplit(part)
+        if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
+            raise ValueError(
+                f"the {address.scheme} URL of {address.hostname} carries credentials, which would end up in logs and records;"
+                " they are taken from the environment alone"
+            )
+    for part in url.split("::"):
+        protocol = part.split("://")[0]
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise ValueError(f"{url}: there is no protocol {protocol!r} (of fsspec's)") from None
+        except ImportError as error:
+            raise ValueError(f"{url}: the package for {protocol}:// is not installed: {error}") from None
+
+
+def match(pattern: str) -> list[str]:
+    """URLs that a URL with wildcards stands for, in order."""
+    fs, path = fsspec.url_to_fs(pattern)
+    return sorted(str(fs.unstrip_protocol(found)) for found in fs.glob(path))
+
+
+def problem_with(url: str) -> str | None:
+    """What stands in the way of reading a remote file, found without reading it."""
+    try:
+        fs, path = fsspec.url_to_fs(url)
+        info = again(lambda: fs.info(path))
+    except FileNotFoundError:
+        return "is not there"
+    except Exception as error:  # whatever the file system's package raises
+        return f"can't be reached: {type(error).__name__}: {error}"
+    return "is empty" if info.get("size") == 0 else None
+
+
+def open_shard(shard: str) -> IO[bytes]:
+    """A shard for reading: a local file, seekable, or a remote stream.
+
+    Reading the latter raises OSError after `ATTEMPTS` failures in a row.
+    """
+    if not is_remote(shard):
+        return open(shard, "rb")
+    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard), _BUFFER_BYTES))
+
+
+def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
+    """The result of `attempt`, tried up to `ATTEMPTS` times with longer and longer waits between.
+
+    Raises:
+        FileNotFoundError, PermissionError, ImportError: at once.
+        OSError: it failed every time; says how the last time.
+    """
+    for number in range(ATTEMPTS):
+        try:
+            return attempt()
+        except (FileNotFoundError, PermissionError, ImportError):
+            raise
+        except Exception as error:  # every file system's package has its own
+            last = error
+            recover()
+            if number < ATTEMPTS - 1:
+                time.sleep(FIRST_WAIT_S * 2**number)
+    raise OSError(f"failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}")
+
+
+class _RetriedStream(io.RawIOBase):
+    """A remote file from its start to its end."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._position = 0
+        self._file: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        content = again(lambda: self._read(len(view)), self._let_go)
+        view[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _read(self, size: int) -> bytes:
+        if self._file is None:
+            self._file = fsspec.open(self._url, "rb", expand=False).open()
+            self._file.seek(self._position)
+        content: bytes = self._file.read(size)
+        return content
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except Exception:  # it is of no more use, however it ends
+                return
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()

@@ -1,0 +1,92 @@
+"""What a folder of shards holds, in a `manifest.json` beside them: items, bytes and a checksum of each tar.
+
+`clap_ds.data.build_shards` writes it. It tells how long an epoch is without a look into the tars, and whether they are still
+what was built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import fsspec
+
+from clap_ds.data.shard_files import is_remote
+from clap_ds.data.shard_list import expand_sources
+from clap_ds.data.tar_items import count_samples
+from clap_ds.settings import ShardData, SyntheticData
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One tar. `seconds`: of audio in it; `sha256`: of the whole file, in hex."""
+
+    items: int
+    bytes: int
+    seconds: float
+    sha256: str
+
+
+def write_manifest(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
+    """Write the manifest of a folder, by file name, at once or not at all."""
+    content = {"shards": {name: asdict(record) for name, record in sorted(shards.items())}}
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is either as before or whole, whenever the process is killed."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_manifest(folder: str) -> dict[str, ShardRecord]:
+    """The manifest of a folder or URL; empty where there is none that can be read."""
+    try:
+        with fsspec.open(f"{folder}/{MANIFEST}", "rb", expand=False) as file:
+            content = json.load(file)
+        return {name: ShardRecord(**record) for name, record in content["shards"].items()}
+    except Exception:  # whatever the file system's package raises; a manifest is a help, not a need
+        return {}
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def epoch_samples(data: ShardData | SyntheticData) -> int | None:
+    """Audio–caption pairs in one epoch: all items of all sources once, broken ones included.
+
+    From manifests where there are some; otherwise the headers of local tars are gone through. None where neither is possible:
+    synthetic data, and remote shards without a manifest.
+
+    Raises:
+        ValueError: see `clap_ds.data.shard_list.expand_shards`.
+    """
+    if isinstance(data, SyntheticData):
+        return None
+    return _count(shard for source in expand_sources(data.shards) for shard in source.shards)
+
+
+def _count(shards: Iterable[str]) -> int | None:
+    manifests: dict[str, dict[str, ShardRecord]] = {}
+    total = 0
+    for shard in shards:
+        folder, _, name = shard.rpartition("/")
+        if folder not in manifests:
+            manifests[folder] = read_manifest(folder or ".")
+        if name in manifests[folder]:
+            total += manifests[folder][name].items
+        elif is_remote(shard):
+            return None
+        else:
+            total += count_samples(shard)
+    return total

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from clap_ds.data import shard_files
+from clap_ds.data.shard_files import open_shard
+
+CONTENT = bytes(range(256)) * 20000
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    with fsspec.open("memory://files/a.tar", "wb") as file:
+        file.write(CONTENT)
+    return "memory://files/a.tar"
+
+
+def flaky(monkeypatch: pytest.MonkeyPatch, *, works: int, fails: int) -> list[int]:
+    """Makes reads of remote files fail `fails` times in a row after each `works` that succeed. Returns positions asked for."""
+    asked: list[int] = []
+    read = MemoryFile.read
+
+    def unreliable(self: Any, size: int = -1) -> bytes:
+        asked.append(self.tell())
+        if len(asked) % (works + fails) >= works:
+            raise ConnectionResetError("connection reset by peer")
+        return read(self, size)
+
+    monkeypatch.setattr(MemoryFile, "read", unreliable)
+    return asked
+
+
+def test_reading_goes_on_after_failures(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = flaky(monkeypatch, works=1, fails=3)
+    with open_shard(remote) as stream:
+        assert stream.read(len(CONTENT) + 1) == CONTENT
+    assert len(asked) >= 8
+
+
+def test_lasting_failures_are_told(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flaky(monkeypatch, works=1, fails=5)
+    with open_shard(remote) as stream, pytest.raises(OSError, match=r"failed 5 times, .*connection reset"):
+        stream.read()
+
+
+def test_files_that_are_not_there_are_not_asked_for_again(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    open_file = MemoryFileSystem._open
+
+    def count(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path)
+        return open_file(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", count)
+    with open_shard("memory://files/b.tar") as stream, pytest.raises(FileNotFoundError):
+        stream.read(1)
+    assert len(opened) == 1

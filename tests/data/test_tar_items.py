@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from clap_ds.data.tar_items import Item, Place, count_samples, fetch, read_items
+from tests.data.tars import marked_item, write_tar
+
+
+def items_of(path: Path, *, leave: bool = False) -> tuple[list[Item], list[str]]:
+    told: list[str] = []
+    items = list(read_items(str(path), lambda name, reason: told.append(reason), leave=lambda: leave))
+    return items, told
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return write_tar(tmp_path / "a.tar", [member for number in range(3) for member in marked_item(number)])
+
+
+def test_content_left_in_the_tar_is_fetched_later(tar: Path) -> None:
+    read, left = items_of(tar)[0], items_of(tar, leave=True)[0]
+    assert read[1]["wav"] == dict(marked_item(1))["0001.wav"]
+    assert all(isinstance(item[name], Place) for item in left for name in ("wav", "txt"))
+    for item in left:
+        fetch(item)
+    assert left == read
+
+
+def test_damaged_tars_give_the_same_items_either_way(tar: Path, tmp_path: Path) -> None:
+    """Cut anywhere, or with a byte changed in any header: places in the order of passes must not depend on what was read."""
+    whole = tar.read_bytes()
+    damaged = tmp_path / "damaged.tar"
+    changed = [bytearray(whole) for _ in range(len(whole) // 512)]
+    for block, content in enumerate(changed):
+        content[512 * block + 150] ^= 0xFF  # in a header's checksum
+    for content in [*(whole[:size] for size in range(512, len(whole), 128)), *changed]:
+        damaged.write_bytes(content)
+        read, left = items_of(damaged), items_of(damaged, leave=True)
+        assert [item["__key__"] for item in read[0]] == [item["__key__"] for item in left[0]]
+        assert read[1] == left[1]
+
+
+def test_compressed_tars_are_read_at_once(tar: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(tar.read_bytes()))
+    left, told = items_of(packed, leave=True)
+    assert [item["wav"] for item in left] == [item["wav"] for item in items_of(tar)[0]]
+    assert not told
+    packed.write_bytes(packed.read_bytes()[:-50])
+    assert len(items_of(packed)[1]) == 1
+
+
+def test_counts_what_can_be_an_item(tar: Path, tmp_path: Path) -> None:
+    assert count_samples(str(tar)) == 3
+    members = [*marked_item(1), ("b.wav", b""), ("c.txt", b""), ("d.jpg", b""), ("e.FLAC", b""), ("e.json", b"")]
+    assert count_samples(str(write_tar(tmp_path / "b.tar", members))) == 2
