@@ -1,0 +1,61 @@
+"""What the evaluation tests share: shards of short clips whose captions and classes are known, and a tokenizer for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clap_ds.data.captions import train_tokenizer
+from tests.data.tars import wav, write_tar
+from tests.ranks import RankPool
+
+KINDS = ("hum", "click", "hiss")
+
+
+def clip_members(number: int, description: Any, samples: np.ndarray | None = None) -> list[tuple[str, bytes]]:
+    """An item: 0.1 s of a tone of its own, and a json."""
+    if samples is None:
+        samples = (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
+    content = description if isinstance(description, bytes) else json.dumps(description).encode()
+    return [(f"{number:04d}.wav", wav(samples)), (f"{number:04d}.json", content)]
+
+
+def description(number: int) -> dict[str, Any]:
+    """Two captions for even clips, one for odd ones."""
+    kind = KINDS[number % len(KINDS)]
+    return {"kind": kind, "caption": [f"a {kind} number {number}", f"{kind} again"][: 2 - number % 2]}
+
+
+@pytest.fixture
+def write_clips(tmp_path: Path) -> Callable[..., list[str]]:
+    """Writes clips, numbered through, into tars of the given sizes."""
+
+    def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:
+        paths, number = [], 0
+        for shard, size in enumerate(sizes):
+            members = [m for n in range(number, number + size) for m in clip_members(n, description(n))]
+            paths.append(str(write_tar(tmp_path / f"clips-{shard}.tar", members + (extra or [] if shard == 0 else []))))
+            number += size
+        return paths
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def three_processes() -> Iterator[RankPool]:
+    """To be joined in groups of up to three."""
+    pool = RankPool(3, grouped=False)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def clip_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("clip_tokenizer")
+    train_tokenizer([caption for n in range(20) for caption in description(n)["caption"]], folder)
+    return str(folder)

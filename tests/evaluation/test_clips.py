@@ -1,0 +1,155 @@
+"""Clips of a tar: what is found in it, what can't be used and why, and the audio itself."""
+
+from __future__ import annotations
+
+import gzip
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from clap_ds.data.items import BrokenItemError
+from clap_ds.evaluation.clips import LoadingError, classes_of, list_clips, load_audio
+from clap_ds.model.config import AudioConfig, load_preset
+from tests.data.tars import wav, write_tar
+from tests.evaluation.conftest import clip_members
+
+WriteClips = Callable[..., list[str]]
+
+
+@pytest.fixture
+def audio() -> AudioConfig:
+    """The micro preset's audio with clips of 4800 samples."""
+    return load_preset("micro").audio.model_copy(update={"num_samples": 4800})
+
+
+def test_clips_are_listed_in_order_with_all_captions(write_clips: WriteClips) -> None:
+    clips, broken = list_clips(write_clips(2, 1))
+    assert [clip.key for clip in clips] == ["0000", "0001", "0002"]
+    assert [clip.captions for clip in clips] == [
+        ["a hum number 0", "hum again"],
+        ["a click number 1"],
+        ["a hiss number 2", "hiss again"],
+    ]
+    assert [classes_of(clip, "kind") for clip in clips] == [["hum"], ["click"], ["hiss"]]
+    assert not broken
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_audio_is_that_of_the_file(write_clips: WriteClips, audio: AudioConfig, num_workers: int) -> None:
+    clips, _ = list_clips(write_clips(18, 3))
+    loaded = list(load_audio(clips, audio, num_workers=num_workers))
+    assert len(loaded) == 21
+    for number, waveform in enumerate(loaded):
+        assert isinstance(waveform, torch.Tensor)
+        expected = (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
+        np.testing.assert_allclose(waveform.numpy(), expected, atol=1e-6)
+
+
+def test_long_audio_is_cropped_in_its_middle(tmp_path: Path, audio: AudioConfig) -> None:
+    ramp = np.linspace(-0.9, 0.9, 14401, dtype=np.float32)
+    clips, _ = list_clips([str(write_tar(tmp_path / "a.tar", clip_members(0, {}, ramp)))])
+    (waveform,) = load_audio(clips, audio, num_workers=0)
+    np.testing.assert_allclose(waveform, ramp[4800:9600], atol=1e-6)
+
+
+def test_compressed_and_remote_tars(write_clips: WriteClips, tmp_path: Path, audio: AudioConfig) -> None:
+    (plain,) = write_clips(3)
+    packed = tmp_path / "packed.tar.gz"
+    packed.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    with fsspec.open("memory://evaluation/remote.tar", "wb") as file:
+        file.write(Path(plain).read_bytes())
+    expected = list(load_audio(list_clips([plain])[0], audio, num_workers=0))
+    for shard in (str(packed), "memory://evaluation/remote.tar"):
+        clips, broken = list_clips([shard])
+        assert not broken
+        for ours, theirs in zip(load_audio(clips, audio, num_workers=0), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_what_has_no_audio_is_named(write_clips: WriteClips) -> None:
+    clips, broken = list_clips(write_clips(1, extra=[("0009.txt", b"a caption")]))
+    assert len(clips) == 1
+    assert [broken[0].name.rsplit("/", 1)[1], broken[0].reason] == [
+        "clips-0.tar: 0009", "no audio (flac, wav, ogg, mp3) among its files"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        ({"label": "hum"}, "no kind in its json"),
+        ({"kind": []}, "expected a class name or a list of them, found []"),
+        ({"kind": 3}, "expected a class name or a list of them, found 3"),
+        (b"{", "json isn't valid"),
+        (b"\xff", "json isn't valid"),
+        (["hum"], "no kind in its json"),
+    ],
+)
+def test_a_clip_without_a_class_says_why(tmp_path: Path, description: object, reason: str) -> None:
+    (clip,), _ = list_clips([str(write_tar(tmp_path / "a.tar", clip_members(0, description)))])
+    with pytest.raises(BrokenItemError) as caught:
+        classes_of(clip, "kind")
+    assert reason in str(caught.value)
+
+
+def test_several_classes(tmp_path: Path) -> None:
+    (clip,), _ = list_clips([str(write_tar(tmp_path / "a.tar", clip_members(0, {"kind": ["hum", "click", "hum"]})))])
+    assert classes_of(clip, "kind") == ["hum", "click"]
+
+
+ITEM_BYTES = 20992  # of a clip's two members with their headers and padding
+
+
+@pytest.mark.parametrize(
+    ("cut", "num_named"),
+    [(2 * ITEM_BYTES, 2), (2 * ITEM_BYTES + 100, 2), (2 * ITEM_BYTES + 9000, 3), (3 * ITEM_BYTES - 1024, 3)],
+)
+def test_a_tar_cut_short_gives_what_can_be_read(
+    write_clips: WriteClips, audio: AudioConfig, cut: int, num_named: int
+) -> None:
+    (path,) = write_clips(4)
+    Path(path).write_bytes(Path(path).read_bytes()[:cut])
+    clips, broken = list_clips([path])
+    assert len(clips) == num_named
+    loaded = list(load_audio(clips, audio, num_workers=0))
+    assert all(isinstance(each, torch.Tensor) for each in loaded[:2])
+    assert [isinstance(clip.captions, list) for clip in clips] == [True, True, False][:num_named]
+    if cut == 2 * ITEM_BYTES + 9000:
+        assert loaded[2] == "its tar ends within its audio"
+    assert [each.name for each in broken] == [path]
+    assert "tar can't be read" in broken[0].reason
+
+
+def test_what_is_no_tar_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"no tar at all" * 100)
+    clips, broken = list_clips([str(tmp_path / "a.tar"), str(tmp_path / "missing.tar")])
+    assert not clips
+    assert [each.name for each in broken] == [str(tmp_path / "a.tar"), str(tmp_path / "missing.tar")]
+
+
+def test_audio_that_cannot_be_decoded_says_why(tmp_path: Path, audio: AudioConfig) -> None:
+    members = [("a.wav", b"RIFF nothing"), ("b.wav", wav(np.zeros(0, dtype=np.float32)))]
+    clips, _ = list_clips([str(write_tar(tmp_path / "a.tar", members))])
+    undecodable, empty = load_audio(clips, audio, num_workers=0)
+    assert "can't be decoded" in undecodable
+    assert "no samples" in empty
+
+
+def test_a_killed_decoding_process_is_told(write_clips: WriteClips, audio: AudioConfig) -> None:
+    handler, others = signal.getsignal(signal.SIGCHLD), set(multiprocessing.active_children())
+    clips, _ = list_clips(write_clips(16 * 8))
+    loading = load_audio(clips, audio, num_workers=1)
+    next(loading)
+    assert signal.getsignal(signal.SIGCHLD) == handler
+    (worker,) = set(multiprocessing.active_children()) - others
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(LoadingError, match="a decoding process ended with -9"):
+        list(loading)

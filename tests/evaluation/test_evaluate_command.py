@@ -1,0 +1,163 @@
+"""The evaluate command: what its options mean, and as users start it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clap_ds.distributed import UserError
+from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.config import load_preset
+from clap_ds.model.weights import save_safetensors
+from clap_ds.settings import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+WriteClips = Callable[..., list[str]]
+
+
+def arguments_of(*options: str) -> argparse.Namespace:
+    return parse_arguments(["checkpoint", *options])
+
+
+def test_options_alone_say_what_to_evaluate(tmp_path: Path) -> None:
+    (tmp_path / "classes.json").write_text('{"dog": "barking", "cat": ["cat", "meow"]}')
+    settings = evaluation_settings(
+        arguments_of(
+            *("--retrieval", "a.tar", "b.tar", "--zero_shot", "c-{0..3}.tar", "--class_field", "label"),
+            *("--template", "{}!", "--template", "a {}", "--classes", str(tmp_path / "classes.json")),
+            *("--tokenizer", "t", "--num_workers", "2"),
+        ),
+        None,
+    )
+    assert settings.retrieval is not None
+    assert settings.zero_shot is not None
+    assert settings.retrieval.shards == ["a.tar", "b.tar"]
+    assert settings.zero_shot.model_dump() == {
+        "shards": ["c-{0..3}.tar"],
+        "class_field": "label",
+        "templates": ["{}!", "a {}"],
+        "classes": {"dog": ["barking"], "cat": ["cat", "meow"]},
+    }
+    assert (settings.tokenizer, settings.num_workers, settings.micro_batch) == ("t", 2, None)
+
+
+def test_options_change_the_configuration(write_run: Callable[..., Path]) -> None:
+    zero_shot = {"shards": "c.tar", "class_field": "label"}
+    data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
+    run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
+    settings = evaluation_settings(arguments_of("--template", "a {}", "--retrieval", "r.tar"), run)
+    assert settings.zero_shot is not None
+    assert settings.zero_shot.model_dump() == {**zero_shot, "templates": ["a {}"], "classes": None}
+    assert settings.retrieval is not None
+    assert (settings.tokenizer, settings.micro_batch) == ("from-data", 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both"),
+        (["--template", "{}", "--retrieval", "r.tar"], "give --zero_shot SHARDS too"),
+        (["--retrieval", "r.tar", "--num_workers", "-1"], "--num_workers"),
+        (["--zero_shot", "z.tar", "--classes", "nowhere.json"], "--classes nowhere.json: No such file"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        evaluation_settings(arguments_of(*options), None)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[", '{"dog": 3}', "7", '{"dog": ["a", 1]}'])
+def test_a_wrong_file_of_classes(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "classes.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="--classes"):
+        evaluation_settings(arguments_of("--zero_shot", "z.tar", "--classes", str(path)), None)
+
+
+def test_messages_name_options() -> None:
+    message = in_options("clap.evaluation.zero_shot.shards: no 'x' (clap.evaluation.zero_shot.class_field)")
+    assert message == "--zero_shot: no 'x' (--class_field)"
+
+
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"],
+}
+
+
+def evaluate(*options: str, launcher: str = "python") -> subprocess.CompletedProcess[str]:
+    """On two ranks, unless by plain python."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = [] if launcher == "python" else [str(listener.getsockname()[1])]
+    command = [sys.executable, *LAUNCHERS[launcher], *port, "clap_ds/evaluate.py", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "micro.safetensors"
+    save_safetensors(ClapModel(load_preset("micro")), path)
+    return path
+
+
+@pytest.mark.end_to_end
+def test_any_number_of_ranks_reports_the_same(
+    checkpoint: Path, write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path
+) -> None:
+    shards = write_clips(5, 4)
+    results: list[dict[str, Any]] = []
+    for launcher in LAUNCHERS:
+        target = tmp_path / f"{launcher}.json"
+        options = ["--retrieval", *shards, "--zero_shot", *shards, "--tokenizer", clip_tokenizer, "--json", str(target)]
+        finished = evaluate(str(checkpoint), *options, "--template", "the sound of {}", launcher=launcher)
+        assert finished.returncode == 0, finished.stderr
+        assert finished.stdout.count("audio to text R@1 ") == 1
+        assert "retrieval (9 clips, 14 captions)" in finished.stdout
+        results.append(json.loads(target.read_text()))
+    assert [result["world_size"] for result in results] == [1, 2, 2]
+    assert results[0]["tasks"] == results[1]["tasks"] == results[2]["tasks"]
+    assert results[0]["model"] == "micro"
+    assert results[0]["num_broken_items"] == 0
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--retrieval", "nowhere-*.tar", "--tokenizer", "."], "--tokenizer"),
+        (["--retrieval", "nowhere-*.tar", "--preset", "demo"], "holds model micro, this run has demo"),
+        (["--retrieval", "nowhere-*.tar"], "--tokenizer: missing"),
+        (["--retrieval", "nowhere-*.tar", "--text_tokens", "65"], "--text_tokens: micro has positions for 2 to 64"),
+        (["--retrieval", "nowhere-*.tar", "--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: can't be"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(checkpoint: Path, options: list[str], message: str) -> None:
+    finished = evaluate(str(checkpoint), *options)
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
+    assert message in finished.stderr
+
+
+@pytest.mark.end_to_end
+def test_a_mistake_on_several_ranks_ends_all(checkpoint: Path, clip_tokenizer: str) -> None:
+    finished = evaluate(
+        str(checkpoint), "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer, launcher="torchrun"
+    )
+    assert finished.returncode != 0
+    assert "error: --retrieval: no file matches 'nowhere-*.tar'" in finished.stderr
