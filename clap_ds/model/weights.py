@@ -1,7 +1,8 @@
 """Weights to and from other CLAPs: `transformers.ClapModel`, LAION-CLAP `.pt` files, and this project's own safetensors.
 
 Every reader gives a `Checkpoint`, checked against the model's own names and shapes, so that what loads is complete. Nothing
-is ever unpickled beyond plain tensors. Optimiser state and resuming a run belong to the engine.
+is ever unpickled beyond plain tensors. Optimiser state and resuming a run belong to `clap_ds.training`. As a command,
+`python -m clap_ds.model.weights export CHECKPOINT DIR` is `clap_ds.model.export`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import transformers  # isort: skip  (after torchaudio_compat)
 METADATA_KEY = "clap_ds.config"
 HELD_PREFIXES = ("audio.tscam_conv.", "audio.head.")
 """The AudioSet classifier, which HF's CLAP leaves out."""
+LOGIT_BIAS = "logit_bias"
+"""Learned with the sigmoid loss; other CLAPs have none."""
+_NOT_IN_OTHERS = (*HELD_PREFIXES, LOGIT_BIAS)
 
 _LAION_IGNORED = (
     "audio_transform.",
@@ -51,20 +55,24 @@ class Checkpoint:
 
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""
-        model = ClapModel(self.config, **options)
+        model = ClapModel(self.config, **{"sigmoid": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
     def load_into(self, model: ClapModel) -> None:
         """Copies the weights into a model of the same sizes, in the model's dtypes and on its devices.
 
-        Tensors of the held AudioSet classifier that the checkpoint lacks stay as they are.
+        Tensors of the held AudioSet classifier and a logit bias that the checkpoint lacks stay as they are; a logit bias that
+        the model lacks is left out.
 
         Raises:
             ValueError: the model has other names or shapes.
         """
-        _check(self.state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
-        model.load_state_dict(self.state, strict=False)
+        state = {
+            name: value for name, value in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None
+        }
+        _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
+        model.load_state_dict(state, strict=False)
 
 
 def load_transformers(source: str | Path | Mapping[str, Tensor], config: ClapConfig | None = None) -> Checkpoint:
@@ -93,7 +101,7 @@ def load_transformers(source: str | Path | Mapping[str, Tensor], config: ClapCon
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
     """Writes a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
 
-    The held AudioSet classifier has no place there and is left out.
+    The held AudioSet classifier and the sigmoid loss's logit bias have no place there and are left out.
 
     Raises:
         ValueError: HF's ClapModel can't express this model; says why. `save_safetensors` can.
@@ -111,7 +119,7 @@ def save_transformers(model: ClapModel, folder: str | Path) -> None:
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
     """A `ClapModel` state in `transformers.ClapModel`'s names, floating tensors in fp32."""
-    named = to_names({k: v for k, v in state.items() if not k.startswith(HELD_PREFIXES)}, transformers_names)
+    named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 
@@ -142,8 +150,16 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
     """Writes any `ClapModel`, the held classifier included, to one safetensors file that carries its sizes; dtypes are kept."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", METADATA_KEY: model.config.model_dump_json()}
-    safetensors.torch.save_file(_cpu(model.state_dict()), path, metadata=metadata)
+    safetensors.torch.save_file(_cpu(model.state_dict()), path, metadata=_metadata(model.config))
+
+
+def to_safetensors(state: Mapping[str, Tensor], config: ClapConfig) -> bytes:
+    """What `save_safetensors` would write of a model in this state, dtypes kept."""
+    return safetensors.torch.save(_cpu(state), metadata=_metadata(config))
+
+
+def _metadata(config: ClapConfig) -> dict[str, str]:
+    return {"format": "pt", METADATA_KEY: config.model_dump_json()}
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
@@ -161,7 +177,8 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
     config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
-    _check(state, _expected(config), f"{path} doesn't fit its own sizes ({config.name})")
+    expected = _expected(config, sigmoid=LOGIT_BIAS in state)
+    _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
     return Checkpoint(config, state)
 
 
@@ -177,14 +194,14 @@ def _checkpoint(
     return Checkpoint(config, state)
 
 
-def _expected(config: ClapConfig) -> State:
+def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
     """The model's state on the meta device: names, shapes and dtypes without the numbers."""
     with torch.device("meta"):
-        return ClapModel(config).state_dict()
+        return ClapModel(config, sigmoid=sigmoid).state_dict()
 
 
 def _missing(state: State, expected: Mapping[str, Tensor]) -> list[str]:
-    return [key for key in expected if key not in state and not key.startswith(HELD_PREFIXES)]
+    return [key for key in expected if key not in state and not key.startswith(_NOT_IN_OTHERS)]
 
 
 def _check(
@@ -280,3 +297,9 @@ def _read_pt(path: Path) -> Mapping[str, Any]:
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {reason}") from error
+
+
+if __name__ == "__main__":
+    from clap_ds.model.export import command
+
+    command()

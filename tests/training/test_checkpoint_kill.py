@@ -1,0 +1,50 @@
+"""Killed at any moment, a run leaves every checkpoint it reported as saved, or a newer one, whole."""
+
+import multiprocessing
+import random
+from pathlib import Path
+
+import checkpoint_ranks as ranks
+import pytest
+
+from clap_ds.training import checkpoint_files
+from clap_ds.training.manifest import Manifest
+from tests.ranks import RankPool
+
+NUM_KILLS = 20
+LONGEST_S = 0.6
+
+
+@pytest.mark.end_to_end
+def test_a_kill_at_any_moment_leaves_the_last_good_one_loadable(tmp_path: Path) -> None:
+    random_moments = random.Random(5)
+    context = multiprocessing.get_context("forkserver")  # imports torch and DeepSpeed once for all
+    context.set_forkserver_preload(["clap_ds.training.checkpoint"])
+    half_written = 0
+    for kill in range(NUM_KILLS):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=ranks.save_until_killed, args=(str(tmp_path), kill, theirs))
+        process.start()
+        theirs.close()
+        assert ours.poll(60)
+        assert ours.recv() == "ready"
+        process.join(random_moments.uniform(0.0, LONGEST_S))
+        process.kill()
+        process.join()
+        reported = 0
+        try:
+            while ours.poll():
+                reported = ours.recv()
+        except EOFError:
+            pass
+        half_written += any(path.name.startswith(".") for path in tmp_path.iterdir())
+        newest = checkpoint_files.newest_good(tmp_path, pytest.fail)
+        assert newest is None or Manifest.read(newest).step >= reported
+        assert newest is not None or reported == 0
+    assert half_written > NUM_KILLS / 4
+    pool = RankPool(1)
+    ((step, losses),) = pool.run(ranks.load_newest, str(tmp_path))
+    pool.close()
+    assert step >= reported
+    assert step > NUM_KILLS
+    assert losses[0] < 10
