@@ -1,4 +1,5 @@
 # make bench       the main job on what this machine has
+# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes)
 # make test        lint, unit tests and end-to-end tests
 # make lint        ruff and mypy
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
@@ -9,7 +10,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := bench
-.PHONY: bench test lint unit end-to-end report gpu-check wheelhouse clean
+.PHONY: bench train-demo test lint unit end-to-end report gpu-check wheelhouse clean
 
 ifdef PYTHON
 BIN := $(dir $(shell command -v $(PYTHON)))
@@ -33,6 +34,15 @@ bench: $(READY)
 	else \
 	    set -x; $(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json; \
 	fi
+
+SOUNDS := -m clap_ds.data.sounds
+DEMO := runs/train_demo_data
+
+train-demo: $(READY)
+	rm -rf $(DEMO) runs/train_demo-checkpoints
+	$(PYTHON) $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
+	$(PYTHON) $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
+	$(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
 
 lint: $(READY)
 	$(PYTHON) -m ruff check --config .ci/ruff.toml .

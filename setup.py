@@ -31,9 +31,15 @@ setup(
         "tensorboard>=2.16",
     ],
     extras_require={
-        "train": ["webdataset>=1.0", "braceexpand", "soundfile>=0.13", "nvidia-ml-py"],
+        "train": ["webdataset>=1.0", "braceexpand", "fsspec>=2024.6", "soundfile>=0.13", "nvidia-ml-py"],
         "analysis": ["matplotlib>=3.9"],
-        "test": ["pytest>=8", "ruff", "mypy", "hypothesis", "triton; platform_system == 'Linux'"],
+        "test": ["pytest>=8", "ruff", "mypy", "hypothesis", "scikit-learn", "triton; platform_system == 'Linux'"],
     },
-    entry_points={"console_scripts": ["clap-bench = clap_ds.bench:command", "clap-flops = clap_ds.flops:command"]},
+    entry_points={
+        "console_scripts": [
+            "clap-bench = clap_ds.bench:command",
+            "clap-evaluate = clap_ds.evaluate:command",
+            "clap-flops = clap_ds.flops:command",
+        ]
+    },
 )

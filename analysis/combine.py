@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from analysis.intervals import outliers, two_sigma
+from analysis.intervals import median_interval, outliers, two_sigma
 from analysis.published import published_mfu_percent
 from analysis.runs import BREAKDOWN_PARTS, Run
 from analysis.table import Row, significant
@@ -42,6 +42,8 @@ def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
     step = _median_of(used, "step_time_s")
     exposed = breakdown.get("exposed_communication")
     memory = [run.memory_peak_bytes for run in runs if run.memory_peak_bytes]
+    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
+    target_low, target_high = median_interval(targets)[:2] if len(targets) > 1 else (None, None)
     return Row(
         nodes=first.num_nodes,
         gpus=first.num_gpus,
@@ -66,6 +68,9 @@ def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
         data_wait_percent=_median_of(used, "data_wait_percent"),
         memory_peak_gib=max(memory) / 1024**3 if memory else None,
         **{f"{part}_s": breakdown.get(part) for part in BREAKDOWN_PARTS},
+        time_to_target_s=median(targets) if targets else None,
+        time_to_target_low_s=target_low,
+        time_to_target_high_s=target_high,
         state=_states(runs),
         notes="; ".join(_notes(runs, used)),
     )
@@ -115,6 +120,12 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> list[str]:
         f"outlier kept: {significant(rates[index], 1)} samples/s/GPU in {Path(used[index].source).name}"
         for index in outliers(rates)
     ]
+    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
+    if targets:
+        low, high, coverage = median_interval(targets)
+        kind = f"{95 if coverage >= 0.95 else round(100 * coverage)} % interval" if len(targets) > 1 else ""
+        told = f", {low:.0f} to {high:.0f} s ({kind})" if kind else ""
+        notes.append(f"target reached by {len(targets)} of {len(runs)} runs, after {median(targets):.0f} s{told}")
     notes += [
         f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}" for run in runs if run.error and run.state
     ]

@@ -31,6 +31,8 @@ def read_run(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     except (OSError, json.JSONDecodeError) as error:
         raise RunError(f"{directory}: not a readable run directory: {error}") from None
+    if summary.get("command") == "train":
+        raise RunError(f"{directory}: a training run; analysis/plot_training.py draws its curves")
     if "step_time_s" not in summary:
         raise RunError(f"{directory}: no timed windows; the run's state is {summary.get('state')!r}")
     return summary, steps

@@ -80,6 +80,7 @@ def read_record(path: Path) -> Run:
         },
         mfu_model_percent=positive(summary.get("mfu_model_percent")),
         peak_tflops=positive(summary.get("peak_tflops")),
+        time_to_target_s=positive(summary.get("time_to_target_s")),
         notes=tuple(notes),
         config=config,
     )

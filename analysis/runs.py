@@ -55,6 +55,8 @@ class Run:
     """Seconds a step by part (`BREAKDOWN_PARTS`), of an instrumented pass; parts not measured are absent."""
     mfu_model_percent: float | None = None
     peak_tflops: float | None = None
+    time_to_target_s: float | None = None
+    """Seconds a training run took to reach `clap.train.stop_at`."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """Digits a table states about itself (`mfu_percent`, …), to be checked against its own samples/s."""
     notes: tuple[str, ...] = ()

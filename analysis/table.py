@@ -57,6 +57,10 @@ class Row:
     backward_s: float | None = None
     exposed_communication_s: float | None = None
     optimizer_s: float | None = None
+    time_to_target_s: float | None = None
+    """Median of the training runs that reached their target, between the ends of its interval."""
+    time_to_target_low_s: float | None = None
+    time_to_target_high_s: float | None = None
     state: str = ""
     notes: str = ""
 

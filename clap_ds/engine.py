@@ -23,6 +23,7 @@ from clap_ds.measure.clock import PhaseTimer
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.compiled import compile_model
 from clap_ds.settings import RunSettings
+from clap_ds.training.cached_step import FeatureCache
 
 
 class NonFiniteLossError(RuntimeError):
@@ -36,6 +37,8 @@ class ClapEngine:
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
         steps: optimiser steps taken.
+        norm_wanted: work out `gradient_norm` in every step.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
@@ -47,12 +50,15 @@ class ClapEngine:
         self.model = model.to(device)
         compile_model(self.model, run.clap.compile)
         self.loss = _loss(run)
-        if isinstance(self.loss, SoftmaxLoss):
+        self._cached = run.clap.train.accumulation == "cached"
+        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = _wrap(model, run)
         overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
         self.steps = 0
+        self.norm_wanted = False
+        self.gradient_norm: Tensor | None = None
         self._accumulation_steps = run.gradient_accumulation_steps
         self._max_log_scale = math.log(run.clap.max_logit_scale)
         self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
@@ -65,23 +71,70 @@ class ClapEngine:
             timer: told where the step's time goes.
 
         Returns:
-            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached.
+            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
+            this rank's pairs against the whole step's.
         """
-        loss_sum = torch.zeros((), device=self._first_bad_step.device)
-        for _ in range(self._accumulation_steps):
-            with timer("data_wait"):
-                batch = next(batches)
-            loss = self.forward_backward(batch, timer)
-            with timer("optimizer"):
-                self.deepspeed.step()
-            loss_sum += loss.detach()
+        loss_mean = self._cached_micro_steps(batches, timer) if self._cached else self._micro_steps(batches, timer)
         self._bound_logit_scale()
         self.sync.after_step()
         self.steps += 1
-        loss_mean = loss_sum / self._accumulation_steps
         is_first = (self._first_bad_step < 0) & ~loss_mean.isfinite()
         self._first_bad_step.masked_fill_(is_first, self.steps)
         return loss_mean
+
+    def set_accumulation_steps(self, number: int) -> None:
+        """Micro-batches in each of the following steps."""
+        if number != self._accumulation_steps:
+            self._accumulation_steps = number
+            per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
+            self.deepspeed.set_train_batch_size(number * per_micro_step)
+            self.deepspeed.tput_timer.batch_size = number * per_micro_step
+
+    def _micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        loss_sum = torch.zeros((), device=self._first_bad_step.device)
+        for number in range(1, self._accumulation_steps + 1):
+            with timer("data_wait"):
+                batch = next(batches)
+            self._set_boundary(number)
+            loss = self.forward_backward(batch, timer)
+            self._update(timer)
+            loss_sum += loss.detach()
+        return loss_sum / self._accumulation_steps
+
+    def _cached_micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        with timer("data_wait"):
+            micro_batches = [next(batches) for _ in range(self._accumulation_steps)]
+        with timer("forward"):
+            cache = FeatureCache(self.deepspeed, self.model, micro_batches)
+        with timer("loss"):
+            loss = cache.differentiate(self.loss)
+        for number, surrogate in enumerate(cache.surrogate_losses(check=self.steps == 0), start=1):
+            with timer("forward"):
+                self._set_boundary(number)
+                self.sync.before_forward()
+                surrogate_loss = surrogate()
+            with timer("backward"):
+                self.deepspeed.backward(surrogate_loss, scale_wrt_gas=False)
+            self._update(timer)
+        return loss
+
+    def _set_boundary(self, number: int) -> None:
+        """Tell DeepSpeed whether micro-batch `number` is the step's last. Left alone it counts them from the start of the run,
+        which goes wrong once the number in a step changes."""
+        self.deepspeed.set_gradient_accumulation_boundary(number == self._accumulation_steps)
+
+    def _update(self, timer: PhaseTimer) -> None:
+        """Count a micro-batch; after the step's last, update the weights."""
+        wanted = self.norm_wanted and self.deepspeed.is_gradient_accumulation_boundary()
+        by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
+        if wanted and not by_deepspeed:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        with timer("optimizer"):
+            self.deepspeed.step()
+        if wanted and by_deepspeed:
+            norm = self.deepspeed.get_global_grad_norm()
+            self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self._first_bad_step.device)
 
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
         """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
@@ -93,6 +146,11 @@ class ClapEngine:
         with timer("backward"):
             self.deepspeed.backward(loss)
         return loss
+
+    def share_statistics(self) -> None:
+        """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
+        for buffer in self.model.audio.batch_norm.buffers():
+            dist.broadcast(buffer, src=0)
 
     def check_loss(self) -> None:
         """Synchronise and stop every rank if the loss of any was not finite since the start. A collective.

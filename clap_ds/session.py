@@ -9,12 +9,12 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from clap_ds.model.compiled import compile_statistics
 from clap_ds.settings import RunSettings
 
 FAILED = 1
+
+T = TypeVar("T")
 
 
 class Interrupted(BaseException):
@@ -63,8 +65,29 @@ class Session:
         return self.run.micro_batch * self.run.gradient_accumulation_steps
 
 
+class Start:
+    """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another."""
+
+    def build_model(self, run: RunSettings) -> ClapModel:
+        """The model before it is wrapped; the same on every rank.
+
+        Raises:
+            ValueError: it can't be had as the settings want it.
+        """
+        return build_model(run)
+
+    def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
+        """Called on all ranks once the model is wrapped: where this rank's data goes on from (`BatchSource.state()`), None for
+        the beginning.
+
+        Raises:
+            ValueError: what the run was to go on from can't be used.
+        """
+        return None
+
+
 @contextmanager
-def open_session(run: RunSettings, ranks: Ranks) -> Iterator[Session]:
+def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> Iterator[Session]:
     """Set a run up on all ranks, hand it over, and record how it ends.
 
     Raises:
@@ -84,10 +107,13 @@ def open_session(run: RunSettings, ranks: Ranks) -> Iterator[Session]:
     with _recorded_ending(run, ranks, record, device), debug.watch(settings, ranks, record.path):
         torch.manual_seed(run.clap.seed)
         # The profiler would time and synchronise every step; `measure.flops_profile` runs it outside the timed windows.
-        engine = _together(lambda: ClapEngine(run.without("flops_profiler"), _build_model(run), device))
+        start = start or Start()
+        model = together(lambda: start.build_model(run))
+        engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
         # Weights are the same on every rank, dropout and augmentation are not.
         torch.manual_seed(run.clap.seed + 1 + ranks.rank)
-        batches = _together(lambda: _build_batches(run, ranks, device))
+        data_state = together(lambda: start.prepare(engine, record))
+        batches = together(lambda: _build_batches(run, ranks, device, data_state))
         with batches:
             yield Session(run, ranks, device, record, engine, batches)
             if ranks.is_first:
@@ -97,15 +123,19 @@ def open_session(run: RunSettings, ranks: Ranks) -> Iterator[Session]:
     record.close()
 
 
-def _together(build: Any) -> Any:
-    """Build something on every rank, or stop every rank with the first one's problem."""
-    problem, built = None, None
+def together(build: Callable[[], T]) -> T:
+    """Build something on every rank, or stop every rank with the first one's problem. A collective.
+
+    Raises:
+        UserError: on all ranks, where `build` raised ValueError on any.
+    """
+    problem, built = None, []
     try:
-        built = build()
+        built = [build()]
     except ValueError as error:
         problem = str(error)
     distributed.agree(problem)
-    return built
+    return built[0]
 
 
 def _check_deepspeed_sections(run: RunSettings) -> None:
@@ -160,7 +190,12 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
     return record
 
 
-def _build_model(run: RunSettings) -> ClapModel:
+def build_model(run: RunSettings) -> ClapModel:
+    """A fresh model as `clap.model` describes it.
+
+    Raises:
+        ValueError: its text tower's pretrained weights can't be had.
+    """
     options = run.clap.model
     return ClapModel(
         run.clap.preset(),
@@ -174,7 +209,8 @@ def _build_model(run: RunSettings) -> ClapModel:
     )
 
 
-def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device) -> BatchSource:
+def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: dict[str, Any] | None) -> BatchSource:
+    going_on = {} if state is None else {"state": state}
     return build_batches(
         run.clap.data,
         model=run.clap.preset(),
@@ -185,6 +221,7 @@ def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device) -> Batc
         seed=run.clap.seed,
         device=device,
         pack_captions=run.clap.text == "packed",
+        **going_on,
     )
 
 

@@ -36,6 +36,8 @@ class TrainSettings(Section):
     or the checkpoint to go on from."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
+    shuffle_captions: bool = False
+    """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10
     """Steps between lines of progress, and between checks that the loss is finite."""
 

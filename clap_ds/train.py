@@ -1,0 +1,48 @@
+"""Command: train a CLAP model on audio–caption data.
+
+    deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
+
+Goes on from the newest checkpoint of the same run if there is one. Also runs under torchrun and, as a single rank, under plain
+python. SIGTERM and SIGUSR1 finish the step under way, save and exit; the same command then goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from clap_ds.distributed import Ranks, UserError, check_hostfile, parse_run_arguments, run_command
+from clap_ds.settings import load_run
+from clap_ds.training.checks import problems_for_training
+
+
+def main(ranks: Ranks) -> None:
+    arguments = parse_run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
+    run = load_run(arguments.deepspeed_config)
+    problems = problems_for_training(run)
+    if problems:
+        raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
+    if arguments.hostfile:
+        check_hostfile(arguments.hostfile, ranks)
+
+    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
+    from clap_ds.session import open_session
+    from clap_ds.training.start import TrainingStart
+    from clap_ds.training.trainer import train
+
+    start = TrainingStart(run, ranks)
+    with open_session(run, ranks, start) as session:
+        train(session, start)
+
+
+def command() -> None:
+    """Console command `clap-train`."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,43 @@
+"""What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from clap_ds.settings import RunSettings, ShardData
+
+RETRIEVAL_METRICS = tuple(
+    f"retrieval_{direction}_{measure}"
+    for direction in ("audio_to_text", "text_to_audio")
+    for measure in ("r1", "r5", "r10", "map10")
+)
+ZERO_SHOT_METRICS = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
+
+
+def problems_for_training(run: RunSettings) -> list[str]:
+    """Everything that keeps this run from training, each with its field and what was expected."""
+    train, evaluation = run.clap.train, run.clap.evaluation
+    problems = []
+    if train.samples is None and train.epochs is None:
+        problems.append("clap.train: missing samples or epochs: how long to train")
+    if train.epochs is not None and not isinstance(run.clap.data, ShardData):
+        problems.append("clap.train.epochs: synthetic data has no epochs; give clap.train.samples")
+    known = [
+        *(RETRIEVAL_METRICS if evaluation.retrieval else ()),
+        *(ZERO_SHOT_METRICS if evaluation.zero_shot else ()),
+    ]
+    problems += [
+        f"clap.train.stop_at: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
+        for name in train.stop_at
+        if name not in known
+    ]
+    if train.stop_at and evaluation.every_steps is None:
+        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
+    best_by = run.clap.checkpoint.best_by
+    if best_by not in (*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS):
+        problems.append(
+            f"clap.checkpoint.best_by: expected one of {', '.join((*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS))}, found {best_by!r}"
+        )
+    if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
+        problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")
+    return problems

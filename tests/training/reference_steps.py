@@ -1,0 +1,89 @@
+"""What a step on several ranks should give, worked out in one process by plain torch from all ranks' micro-batches."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clap_ds.data.batch import Batch, build_batches
+from clap_ds.model.clap import ClapModel
+from clap_ds.settings import RunSettings, load_run
+from tests.conftest import micro_run
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes: Any) -> RunSettings:
+    """An fp32 micro run by plain SGD, whose weights show the gradient; `train` and `model` go into `clap`."""
+    clap: dict[str, Any] = {"gradient_bucket_mb": 0.05, "train": changes.pop("train", {})}
+    if "model" in changes:
+        clap["model"] = {"preset": "micro", **changes.pop("model")}
+    content = micro_run(
+        **{
+            "bf16": {"enabled": False},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "train_micro_batch_size_per_gpu": 3,
+            "clap": clap,
+            **changes,
+        }
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        return load_run(file.name)
+
+
+def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
+    """The first micro-batches of a rank, no two of them alike."""
+    source = build_batches(
+        run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}),
+        model=run.clap.preset(),
+        text_tokens=run.clap.text_tokens,
+        micro_batch=run.micro_batch,
+        rank=rank,
+        world_size=world_size,
+        seed=7,
+        device=CPU,
+    )
+    return [next(source) for _ in range(number)]
+
+
+def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor) -> Tensor:
+    """Symmetric cross entropy over all pairs."""
+    logits = scale * audio_ND @ text_ND.T
+    labels = torch.arange(len(logits))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
+    """Mean over micro-steps of the loss over all ranks' micro-batches."""
+    losses = []
+    for together in zip(*by_rank, strict=True):
+        audio, text, scale = zip(*(model(*batch.model_inputs()) for batch in together), strict=True)
+        losses.append(contrastive_loss(torch.cat(audio), torch.cat(text), scale[0]))
+    return torch.stack(losses).mean()
+
+
+def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
+    """One loss over all micro-batches of all ranks, each forward by itself, in the order ranks take them."""
+    audio, text, scale = zip(*(model(*batch.model_inputs()) for own in by_rank for batch in own), strict=True)
+    return contrastive_loss(torch.cat(audio), torch.cat(text), scale[0])
+
+
+def large_batch_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
+    """The same over one large batch that goes forward in one go."""
+    every = [batch.tensors() for own in by_rank for batch in own]
+    audio, text, scale = model(*(torch.cat(parts) for parts in zip(*every, strict=True)))
+    return contrastive_loss(audio, text, scale)
+
+
+def gradients(model: ClapModel, loss: Tensor) -> dict[str, Tensor]:
+    """By name, of every parameter that has one."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

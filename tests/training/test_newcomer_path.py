@@ -1,0 +1,121 @@
+"""The README's way from a folder of sounds and a CSV to retrieval numbers and an exported model, command by command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.data.captions import load_tokenizer, tokenize
+from clap_ds.training.initial_weights import load_weights
+from tests.conftest import micro_run
+from tests.training import training_commands as commands
+
+import transformers  # isort: skip
+
+pytestmark = pytest.mark.end_to_end
+HEADING = "### From a folder of sounds to a model that others load"
+NUM_CLIPS = 48
+KINDS = ("hum", "whistle", "click")
+
+
+def write_sounds(folder: Path) -> None:
+    """WAVs of tones, and a CSV with two columns of captions and one of classes."""
+    (folder / "sounds").mkdir()
+    with (folder / "clips.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "caption_1", "caption_2", "kind"])
+        for number in range(NUM_CLIPS):
+            kind = KINDS[number % len(KINDS)]
+            frequency = 100 * (1 + number % len(KINDS)) ** 3
+            wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(16000) / 16000 * (1 + number / 500))
+            soundfile.write(folder / "sounds" / f"{number}.wav", wave, 16000)
+            writer.writerow([f"sounds/{number}.wav", f"a {kind}", f"{kind} number {number}", kind])
+
+
+def commands_in_readme() -> list[list[str]]:
+    text = (commands.ROOT / "README.md").read_text(encoding="utf-8").split(HEADING)[1]
+    block = re.search(r"```console\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    return [shlex.split(line.removeprefix("$ ")) for line in block[1].splitlines() if line.startswith("$ ")]
+
+
+def run(folder: Path, command: list[str], *more: str) -> str:
+    launcher = {"python": [sys.executable], "deepspeed": commands.deepspeed_launcher()}[command[0]]
+    result = subprocess.run(
+        [*launcher, *command[1:], *more],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=commands.TIMEOUT_S,
+        env=commands.environment(),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
+    write_sounds(folder)
+    return folder
+
+
+def test_from_sounds_to_an_exported_model(folder: Path) -> None:
+    build, train, evaluate, export = commands_in_readme()
+    told = run(folder, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
+    data = json.loads(re.search(r'^"data": (\{.*?^\})', told, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
+    content = micro_run(
+        bf16={"enabled": False},
+        clap={
+            "data": {**data, "num_workers": 0, "shuffle_buffer": 8},
+            "train": {"samples": 2 * 4 * 6},
+            "evaluation": {
+                "retrieval": {"shards": "shards/held_out-*.tar"},
+                "zero_shot": {"shards": "shards/held_out-*.tar"},
+            },
+        },
+    )
+    (folder / "my_run.json").write_text(json.dumps(content))
+    run(folder, train)
+    shown = run(folder, evaluate, "--zero_shot", "shards/held_out-*.tar", "--text_tokens", "16", "--json", "found.json")
+    assert "retrieval (12 clips, 24 captions)" in shown
+    assert "zero-shot classification (12 clips, 3 classes)" in shown
+    found = json.loads((folder / "found.json").read_text())
+    (record,) = (path for path in (folder / "runs").glob("my_run-*") if (path / "summary.json").exists())
+    in_training = json.loads((record / "summary.json").read_text())["evaluation"]
+    # One rank here, two there.
+    assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
+    assert len(found["metrics"]) == 11
+    run(folder, export)
+    _check_embeddings(folder)
+
+
+@torch.no_grad()
+def _check_embeddings(folder: Path) -> None:
+    """The exported model says of new sounds and captions what the trained one says."""
+    ours = load_weights(folder / "runs" / "my_run-checkpoints").build().eval()
+    theirs = transformers.ClapModel.from_pretrained(folder / "my_clap").eval()
+    processor = transformers.ClapProcessor.from_pretrained(folder / "my_clap")
+    sounds = [np.random.default_rng(seed).uniform(-0.5, 0.5, 48000).astype(np.float32) for seed in range(2)]
+    captions = ["a hum", "a new whistle"]
+    inputs = processor(text=captions, audio=sounds, sampling_rate=48000, return_tensors="pt", padding=True)
+    audio = theirs.get_audio_features(input_features=inputs["input_features"]).pooler_output
+    text = theirs.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    ids, mask = tokenize(captions, load_tokenizer(str(folder / "shards" / "tokenizer"), vocab_size=512), 16)
+    for features, expected in (
+        (audio, ours.encode_audio(torch.from_numpy(np.stack(sounds)))),
+        (text.pooler_output, ours.encode_text(ids, mask)),
+    ):
+        normalised = torch.nn.functional.normalize(features, dim=-1)
+        torch.testing.assert_close(normalised, expected, atol=1e-4, rtol=0)

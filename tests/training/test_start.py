@@ -1,0 +1,83 @@
+"""What training starts from: frozen towers stay as they are, other weights are taken over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clap_ds.distributed import Ranks
+from clap_ds.engine import ClapEngine
+from clap_ds.measure.clock import PhaseTimer
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.config import load_preset
+from clap_ds.model.weights import save_safetensors
+from clap_ds.training.start import TrainingStart
+from tests.ranks import RankPool
+from tests.training import reference_steps as reference
+
+ALONE = Ranks(0, 1, 0, 1)
+
+
+def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> list[dict[str, Tensor]]:
+    run = reference.settings(
+        train={"freeze": towers},
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "torch_adam": True}},
+        bf16={"enabled": precision == "bf16"},
+        model={"text_dropout": 0.1, "drop_path": 0.1, "spec_augment": True},
+    )
+    run.clap = run.clap.model_copy(update={"gradient_sync": sync})
+    torch.manual_seed(3)
+    engine = ClapEngine(run, TrainingStart(run, ALONE).build_model(run), reference.CPU)
+    batches = iter(reference.micro_batches(run, dist.get_rank(), dist.get_world_size(), 4))
+    states = []
+    for _ in range(2):
+        states.append({name: value.clone() for name, value in engine.model.state_dict().items()})
+        for _ in range(2):
+            engine.step(batches, PhaseTimer(reference.CPU, instrumented=False))
+    engine.check_loss()
+    assert engine.model.training
+    return [states[0], {name: value.clone() for name, value in engine.model.state_dict().items()}]
+
+
+@pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tower", ["audio", "text"])
+def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precision: str, sync: str) -> None:
+    ranks = two_ranks.run(_weights_before_and_after, [tower], precision, sync)
+    for before, after in ranks:
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        frozen = {name for name in before if name.startswith((f"{tower}.", f"{tower}_projection."))}
+        assert not changed & frozen - {"audio.batch_norm.num_batches_tracked"}
+        other = "text" if tower == "audio" else "audio"
+        assert {"logit_scale", f"{other}_projection.linear1.weight"} <= changed
+    trained = [name for name in ranks[0][1] if "running_" not in name]
+    assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in trained)
+
+
+def _start(weights: Path, **changes: Any) -> ClapModel:
+    run = reference.settings(train={"initial_weights": str(weights)}, **changes)
+    return TrainingStart(run, ALONE).build_model(run)
+
+
+def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    model = ClapModel(load_preset("micro"))
+    save_safetensors(model, tmp_path / "weights.safetensors")
+    taken = _start(tmp_path / "weights.safetensors").state_dict()
+    assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_safetensors(ClapModel(load_preset("micro")), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* holds model micro, this run has demo"):
+        _start(tmp_path / "weights.safetensors", model={"preset": "demo"})
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .*nothing\.pt: no such file"):
+        _start(tmp_path / "nothing.pt")

@@ -1,0 +1,282 @@
+"""The training command: what it leaves behind, that it repeats itself, and that interruptions change nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from analysis.record import read_record
+from clap_ds.training.stop import REPEAT_S
+from tests.training import training_commands as commands
+from tests.training.training_commands import RunningRanks, write_training
+
+pytestmark = pytest.mark.end_to_end
+STEPS = 24
+BATCH = 4
+RANDOM = {"preset": "micro", "drop_path": 0.2, "text_dropout": 0.2, "spec_augment": True}
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sounds") / "data"
+    command = [sys.executable, "-m", "clap_ds.data.sounds", str(folder), "--clips", "60", "--shards", "4"]
+    subprocess.run(
+        [*command, "--seconds", "1-2"],
+        cwd=commands.ROOT,
+        check=True,
+        capture_output=True,
+        env=commands.environment(),
+        timeout=120,
+    )
+    return folder
+
+
+def _on_shards(sounds: Path, world_size: int = 2, **train: Any) -> dict[str, Any]:
+    samples = STEPS * BATCH * world_size
+    return {"model": RANDOM, "data": commands.shard_data(sounds), "train": {"samples": samples, **train}}
+
+
+def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
+    config = write_training(
+        tmp_path,
+        gradient_accumulation_steps=2,
+        clap={"train": {"samples": 10 * 2 * 2 * BATCH}, "checkpoint": {"every_steps": 4}},
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        commands.free_port(),
+    ]
+    result = subprocess.run(
+        [*launcher, commands.TRAIN, "--deepspeed_config", str(config)],
+        cwd=commands.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=commands.TIMEOUT_S,
+        env=commands.environment(),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "checkpoints: " in result.stdout
+    assert "logit scale" in result.stdout
+    assert "s left" in result.stdout
+    assert "total_num_steps is 24, but the run ends after 10 steps" in result.stdout
+
+    (summary,) = commands.summaries(config)
+    assert summary["state"] == "completed"
+    assert (summary["step"], summary["samples"], summary["global_batch"]) == (10, 160, 16)
+    assert [checkpoint["step"] for checkpoint in summary["checkpoints"]] == [4, 8, 10]
+    assert all(checkpoint["saved"] for checkpoint in summary["checkpoints"])
+
+    rows = commands.lines(config)
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["samples"] for row in rows] == list(range(16, 161, 16))
+    assert all(row["gradient_norm"] > 0 and row["time_s"] > 0 for row in rows)
+    # DeepSpeed's schedule: nothing before its first step, then from 0 in a straight line over 4 steps.
+    assert [row["lr"] for row in rows[:5]] == pytest.approx([0, 0, 2.5e-4, 5e-4, 7.5e-4])
+    intervals = [line["checkpoint"] for line in commands.lines(config, "checkpoint")]
+    assert all(begin < end for begin, end in intervals)
+
+    (directory,) = commands.run_directories(config)
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    assert {"train/loss", "train/lr", "train/logit_scale", "train/gradient_norm"} <= set(events.Tags()["scalars"])
+    assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
+    run = read_record(directory)
+    assert run.state == "completed"
+    assert run.rate is not None
+    assert run.rate > 0
+
+
+@pytest.mark.parametrize("accumulation", ["independent", "cached"])
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path, sounds: Path, accumulation: str) -> None:
+    clap = _on_shards(sounds, accumulation=accumulation, samples=6 * 2 * 2 * BATCH)
+    runs = [
+        write_training(tmp_path, name, clap={**clap, "seed": seed}, gradient_accumulation_steps=2)
+        for name, seed in (("first", 5), ("second", 5), ("other", 6))
+    ]
+    for run in runs:
+        commands.train(run)
+    first, second, other = (commands.losses(run) for run in runs)
+    assert len(first) == 6
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Path, precision: str) -> None:
+    """SIGTERM reaches one rank only; SIGUSR1 the other, in the second start; the third comes to the end."""
+    changes: dict[str, Any] = {"clap": _on_shards(sounds), "bf16": {"enabled": precision == "bf16"}}
+    whole, parts = write_training(tmp_path, "whole", **changes), write_training(tmp_path, "parts", **changes)
+    commands.train(whole)
+
+    for rank, number, step, state in ((1, signal.SIGTERM, 4, "terminated"), (0, signal.SIGUSR1, 10, "timeout")):
+        ranks = RunningRanks(parts, 2)
+        ranks.wait_for_step(step)
+        ranks.signal(rank, number)
+        assert ranks.wait() == [128 + number] * 2, ranks.outputs
+        summary = commands.summaries(parts)[-1]
+        assert summary["state"] == state
+        assert summary["checkpoints"][-1]["step"] == summary["step"] == max(commands.losses(parts)) < STEPS
+        assert "the same command goes on from there" in ranks.outputs[0]
+    output = commands.train(parts)
+    assert "going on from" in output
+
+    assert commands.losses(parts) == commands.losses(whole)
+    rates = [{line["step"]: line["lr"] for line in commands.lines(config)} for config in (parts, whole)]
+    assert rates[0] == rates[1]
+    assert commands.summaries(parts)[-1]["samples"] == STEPS * BATCH * 2
+    # Nothing is left to do: no step is trained again.
+    commands.train(parts)
+    assert commands.losses(parts) == commands.losses(whole)
+
+
+def test_goes_on_with_another_number_of_ranks(tmp_path: Path, sounds: Path) -> None:
+    config = write_training(tmp_path, clap={**_on_shards(sounds), "checkpoint": {"every_steps": 6}})
+    ranks = RunningRanks(config, 2)
+    ranks.wait_for_step(8)
+    ranks.signal(0, signal.SIGTERM)
+    ranks.wait()
+    before = commands.summaries(config)[-1]
+    output = commands.train(config, world_size=1)
+    assert "on 1 ranks after 2" in output
+    after = commands.summaries(config)[-1]
+    assert (after["resumed_at_step"], after["samples"]) == (before["step"], STEPS * BATCH * 2)
+    steps_left = (after["samples"] - before["samples"]) // BATCH
+    assert after["step"] == before["step"] + steps_left
+
+
+def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    config = write_training(tmp_path, clap={"train": {"samples": 10**9}})
+    ranks = RunningRanks(config, 2)
+    ranks.wait_for_step(3)
+    ranks.signal(1, signal.SIGSTOP)  # its partner now waits amid a step
+    ranks.signal(0, signal.SIGTERM)
+    ranks.signal(0, signal.SIGTERM)  # the same wish, by another messenger
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks.processes[0].wait(timeout=REPEAT_S + 1)
+    ranks.signal(0, signal.SIGTERM)
+    assert ranks.processes[0].wait(timeout=60) == 128 + signal.SIGTERM
+    ranks.signal(1, signal.SIGKILL)
+    ranks.wait()
+    assert commands.summaries(config)[0]["state"] == "terminated"
+
+
+def test_a_launcher_told_to_stop_leaves_a_checkpoint(tmp_path: Path, sounds: Path) -> None:
+    """DeepSpeed's launcher signals rank 0 and its data workers first, and rank 1 when they have ended."""
+    config = write_training(tmp_path, clap=_on_shards(sounds, samples=10**9))
+    runner = subprocess.Popen(
+        [*commands.deepspeed_launcher(), commands.TRAIN, "--deepspeed_config", str(config)],
+        cwd=commands.ROOT,
+        env=commands.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        commands.wait_until(lambda: len(commands.losses(config)) >= 4 or runner.poll() is not None)
+        (launcher,) = psutil.Process(runner.pid).children()
+        launcher.terminate()
+        output = runner.communicate(timeout=60)[0].decode()
+    finally:
+        runner.kill()
+    (summary,) = commands.summaries(config)
+    assert summary["state"] == "terminated", output
+    assert summary["checkpoints"][-1]["step"] == summary["step"] == max(commands.losses(config))
+
+
+def test_a_killed_rank_costs_only_what_was_not_saved(tmp_path: Path, sounds: Path) -> None:
+    config = write_training(tmp_path, clap={**_on_shards(sounds), "checkpoint": {"every_steps": 3}})
+    ranks = RunningRanks(config, 2)
+    ranks.wait_for_step(7)
+    ranks.signal(1, signal.SIGKILL)
+    codes = ranks.wait()
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, 2)
+    assert commands.summaries(config)[-1]["state"] == "failed"
+    saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
+    commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
+    commands.train(config)
+    assert commands.summaries(config)[-1]["resumed_at_step"] >= saved[-1]
+    assert commands.summaries(config)[-1]["samples"] == STEPS * BATCH * 2
+
+
+def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
+    config = write_training(
+        tmp_path,
+        optimizer={"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}},
+        scheduler={},
+        clap={"train": {"samples": 400, "log_every_steps": 3}, "checkpoint": {"every_steps": 2}},
+    )
+    ranks = RunningRanks(config, 2)
+    assert ranks.wait() == [1, 1]
+    assert "the loss is NaN or infinite at step 2" in ranks.outputs[0]
+    assert "Traceback" not in "".join(ranks.outputs)
+    (summary,) = commands.summaries(config)
+    assert summary["state"] == "failed"
+    assert "step 2" in summary["error"]
+    assert not commands.lines(config, "checkpoint")
+
+
+def _refused(config: Path, world_size: int = 2) -> str:
+    ranks = RunningRanks(config, world_size)
+    assert ranks.wait() == [2] * world_size, ranks.outputs
+    assert "Traceback" not in "".join(ranks.outputs)
+    told = [line for line in "".join(ranks.outputs).splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, ranks.outputs
+    return told[0]
+
+
+def test_how_long_must_be_said(tmp_path: Path) -> None:
+    assert "clap.train: missing samples or epochs" in _refused(write_training(tmp_path))
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    samples = {"samples": 2 * BATCH * 2}
+    config = write_training(tmp_path, clap={"train": samples})
+    commands.train(config)
+    demo = {
+        "model": {"preset": "demo"},
+        "train": {"samples": 32},
+        "output": json.loads(config.read_text())["clap"]["output"],
+    }
+    told = _refused(write_training(tmp_path, clap=demo))
+    assert "holds model micro, this run has demo" in told
+    told = _refused(write_training(tmp_path, clap={"train": {**samples, "resume": "never"}}))
+    assert "clap.train.resume is 'never', but" in told
+    told = _refused(write_training(tmp_path, clap={"train": {**samples, "resume": str(tmp_path / "nowhere")}}))
+    assert "nowhere" in told
+    told = _refused(
+        write_training(tmp_path, "fresh", clap={"train": {**samples, "initial_weights": str(tmp_path / "no.pt")}})
+    )
+    assert "clap.train.initial_weights" in told
+    assert "no such file" in told
+
+
+def test_a_full_disk_is_said_and_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    """Files above a limit can't be written, as on a full disk."""
+    config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 2}})
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -f 200; exec {sys.executable} {commands.TRAIN} --deepspeed_config {config}"],
+        cwd=commands.ROOT,
+        env=commands.environment(),
+        capture_output=True,
+        text=True,
+        timeout=commands.TIMEOUT_S,
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert "trained to the end, but the last checkpoint could not be saved" in result.stderr
+    assert [line["saved"] for line in commands.lines(config, "checkpoint")] == [False] * 3
+    assert len(commands.losses(config)) == 6
+    assert commands.summaries(config)[0]["state"] == "failed"

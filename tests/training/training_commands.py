@@ -1,0 +1,152 @@
+"""Training runs as users start them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import micro_run
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "clap_ds/train.py"
+TIMEOUT_S = 180
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def deepspeed_launcher() -> list[str]:
+    """Two ranks on this machine."""
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
+    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`.
+
+    Args:
+        name: of the file and so of the runs.
+        changes: as for `micro_run`, `clap.train` merged with the defaults here.
+    """
+    clap = changes.pop("clap", {})
+    train = {"log_every_steps": 1, **clap.get("train", {})}
+    content = micro_run(
+        **{
+            "bf16": {"enabled": False},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"},
+            },
+            **changes,
+            "clap": {"output": {"root": str(folder / "runs")}, **clap, "train": train},
+        }
+    )
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=2))
+    return path
+
+
+def shard_data(sounds: Path) -> dict[str, Any]:
+    """The `data` section for shards in a folder of `clap_ds.data.sounds`."""
+    return {
+        "source": "shards",
+        "shards": str(sounds / "*.tar"),
+        "tokenizer": str(sounds / "tokenizer"),
+        "num_workers": 1,
+        "shuffle_buffer": 8,
+    }
+
+
+class RunningRanks:
+    """Ranks of one run, each a process of ours, so that one can be signalled alone."""
+
+    def __init__(self, config: Path, world_size: int) -> None:
+        self.config = config
+        port = free_port()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, TRAIN, "--deepspeed_config", str(config)],
+                cwd=ROOT,
+                env=environment(
+                    RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                ),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        self.outputs: list[str] = []
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is on record."""
+        wait_until(
+            lambda: max(losses(self.config), default=0) >= step or any(p.poll() is not None for p in self.processes)
+        )
+        assert all(process.poll() is None for process in self.processes), (self.wait(), self.outputs)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        self.processes[rank].send_signal(number)
+
+    def wait(self) -> list[int]:
+        """Exit codes by rank."""
+        self.outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in self.processes]
+        return [process.returncode for process in self.processes]
+
+
+def train(config: Path, world_size: int = 2) -> str:
+    """Run to the end, which has to be a good one; rank 0's output."""
+    ranks = RunningRanks(config, world_size)
+    codes = ranks.wait()
+    assert codes == [0] * world_size, "\n".join(ranks.outputs)
+    return ranks.outputs[0]
+
+
+def run_directories(config: Path) -> list[Path]:
+    """Of all starts of a run, in order."""
+    label = config.stem
+    root = Path(json.loads(config.read_text())["clap"]["output"]["root"])
+    return sorted(path for path in root.glob(f"{label}-*Z*") if path.is_dir())
+
+
+def summaries(config: Path) -> list[dict[str, Any]]:
+    return [json.loads((path / "summary.json").read_text()) for path in run_directories(config)]
+
+
+def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of all starts."""
+    found = []
+    for directory in run_directories(config):
+        path = directory / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found += [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in found if line["phase"] == phase]
+
+
+def losses(config: Path) -> dict[int, float]:
+    """Loss by step; every step counted once."""
+    found: dict[int, float] = {}
+    for line in lines(config):
+        assert line["step"] not in found, f"step {line['step']} was trained twice"
+        found[line["step"]] = line["loss"]
+    return found
