@@ -40,6 +40,7 @@ setup(
             "clap-bench = clap_ds.bench:command",
             "clap-evaluate = clap_ds.evaluate:command",
             "clap-flops = clap_ds.flops:command",
+            "clap-train = clap_ds.train:command",
         ]
     },
 )
