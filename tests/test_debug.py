@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 STALLED = """
@@ -33,6 +35,7 @@ with debug.watch(settings, ranks, Path(sys.argv[1])):
 """
 
 
+@pytest.mark.end_to_end
 def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
     script = tmp_path / "stalled.py"
     script.write_text(STALLED)

@@ -71,6 +71,7 @@ def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") ->
     return subprocess.Popen([sys.executable, "-c", MEET], env=environment, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named_with_its_host() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -82,6 +83,7 @@ def test_rank_that_never_comes_is_named_with_its_host() -> None:
     assert all("Traceback" not in output for output in outputs)
 
 
+@pytest.mark.end_to_end
 def test_missing_first_rank_is_named_with_its_address() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

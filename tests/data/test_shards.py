@@ -406,6 +406,7 @@ def test_captions_in_another_script(tmp_path: Path, tokenizer_dir: str, micro: C
     assert [item["reason"] for item in broken] == ["the tokenizer knows no part of the caption 'колокол'"]
 
 
+@pytest.mark.end_to_end
 def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, tokenizer_dir: str, micro: ClapConfig) -> None:
     """And only where data is asked for: torch would raise it wherever training is."""
     others = set(multiprocessing.active_children())

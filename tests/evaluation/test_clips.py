@@ -142,6 +142,7 @@ def test_audio_that_cannot_be_decoded_says_why(tmp_path: Path, audio: AudioConfi
     assert "no samples" in empty
 
 
+@pytest.mark.end_to_end
 def test_a_killed_decoding_process_is_told(write_clips: WriteClips, audio: AudioConfig) -> None:
     handler, others = signal.getsignal(signal.SIGCHLD), set(multiprocessing.active_children())
     clips, _ = list_clips(write_clips(16 * 8))

@@ -104,6 +104,7 @@ def test_signals_ranks_and_ends_the_rest(
     assert agent.wait(10) == 0
 
 
+@pytest.mark.end_to_end
 def test_closed_connection_ends_deaf_ranks(
     start: Callable[..., subprocess.Popen[str]], agent: subprocess.Popen[str]
 ) -> None:

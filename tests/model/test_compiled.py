@@ -49,6 +49,7 @@ def assert_same(got: tuple, expected: tuple) -> None:
         assert error <= 1e-3 * gradient.norm() + 1e-5, name
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("what", ["towers", "step"])
 def test_compiled_models_are_the_same_and_whole(what: str, packed: bool) -> None:
