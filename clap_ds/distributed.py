@@ -148,7 +148,7 @@ def initialize(
 def keep_freed_memory() -> None:
     """Have the C library keep what it is given back for the next allocation, as the allocator for GPUs does.
 
-    glibc returns every large block to the kernel, which then clears it again page by page for each new tensor: a fifth of a
+    glibc returns every large block to the kernel, which then clears it again page by page for each new tensor: a seventh of a
     training step on a CPU. Other C libraries are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
