@@ -29,8 +29,16 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
 
 
+RANK_0_SPEAKS_S = 8.0
+"""Time rank 0 has to tell of a mistake that other ranks met, too."""
+
+
 class UserError(Exception):
     """A mistake to be shown as one message, without a traceback."""
+
+
+class AgreedError(UserError):
+    """One that every rank knows of, so that rank 0 speaks for all."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ def _choose_device(ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"{socket.gethostname()}: rank {ranks.rank} is number {ranks.local_rank} on this host, which has"
+            f"rank {ranks.rank} is number {ranks.local_rank} on {socket.gethostname()}, which has"
             f" {torch.cuda.device_count()} visible GPUs; the hostfile promises more slots than there are"
         )
     torch.cuda.set_device(ranks.local_rank)
@@ -182,7 +190,7 @@ def agree(problem: str | None) -> None:
     """Stop every rank when one of them has a problem. A collective: all ranks call it.
 
     Raises:
-        UserError: on all ranks, with the first rank's problem and how many ranks share it.
+        AgreedError: on all ranks, with the first rank's problem and how many ranks share it.
     """
     import torch.distributed as dist
 
@@ -192,11 +200,11 @@ def agree(problem: str | None) -> None:
     if told:
         others = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
         where = f"rank {told[0][0]}{others}: " if len(told) < len(problems) else ""
-        raise UserError(f"{where}{told[0][1]}")
+        raise AgreedError(f"{where}{told[0][1]}")
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
-    """Run a command's main function; user errors become one message from rank 0 and exit code 2."""
+    """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2."""
     try:
         main(Ranks.from_environment())
     except UnreachableError as error:
@@ -206,8 +214,10 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # Launchers end a job when its first process exits: give rank 0 the time to speak.
-            time.sleep(5)
+            # Launchers end a job when its first process exits: rank 0 has the time to speak, and does where it met the same.
+            time.sleep(RANK_0_SPEAKS_S)
+            if not isinstance(error, AgreedError):
+                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     leave(0)
 

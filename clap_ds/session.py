@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from clap_ds import debug, distributed
 from clap_ds.data.batch import BatchSource, build_batches
-from clap_ds.distributed import Ranks, UserError
+from clap_ds.distributed import AgreedError, Ranks, UserError
 from clap_ds.engine import ClapEngine, NonFiniteLossError
 from clap_ds.measure import hardware
 from clap_ds.measure.record import RunDirectory, State, quiet_deepspeed, start_log
@@ -102,7 +102,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
     )
     quiet_deepspeed()
-    _check_deepspeed_sections(run)
+    together(lambda: _check_deepspeed_sections(run))
     record = _make_record(run, ranks, device)
     with _recorded_ending(run, ranks, record, device), debug.watch(settings, ranks, record.path):
         torch.manual_seed(run.clap.seed)
@@ -143,7 +143,7 @@ def _check_deepspeed_sections(run: RunSettings) -> None:
         DeepSpeedConfig(dict(run.deepspeed))
     except Exception as error:
         # Whatever DeepSpeed raises while reading its configuration is about the configuration.
-        raise UserError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from None
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from None
 
 
 def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDirectory:
@@ -158,7 +158,7 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
             path = [f"{run.path}: clap.output.root: {run.clap.output.root!r} can't be written: {error.strerror}"]
     dist.broadcast_object_list(path)
     if not isinstance(path[0], Path):
-        raise UserError(str(path[0]))
+        raise AgreedError(str(path[0]))
     record = RunDirectory(path[0])
     if ranks.is_first:
         start_log(record.path / "rank0.log")

@@ -213,7 +213,8 @@ class Job:
                 ending = Ending("completed", "", 0)
             elif state in (None, "running"):
                 # A launcher may end with 0 although its ranks did not; a command without a run directory has only its code.
-                clean = code == 0 and state is None
+                clean = code == 0 and state is None and message is None
+                told += f"; {message}" if state is None and message else ""
                 ending = Ending("completed", "", 0) if clean else Ending("failed", told, code or FAILED)
             else:
                 ending = Ending(state, where + message if message else told, code or FAILED)
@@ -222,10 +223,12 @@ class Job:
         elif state == "completed" and launcher is not None and launcher.returncode == 0:
             ending = Ending("completed", "", 0)
         if self.run_directory is not None:
-            run = RunDirectory(self.run_directory)
-            run.finish(ending.state, ending.message or None)
-            if run.summary().get("state") != ending.state or where:
-                run.update_summary(state=ending.state, error=ending.message or None)
+            # However that goes, the job's own record and exit code tell how it ended.
+            with contextlib.suppress(OSError, ValueError):
+                run = RunDirectory(self.run_directory)
+                run.finish(ending.state, ending.message or None)
+                if run.summary().get("state") != ending.state or where:
+                    run.update_summary(state=ending.state, error=ending.message or None)
         self._tell(
             state=ending.state, error=ending.message or None, exit_code=ending.code, finished=_now(),
             run_directory=str(self.run_directory) if self.run_directory else None,
@@ -244,7 +247,10 @@ class Job:
     def _run_state(self) -> tuple[State | None, str | None]:
         if self.run_directory is None:
             return None, None
-        summary = RunDirectory(self.run_directory).summary()
+        try:
+            summary = RunDirectory(self.run_directory).summary()
+        except (OSError, ValueError) as error:
+            return None, f"{self.run_directory}/summary.json can't be read: {error}"
         return summary.get("state"), summary.get("error")
 
     def _tell(self, **fields: object) -> None:

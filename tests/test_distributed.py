@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -83,6 +84,31 @@ def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
     assert two_ranks.run(_agree, None) == [None, None]
     assert two_ranks.run(_agree, 1) == ["rank 1: broken"] * 2
     assert two_ranks.run(_agree, -1) == ["broken"] * 2
+
+
+COMMAND = """
+import sys
+from clap_ds import distributed
+distributed.RANK_0_SPEAKS_S = 0.1
+def main(ranks):
+    raise getattr(distributed, sys.argv[1])("broken")
+distributed.run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "told"),
+    [
+        (0, "AgreedError", "error: broken\n"),
+        (1, "AgreedError", ""),  # rank 0 has said it
+        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # it is still there: nobody else has said it
+    ],
+)
+def test_a_mistake_is_told_once_and_never_swallowed(rank: int, error: str, told: str) -> None:
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    command = [sys.executable, "-c", COMMAND, error]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 FAULTS = """

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 
@@ -235,7 +236,7 @@ class CheckpointFolder:
 
     def _bytes_per_s(self, num_bytes: int) -> float:
         """Speed of writing a file and reading it back, as checkpoints are."""
-        probe = self.path / f"{checkpoint_files.PROBE}{os.getpid()}"
+        probe = self.path / f"{checkpoint_files.PROBE}{uuid4().hex}"
         content = (os.urandom(2**20) * (num_bytes // 2**20 + 1))[:num_bytes]
         begin = time.perf_counter()
         try:
@@ -253,7 +254,7 @@ def _device(engine: ClapEngine) -> torch.device:
 def _check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"{checkpoint_files.PROBE}{os.getpid()}"
+        probe = folder / f"{checkpoint_files.PROBE}{uuid4().hex}"
         probe.touch()
         probe.unlink()
     except OSError as error:

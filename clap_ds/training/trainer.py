@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
-from clap_ds.distributed import UserError, leave
+from clap_ds.distributed import AgreedError, leave
 from clap_ds.session import Interrupted, Session, together
 from clap_ds.settings import ShardData
 from clap_ds.training.log import TrainingLog
@@ -34,7 +34,7 @@ def train(session: Session, start: TrainingStart) -> None:
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        UserError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
+        AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
         NonFiniteLossError: the loss became NaN or infinite.
         Interrupted: a signal came; the state is saved.
     """
@@ -86,7 +86,7 @@ def train(session: Session, start: TrainingStart) -> None:
     if stopped_by:
         _record_interruption(session, Interrupted(stopped_by), saved)
     if saved is not None and not saved.saved:
-        raise UserError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
+        raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
 
 class Target:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.slurm_cluster import SlurmCluster, obstacle
+from tests.cluster.slurm_cluster import OVER, SlurmCluster, obstacle
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ class Submitted:
         assert not self.is_over(), self.output
 
     def is_over(self) -> bool:
-        return self.cluster.job(self.number)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING")
+        return self.cluster.job(self.number)["JobState"] in OVER
 
 
 def site_file(folder: Path, **changes: Any) -> Path:

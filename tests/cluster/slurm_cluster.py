@@ -45,6 +45,8 @@ _PROGRAMS = (
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
+OVER = ("COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+"""States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
 
 
 def obstacle() -> str | None:
@@ -131,8 +133,7 @@ class SlurmCluster:
 
     def wait_for_job(self, number: str, timeout: float = 120) -> dict[str, str]:
         """Wait until a job is over; its fields."""
-        going_on = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED")
-        self.wait_until(lambda: self.job(number)["JobState"] not in going_on, timeout, f"the end of job {number}")
+        self.wait_until(lambda: self.job(number)["JobState"] in OVER, timeout, f"the end of job {number}")
         # It stays COMPLETING where a node can't be reached to confirm its end.
         with contextlib.suppress(AssertionError):
             self.wait_until(lambda: self.job(number)["JobState"] != "COMPLETING", 5, "nodes to confirm the end")

@@ -103,6 +103,16 @@ def test_exit_code_and_state(tmp_path: Path, recorded: str, code: int, state: st
     assert json.loads((run / "summary.json").read_text())["state"] == state
 
 
+def test_a_damaged_record_of_the_run_leaves_the_jobs_own(tmp_path: Path) -> None:
+    run = _run_folder(tmp_path, "running")
+    (run / "summary.json").write_text('{"state": "comp')
+    process = _job(tmp_path, f"echo 'run directory: {run}'; exit 0")
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, _told(tmp_path)["state"]) == (1, "failed")
+    assert f"{run}/summary.json can't be read" in stderr
+    assert "Traceback" not in stderr
+
+
 def test_command_without_a_run_directory_has_only_its_code(tmp_path: Path) -> None:
     process = _job(tmp_path, "exit 0")
     process.communicate(timeout=60)

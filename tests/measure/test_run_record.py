@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,6 +28,23 @@ def test_first_ending_stays(tmp_path: Path) -> None:
     RunDirectory(tmp_path).finish("terminated", "stopped by SIGTERM")
     assert record.summary()["state"] == "out_of_memory"
     assert record.summary()["error"] == "rank 3: out of memory at micro-batch 616"
+
+
+def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
+    """They do when a signal reaches all of them, and processes on different hosts have the same ids."""
+    record = RunDirectory(tmp_path)
+    record.update_summary(state="running")
+    together = threading.Barrier(8, timeout=10)
+
+    def end(rank: int) -> None:
+        for turn in range(50):
+            together.wait()
+            RunDirectory(tmp_path).update_summary(state="terminated", error="x" * (100 * rank + turn))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(end, range(8)))
+    assert record.summary()["state"] == "terminated"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
