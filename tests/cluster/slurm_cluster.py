@@ -45,7 +45,17 @@ _PROGRAMS = (
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
-OVER = ("COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+OVER = (
+    "COMPLETING",
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
 """States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
 
 
