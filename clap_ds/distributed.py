@@ -214,12 +214,21 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # Launchers end a job when its first process exits: rank 0 has the time to speak, and does where it met the same.
+            # Launchers end a job when its first process exits: give rank 0 the time to speak.
             time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, AgreedError):
+            if not isinstance(error, AgreedError) and rank_0_waits():
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     leave(0)
+
+
+def rank_0_waits() -> bool:
+    """Whether rank 0 is there to be met. It isn't where it met the same mistake as this rank, and said so."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+    except (OSError, KeyError, ValueError):
+        return False
+    return True
 
 
 def run_alone(main: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -97,17 +98,23 @@ distributed.run_command(main)
 
 
 @pytest.mark.parametrize(
-    ("rank", "error", "told"),
+    ("rank", "error", "rank_0_is_there", "told"),
     [
-        (0, "AgreedError", "error: broken\n"),
-        (1, "AgreedError", ""),  # rank 0 has said it
-        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # it is still there: nobody else has said it
+        (0, "UserError", False, "error: broken\n"),
+        (1, "UserError", False, ""),  # rank 0 met the same, said so and left
+        (1, "UserError", True, f"error: {platform.node()}: rank 1: broken\n"),  # nobody else will say it
+        (1, "AgreedError", True, ""),
     ],
 )
-def test_a_mistake_is_told_once_and_never_swallowed(rank: int, error: str, told: str) -> None:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    command = [sys.executable, "-c", COMMAND, error]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def test_a_mistake_is_told_once_and_never_swallowed(rank: int, error: str, rank_0_is_there: bool, told: str) -> None:
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        if rank_0_is_there:
+            rank_0.listen()
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank_0.getsockname()[1])}
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", COMMAND, error]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **address, **place}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, told)
 
 
