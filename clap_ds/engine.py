@@ -22,6 +22,7 @@ from clap_ds.loss import SigmoidLoss, SoftmaxLoss
 from clap_ds.measure.clock import PhaseTimer
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.compiled import compile_model
+from clap_ds.optimizer import PARAMETERS, FlatAdamW
 from clap_ds.settings import RunSettings
 from clap_ds.training.cached_step import FeatureCache
 
@@ -48,7 +49,8 @@ class ClapEngine:
             ValueError: DeepSpeed refuses one of its own sections.
         """
         self.model = model.to(device)
-        compile_model(self.model, run.clap.compile)
+        self._cuda_graphs = run.clap.cuda_graphs
+        compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
         self.loss = _loss(run)
         self._cached = run.clap.train.accumulation == "cached"
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
@@ -139,6 +141,8 @@ class ClapEngine:
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
         """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
         self.sync.before_forward()
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with timer("forward"):
             features = self.deepspeed(*batch.model_inputs())
         with timer("loss"):
@@ -182,12 +186,35 @@ def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
 
 
 def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+    config, optimizer = dict(run.deepspeed), None
+    if takes_flat_adamw(run):
+        section = config["optimizer"]
+        options = {name: value for name, value in section.get("params", {}).items() if name != "adam_w_mode"}
+        config["optimizer"] = {**section, "legacy_fusion": True}
+
+        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
+            return FlatAdamW(groups, **options)
+
     try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=run.deepspeed)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
+        )
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
     _undo_initial_step(engine.optimizer)
     return engine
+
+
+def takes_flat_adamw(run: RunSettings) -> bool:
+    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
+    section = run.deepspeed.get("optimizer", {})
+    params = section.get("params", {})
+    return (
+        run.clap.fused_adam == "torch"
+        and section.get("type", "").lower() in ("adam", "adamw")
+        and params.keys() <= PARAMETERS
+        and params.get("adam_w_mode", True) is True
+    )
 
 
 def _undo_initial_step(optimizer: Any) -> None:

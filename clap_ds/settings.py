@@ -44,8 +44,8 @@ class ModelSettings(Section):
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "eager", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: `matmul` on a CPU, `sdpa` elsewhere, and
-    the text tower's counterparts, which packed captions need."""
+    """Kernel of the audio tower's window attention; `auto`: `matmul` on a CPU, `sdpa` elsewhere. With `eager` and `sdpa` the
+    text tower goes through SDPA, too; packed captions need one of the others."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
@@ -159,6 +159,12 @@ class ClapSettings(Section):
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["off", "towers", "step"] = "off"
     """What torch.compile is given: nothing, each tower, or the whole forward pass (and with it its backward pass)."""
+    cuda_graphs: bool = False
+    """Replay what is compiled as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary: packed
+    captions' do, and each is recorded anew. No effect on CPUs."""
+    fused_adam: Literal["torch", "deepspeed"] = "torch"
+    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
+    `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
     data: DataSettings = SyntheticData(source="synthetic")
     loss: LossSettings = LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
@@ -265,8 +271,17 @@ def _check_together(clap: ClapSettings) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention != "auto":
-        problems.append(f"clap.text: packed captions need clap.model.attention 'auto', found {clap.model.attention!r}")
+    if clap.text == "packed" and clap.model.attention in ("eager", "sdpa"):
+        problems.append(
+            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton',"
+            f" found {clap.model.attention!r}"
+        )
+    if clap.cuda_graphs and clap.compile == "off":
+        problems.append("clap.cuda_graphs: needs clap.compile 'towers' or 'step', whose graphs it replays")
+    if clap.cuda_graphs and clap.train.accumulation == "cached":
+        problems.append(
+            "clap.cuda_graphs: a replay overwrites the features that clap.train.accumulation 'cached' keeps"
+        )
     if isinstance(clap.data, SyntheticData):
         problems += _check_caption_lengths(clap.data.caption_lengths, clap.text_tokens)
     if clap.train.samples is not None and clap.train.epochs is not None:

@@ -61,7 +61,7 @@ def micro_run(**changes: Any) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 0},
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2}},
         **changes,
         "clap": {**clap, **changes.get("clap", {})},
     }

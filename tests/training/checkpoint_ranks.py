@@ -51,7 +51,7 @@ def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
     content = micro_run(
         **{
             **PRECISIONS[precision],
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
             "train_micro_batch_size_per_gpu": ROWS // world_size(),
             **changes,
             "clap": {"gradient_bucket_mb": 0.05, **changes.get("clap", {})},

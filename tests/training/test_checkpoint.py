@@ -131,7 +131,7 @@ def test_the_exported_weights_are_the_fp32_masters(one_rank: RankPool, tmp_path:
 
 
 def test_masters_in_one_flat_tensor_are_taken_apart(tmp_path: Path) -> None:
-    """As FP16_Optimizer over FusedAdam has them, on GPUs."""
+    """As DeepSpeed has them under FusedAdam and `FlatAdamW`."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
     groups = [[model[0].weight, model[1].bias], [model[0].bias]]
     masters = [[torch.randn(parameter.shape) for parameter in group] for group in groups]
@@ -145,7 +145,7 @@ def test_masters_in_one_flat_tensor_are_taken_apart(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
-    "precision": ({}, "fp32", {}, "optimizer is 'FP16_UnfusedOptimizer over AdamW' there, 'AdamW' here"),
+    "precision": ({}, "fp32", {}, "optimizer is 'FP16_Optimizer over FlatAdamW' there, 'FlatAdamW' here"),
     "scheduler": ({}, "bf16", {"scheduler": ranks.SCHEDULER}, "scheduler is None there, 'WarmupCosineLR' here"),
     "frozen towers": (
         {},
