@@ -55,6 +55,18 @@ def plan() -> list[Step]:
         "ds_configs/htsat_tiny_amp.json",
     ]
     peers = [*python, *["-m", "clap_ds.measure.peers", "--micro-batch", "128", "--precision", "bf16"]]
+    varied = ["clap.compile=off,step", "clap.model.attention=auto,triton", "clap.cuda_graphs=false,true"]
+    variants = [
+        *python,
+        "launch/variants.py",
+        "ds_configs/htsat_tiny.json",
+        "--limit_s",
+        "150",
+        "--table",
+        f"{OUTPUT}/table.md",
+    ]
+    for each in varied:
+        variants += ["--vary", each]
     return [
         Step("tests", [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"], 180),
         *[
@@ -73,6 +85,7 @@ def plan() -> list[Step]:
             150,
         ),
         Step("loss", [*python, "-m", "clap_ds.measure.loss_bench", "--output", OUTPUT], 60),
+        Step("variants", variants, 400),
         Step("memory_at_77_and_512_tokens", [*evidence, "--json", f"{OUTPUT}/memory.json"], 150),
     ]
 

@@ -67,6 +67,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"clap": {"bf16": {}}},
         r"clap\.bf16: bf16 is a DeepSpeed field: move it out of clap",
     ),
+    "packed for plain attention": (
+        {"clap": {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}}},
+        r"clap\.text: packed captions need clap\.model\.attention 'auto', 'matmul' or 'triton', found 'sdpa'",
+    ),
+    "CUDA graphs of nothing": ({"clap": {"cuda_graphs": True}}, r"clap\.cuda_graphs: needs clap\.compile"),
+    "CUDA graphs over kept features": (
+        {"clap": {"cuda_graphs": True, "compile": "step", "train": {"accumulation": "cached"}}},
+        r"clap\.cuda_graphs: a replay overwrites the features",
+    ),
     "clap's field outside": ({"text_tokens": 4}, r"text_tokens: no such DeepSpeed field.*write clap\.text_tokens"),
     "misspelt DeepSpeed field": ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     "micro-batch of 0": (

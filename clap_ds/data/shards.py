@@ -230,8 +230,9 @@ class ShardPieces:
         }
 
     def close(self) -> None:
-        self._received = None  # the iterator's finaliser stops its workers and waits for them
-        self._piece = None
+        received, self._received, self._piece = self._received, None, None
+        # Stops the workers and waits for them. The iterator's finaliser would, too, but swallow what a signal raises meanwhile.
+        getattr(received, "_shutdown_workers", lambda: None)()
 
 
 def _fingerprint(content: Any) -> str:

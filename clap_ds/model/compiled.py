@@ -14,19 +14,22 @@ from clap_ds.model.clap import ClapModel
 Compile = Literal["off", "towers", "step"]
 
 
-def compile_model(model: ClapModel, what: Compile, *, backend: str = "inductor") -> None:
+def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:
     """Compile in place, so that parameter names stay.
 
     Args:
         what: `towers`: HTSAT and RoBERTa, each a graph; `step`: the whole forward pass from waveforms to embeddings as one
             graph, and with it its backward pass. The loss, which talks to other ranks, stays outside.
+        cuda_graphs: record and replay them, on CUDA. Features are then overwritten by the next forward pass, before which
+            `torch.compiler.cudagraph_mark_step_begin` must say that they are done with.
         backend: torch.compile's.
     """
+    mode = "reduce-overhead" if cuda_graphs else None
     if what == "towers":
-        model.audio.compile(backend=backend)
-        model.text.compile(backend=backend)
+        model.audio.compile(backend=backend, mode=mode)
+        model.text.compile(backend=backend, mode=mode)
     elif what == "step":
-        model.compile(backend=backend)
+        model.compile(backend=backend, mode=mode)
 
 
 def compile_statistics() -> dict[str, Any]:

@@ -70,6 +70,20 @@ def test_compiled_models_are_the_same_and_whole(what: str, packed: bool) -> None
     assert statistics["num_recompilations"] == 0, statistics
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("what", ["towers", "step"])
+def test_compiled_models_are_the_same_on_a_gpu(what: str, cuda_graphs: bool) -> None:
+    torch.compiler.reset()
+    inputs = [each.cuda() for each in batch(False) if isinstance(each, Tensor)]
+    expected = outcome(micro(attention="auto").cuda(), *inputs)
+    model = micro(attention="auto").cuda()
+    compile_model(model, what, cuda_graphs=cuda_graphs)
+    for _ in range(4):  # the first runs are recorded, the others replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(outcome(model, *inputs), expected)
+
+
 def test_recompilations_are_counted() -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
