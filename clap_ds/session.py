@@ -31,6 +31,7 @@ from clap_ds.model.compiled import compile_statistics
 from clap_ds.settings import RunSettings
 
 FAILED = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 T = TypeVar("T")
 
@@ -228,14 +229,13 @@ def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: 
 @contextmanager
 def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, device: torch.device) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(each, signal.SIG_IGN)  # the first one counts, and its end must be recorded in peace
+        _ignore_signals()  # the first one counts, and its end must be recorded in peace
         stop = Interrupted(number)
         # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
         record.finish(stop.state, f"stopped by {stop}")
         raise stop
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         yield
     except UserError as error:
@@ -248,15 +248,19 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
             _say(ranks, f"stopped by {stop}")
         distributed.leave(128 + stop.number)
     except NonFiniteLossError as error:
+        _ignore_signals()
         if ranks.is_first:
             record.finish("failed", str(error))
             _say(ranks, str(error))
+        dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
         distributed.leave(FAILED)
     except (ValueError, StopIteration) as error:
+        _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
         record.finish("failed", f"rank {ranks.rank}: {error}")
         _say(ranks, str(error))
         distributed.leave(FAILED)
     except Exception as error:
+        _ignore_signals()
         if is_out_of_memory(error):
             message = f"out of memory at micro-batch {run.micro_batch} on {hardware.device_name(device)}"
             record.finish("out_of_memory", f"rank {ranks.rank}: {message}")
@@ -271,6 +275,11 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -150,7 +150,9 @@ class Agent:
     def obey(self, words: list[str]) -> bool:
         """Act on a line; False when it is the last."""
         if words[:1] == ["signal"] and len(words) == 2 and words[1].isdecimal():
-            send(ranks_of(self.job), int(words[1]))
+            ranks = ranks_of(self.job)
+            send(ranks, int(words[1]))
+            self.say("alive", len(ranks))  # the job gives these the time to end
         elif words[:1] == ["monitor"] and self.monitor is None:
             command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", " ".join(words[1:])]
             self.monitor = subprocess.Popen(

@@ -42,6 +42,8 @@ TERM_GRACE_S = 10.0
 """Time for ranks to record their end: after the warning before the time limit, and after SIGTERM (SLURM kills after 30).
 `--grace` allows more, for ranks that save what they have."""
 PING_S = 5.0
+LAST_LINES_S = 1.0
+"""Time to read what the launcher said last, which may name the run; a process it left behind could hold its output open."""
 FAILED = 1
 
 _RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
@@ -71,6 +73,7 @@ class Job:
         self.signalled: int | None = None
         self.agents: Agents | None = None
         self.started = time.monotonic()
+        self._readers: list[threading.Thread] = []
         self._told: dict[str, object] = {"job": self.name, "command": arguments.command}
 
     def run(self) -> int:
@@ -107,7 +110,8 @@ class Job:
         )  # fmt: skip
         for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert stream is not None
-            threading.Thread(target=self._pass_on, args=(stream, out.buffer), daemon=True).start()
+            self._readers.append(threading.Thread(target=self._pass_on, args=(stream, out.buffer), daemon=True))
+            self._readers[-1].start()
         return process
 
     def _environment_file(self) -> Path:
@@ -117,21 +121,25 @@ class Job:
         return path.resolve()
 
     def _pass_on(self, stream: IO[bytes], out: IO[bytes]) -> None:
-        """Copy the launcher's output, and note what it says of the run and of hosts that failed."""
+        """Copy the launcher's output, having noted what it says: who reads of the run there finds it known here."""
         for line in stream:
+            self._note(line)
             out.write(line)
             out.flush()
-            if found := _RUN_DIRECTORY.search(line):
-                self.run_directory = Path(os.fsdecode(found.group(1).strip()))
-                if self.arguments.monitor and self.agents:
-                    self.agents.say(f"monitor {self.run_directory}")
-            elif found := _PDSH_EXIT.search(line):
-                host, code = found.group(1).decode(), int(found.group(2))
-                killed = f" (killed by {signal.Signals(256 - code).name})" if 0 < 256 - code < 32 else ""
-                told = "can't be reached any more" if code == 255 else f"its ranks ended with code {code}{killed}"
-                self.failures.append((time.monotonic(), f"{host}: {told}"))
-            elif found := _SRUN_EXIT.search(line):
-                self.failures.append((time.monotonic(), f"{found.group(1).decode()}: {found.group(2).decode()}"))
+
+    def _note(self, line: bytes) -> None:
+        """What a line of the launcher's says of the run and of hosts that failed."""
+        if found := _RUN_DIRECTORY.search(line):
+            self.run_directory = Path(os.fsdecode(found.group(1).strip()))
+            if self.arguments.monitor and self.agents:
+                self.agents.say(f"monitor {self.run_directory}")
+        elif found := _PDSH_EXIT.search(line):
+            host, code = found.group(1).decode(), int(found.group(2))
+            killed = f" (killed by {signal.Signals(256 - code).name})" if 0 < 256 - code < 32 else ""
+            told = "can't be reached any more" if code == 255 else f"its ranks ended with code {code}{killed}"
+            self.failures.append((time.monotonic(), f"{host}: {told}"))
+        elif found := _SRUN_EXIT.search(line):
+            self.failures.append((time.monotonic(), f"{found.group(1).decode()}: {found.group(2).decode()}"))
 
     def _watch(self, launcher: subprocess.Popen[bytes]) -> Ending | None:
         """Wait for the launcher's end, or for a reason to end it."""
@@ -177,7 +185,7 @@ class Job:
             grace = WARNING_GRACE_S if self.signalled == signal.SIGUSR1 else TERM_GRACE_S
             grace = max(grace, self.arguments.grace)
             next_ping = began + PING_S
-            while launcher.poll() is None and time.monotonic() - began < grace and not self._no_ranks_left():
+            while launcher.poll() is None and time.monotonic() - began < grace and not self._no_ranks_left(began):
                 if time.monotonic() >= next_ping:
                     self.agents.say("ping")  # or they would take themselves for cut off
                     next_ping += PING_S
@@ -188,11 +196,14 @@ class Job:
                 launcher.wait(2.0)
             except subprocess.TimeoutExpired:
                 _kill_group(launcher)
+            for reader in self._readers:
+                reader.join(LAST_LINES_S)
         return self._conclude(ending, launcher, [host.name for host in unconfirmed], time.monotonic() - began)
 
-    def _no_ranks_left(self) -> bool:
+    def _no_ranks_left(self, since: float) -> bool:
+        """By what every host has said since then: of ranks that have only just started, none has said anything before."""
         assert self.agents is not None
-        return not any(host.num_ranks for host in self.agents.hosts.values())
+        return all((host.heard or 0.0) >= since and not host.num_ranks for host in self.agents.hosts.values())
 
     def _conclude(
         self, ending: Ending | None, launcher: subprocess.Popen[bytes] | None, unconfirmed: list[str], took_s: float

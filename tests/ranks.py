@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -11,6 +13,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 180
+
+
+def free_port() -> int:
+    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
+    draw = random.SystemRandom()
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            port = draw.randrange(20000, 32000)  # by default the kernel's own begin at 32768
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port among a hundred")
 
 
 class RankPool:
@@ -22,9 +35,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []

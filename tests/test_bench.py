@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,22 +15,19 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.ranks import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = "clap_ds/bench.py"
 WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
 
 
-def _port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def _launcher(name: str) -> list[str]:
+    port = str(free_port())
     return {
-        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", _port()],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _port()],
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
         "python": [sys.executable],
     }[name]
 
@@ -73,9 +69,10 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["phase"] for line in lines] == ["warmup"] + ["window"] * 4
     assert all(line["slowest_rank_time_s"] >= line["time_s"] > 0 for line in lines)
-    # The rate follows from the step times on record, up to what lies between the last step and the window's end.
-    step_s = sum(line["slowest_rank_time_s"] for line in lines[1:3])
-    assert windows[0] == pytest.approx(8 / step_s, rel=0.2)
+    # The rate follows from the step times on record, up to what lies between the last step and the window's end. Ranks held up
+    # in different steps make the slowest steps together longer than any rank's window.
+    shortest_s, longest_s = (sum(line[name] for line in lines[1:3]) for name in ("time_s", "slowest_rank_time_s"))
+    assert 0.8 * 8 / longest_s <= windows[0] <= 1.2 * 8 / shortest_s
     assert "SamplesPerSec=" in (directory / "rank0.log").read_text()
     environment = json.loads((directory / "environment.json").read_text())
     assert environment["gpus_per_node"] == [world_size]

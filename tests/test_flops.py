@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from clap_ds.measure.flops_analytic import (
 )
 from clap_ds.measure.flops_tables import disagreements
 from clap_ds.model.config import load_preset
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY, BASE = "htsat_tiny_roberta_base", "htsat_base_roberta_base"
@@ -156,9 +156,7 @@ def test_profiler_section_in_a_bench_run(write_run: Callable[..., Path], tmp_pat
             "hardware": {"peak_tflops": 3.0},
         },
     )
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     result = subprocess.run(
         [*command, "clap_ds/bench.py", "--deepspeed_config", str(path)],

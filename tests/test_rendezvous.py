@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from clap_ds.distributed import Ranks
 from clap_ds.rendezvous import adopt_slurm_step
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = {
@@ -73,9 +73,7 @@ def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") ->
 
 @pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named_with_its_host() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [_start(rank, 3, port) for rank in (0, 2)]
     outputs = [process.communicate(timeout=90)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
@@ -85,9 +83,7 @@ def test_rank_that_never_comes_is_named_with_its_host() -> None:
 
 @pytest.mark.end_to_end
 def test_missing_first_rank_is_named_with_its_address() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     process = _start(1, 2, port)
     output = process.communicate(timeout=90)[1]
     assert process.returncode == 1

@@ -39,8 +39,8 @@ class Submitted:
     number: str
     folder: Path
 
-    def wait(self, timeout: float = 150) -> dict[str, str]:
-        return self.cluster.wait_for_job(self.number, timeout)
+    def wait(self, timeout: float = 150, confirm_s: float = 30) -> dict[str, str]:
+        return self.cluster.wait_for_job(self.number, timeout, confirm_s)
 
     @property
     def elapsed_s(self) -> float:

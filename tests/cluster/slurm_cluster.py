@@ -90,7 +90,7 @@ class SlurmCluster:
             self._start_controller()
             for host in self.nodes:
                 self._start_node(host)
-            self.wait_until(self._all_idle, 30, "nodes to become idle")
+            self.wait_until(self._all_idle, 120, "nodes to become idle")
         except BaseException:
             self.close()
             raise
@@ -141,12 +141,15 @@ class SlurmCluster:
         text = self.run("ctl", "scontrol", "show", "job", "-o", number).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait_for_job(self, number: str, timeout: float = 120) -> dict[str, str]:
-        """Wait until a job is over; its fields."""
+    def wait_for_job(self, number: str, timeout: float = 120, confirm_s: float = 30) -> dict[str, str]:
+        """Wait until a job is over; its fields.
+
+        Args:
+            confirm_s: time for its nodes to confirm the end. It stays COMPLETING where one can't be reached.
+        """
         self.wait_until(lambda: self.job(number)["JobState"] in OVER, timeout, f"the end of job {number}")
-        # It stays COMPLETING where a node can't be reached to confirm its end.
         with contextlib.suppress(AssertionError):
-            self.wait_until(lambda: self.job(number)["JobState"] != "COMPLETING", 5, "nodes to confirm the end")
+            self.wait_until(lambda: self.job(number)["JobState"] != "COMPLETING", confirm_s, "nodes to confirm the end")
         return self.job(number)
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
@@ -158,6 +161,12 @@ class SlurmCluster:
             if matching:
                 found[host] = matching
         return found
+
+    def left_behind(self, pattern: str) -> dict[str, list[str]]:
+        """`processes` that are there to stay: one that has said its last word may take a moment to end."""
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: not self.processes(pattern), 5, "processes to end")
+        return self.processes(pattern)
 
     def host_pid(self, host: str) -> int:
         """Process id, as this machine counts, of a host's pid 1."""
@@ -263,7 +272,7 @@ class SlurmCluster:
                  "bash", "-c", script, f"{_PREFIX}{host}", host, str(self.folder), str(ready)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        self.wait_until(ready.exists, 20, f"namespaces of {host}")
+        self.wait_until(ready.exists, 60, f"namespaces of {host}")
         holder = self._holders[host].pid
         self._init[host] = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
         self._note_holders()

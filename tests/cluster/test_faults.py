@@ -34,7 +34,7 @@ def _end(job: Submitted, began: float, what: str) -> dict[str, str]:
     """Wait for the end of a job after a fault, and check that it left nothing behind anywhere."""
     state = job.wait(timeout=LIMIT_S + 30)
     seconds = time.monotonic() - began
-    left = job.cluster.processes(RANKS)
+    left = job.cluster.left_behind(RANKS)
     print(f"{what}: {state['JobState']} {state['ExitCode']} after {seconds:.1f} s: {job.told.get('error')}")
     assert left == {}
     assert seconds < LIMIT_S, job.output
@@ -92,7 +92,7 @@ def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[str
     cut("node2")
     began = time.monotonic()
     job = submit(2, "pdsh", sbatch=("--nodelist=node[1-2]",))
-    state = job.wait(timeout=LIMIT_S + 30)
+    state = job.wait(timeout=LIMIT_S + 30, confirm_s=5)
     print(f"unreachable host: {state['JobState']} after {time.monotonic() - began:.1f} s: {job.told['error']}")
     assert time.monotonic() - began < LIMIT_S
     assert state["JobState"] in ("FAILED", "COMPLETING")
@@ -106,7 +106,7 @@ def test_host_lost_while_running_is_named(submit: Submit, cluster: SlurmCluster,
     job.wait_for_steps()
     began = time.monotonic()
     cut("node2")
-    state = job.wait(timeout=LIMIT_S + 30)
+    state = job.wait(timeout=LIMIT_S + 30, confirm_s=5)
     ended_s = time.monotonic() - began
     print(f"host cut off while running: {state['JobState']} after {ended_s:.1f} s: {job.told['error']}")
     assert ended_s < LIMIT_S
@@ -136,7 +136,7 @@ def test_time_limit_is_announced_and_recorded(submit: Submit, cluster: SlurmClus
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "138:0"), job.output
     assert job.summary["state"] == job.told["state"] == "timeout"
     assert len([path for path in job.runs[0].glob("monitor/*.jsonl") if path.read_text()]) == 2
-    assert cluster.processes(RANKS) == {}
+    assert cluster.left_behind(RANKS) == {}
 
 
 def test_requeued_job_runs_again(submit: Submit, cluster: SlurmCluster) -> None:
@@ -152,4 +152,4 @@ def test_requeued_job_runs_again(submit: Submit, cluster: SlurmCluster) -> None:
     states = [json.loads((run / "summary.json").read_text())["state"] for run in job.runs]
     assert states == ["terminated", "completed"]
     assert job.told["job"] == f"{job.number}.1"
-    assert cluster.processes(RANKS) == {}
+    assert cluster.left_behind(RANKS) == {}

@@ -25,7 +25,7 @@ def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster,
     environment = json.loads((run / "environment.json").read_text())
     assert sorted(environment["hosts"]) == cluster.nodes[:nodes]
     assert environment["gpus_per_node"] == [2] * nodes
-    assert cluster.processes(RANKS) == {}
+    assert cluster.left_behind(RANKS) == {}
     print(f"{launcher} on {nodes} nodes: {job.told['seconds']} s")
 
 

@@ -36,7 +36,7 @@ def test_a_job_told_to_stop_saves_and_the_next_one_goes_on(
     assert stopped["state"] == "timeout"
     assert stopped["checkpoints"][-1]["saved"]
     assert stopped["checkpoints"][-1]["step"] == stopped["step"]
-    assert cluster.processes(RANKS) == {}
+    assert cluster.left_behind(RANKS) == {}
     print(f"{launcher}: stopped and saved in {job.told['seconds_to_stop']} s after step {stopped['step']}")
 
     settings["train"]["samples"] = stopped["samples"] + 5 * 4 * 4
@@ -45,4 +45,4 @@ def test_a_job_told_to_stop_saves_and_the_next_one_goes_on(
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.output
     resumed = _summary(job, 1)
     assert (resumed["resumed_at_step"], resumed["step"]) == (stopped["step"], stopped["step"] + 5)
-    assert cluster.processes(RANKS) == {}
+    assert cluster.left_behind(RANKS) == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import load_preset
 from clap_ds.model.weights import save_safetensors
 from clap_ds.settings import load_run
+from tests.evaluation.conftest import tell_captions_apart
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WriteClips = Callable[..., list[str]]
@@ -100,9 +101,7 @@ LAUNCHERS = {
 
 def evaluate(*options: str, launcher: str = "python") -> subprocess.CompletedProcess[str]:
     """On two ranks, unless by plain python."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = [] if launcher == "python" else [str(listener.getsockname()[1])]
+    port = [] if launcher == "python" else [str(free_port())]
     command = [sys.executable, *LAUNCHERS[launcher], *port, "clap_ds/evaluate.py", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
@@ -112,7 +111,7 @@ def evaluate(*options: str, launcher: str = "python") -> subprocess.CompletedPro
 def checkpoint(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "micro.safetensors"
-    save_safetensors(ClapModel(load_preset("micro")), path)
+    save_safetensors(tell_captions_apart(ClapModel(load_preset("micro"))), path)
     return path
 
 

@@ -19,7 +19,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import ClapConfig, load_preset
 from clap_ds.settings_train import EvaluationSettings, RetrievalSettings, ZeroShotSettings
 from tests.data.tars import write_tar
-from tests.evaluation.conftest import KINDS, clip_members, description
+from tests.evaluation.conftest import KINDS, clip_members, description, tell_captions_apart
 from tests.ranks import RankPool, in_group_of
 
 ALONE = Ranks(0, 1, 0, 1)
@@ -33,7 +33,7 @@ def micro() -> ClapConfig:
 
 def micro_model() -> ClapModel:
     torch.manual_seed(0)
-    return ClapModel(micro(), text_dropout=0.5)
+    return tell_captions_apart(ClapModel(micro(), text_dropout=0.5))
 
 
 def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:

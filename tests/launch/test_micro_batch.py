@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.micro_batch import format_table, largest_that_fits, main
 from tests.conftest import micro_run
 
 
+@settings(deadline=None)
 @given(limit=st.integers(0, 5000), largest=st.sampled_from([8, 64, 1024, 4096]))
 def test_bisection_finds_what_a_linear_search_does(limit: int, largest: int) -> None:
     tried: list[int] = []

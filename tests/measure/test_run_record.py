@@ -34,7 +34,7 @@ def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
     """They do when a signal reaches all of them, and processes on different hosts have the same ids."""
     record = RunDirectory(tmp_path)
     record.update_summary(state="running")
-    together = threading.Barrier(8, timeout=10)
+    together = threading.Barrier(8, timeout=60)
 
     def end(rank: int) -> None:
         for turn in range(50):

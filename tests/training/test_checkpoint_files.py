@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_checkpoints import CONTENTS, flip_bit, make_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clap_ds.training import checkpoint_files
@@ -157,6 +157,7 @@ def test_a_full_disk_is_told_when_the_file_is_closed(tmp_path: Path) -> None:
         file.close()
 
 
+@settings(deadline=None)
 @given(
     scores=st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=8),
     keep_last=st.integers(1, 4),

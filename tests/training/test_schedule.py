@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from clap_ds.training.schedule import Schedule
@@ -20,6 +21,7 @@ def _count(schedule: Schedule, samples: int) -> int:
     return steps
 
 
+@examples(deadline=None)
 @given(
     total=st.integers(1, 5000),
     micro=st.integers(1, 64),

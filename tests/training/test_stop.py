@@ -39,10 +39,10 @@ def test_all_ranks_hear_of_it_after_the_same_step(two_ranks: RankPool, signalled
     assert two_ranks.run(_agreed, signalled, int(number)) == [[0, number, number]] * 2
 
 
-def _ended_by(pause_s: float) -> list[int]:
-    """Signals that ended the rank, of two that came so far apart."""
+def _ended_by(pause_s: float, repeat_s: float) -> list[int]:
+    """Signals that ended the rank, of two that came so far apart, when they are one wish for `repeat_s`."""
     ended: list[int] = []
-    stop.REPEAT_S = 0.5
+    stop.REPEAT_S = repeat_s
     with stop.StopRequest(ended.append) as request:
         os.kill(os.getpid(), signal.SIGUSR1)
         _wait_until(lambda: request._number)
@@ -54,8 +54,8 @@ def _ended_by(pause_s: float) -> list[int]:
 
 
 def test_only_a_later_signal_ends_at_once(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_ended_by, 0.0) == [[]] * 2
-    assert two_ranks.run(_ended_by, 0.7) == [[signal.SIGTERM]] * 2
+    assert two_ranks.run(_ended_by, 0.0, 30.0) == [[]] * 2
+    assert two_ranks.run(_ended_by, 0.7, 0.5) == [[signal.SIGTERM]] * 2
 
 
 def _handlers() -> bool:

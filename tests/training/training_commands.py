@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import micro_run
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "clap_ds/train.py"
@@ -24,15 +24,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def deepspeed_launcher() -> list[str]:
     """Two ranks on this machine."""
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -83,7 +77,7 @@ class RunningRanks:
 
     def __init__(self, config: Path, world_size: int) -> None:
         self.config = config
-        port = free_port()
+        port = str(free_port())
         self.processes = [
             subprocess.Popen(
                 [sys.executable, TRAIN, "--deepspeed_config", str(config)],
