@@ -22,7 +22,7 @@ from clap_ds.loss import SigmoidLoss, SoftmaxLoss
 from clap_ds.measure.clock import PhaseTimer
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.compiled import compile_model
-from clap_ds.optimizer import PARAMETERS, FlatAdamW
+from clap_ds.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.settings import RunSettings
 from clap_ds.training.cached_step import FeatureCache
 
@@ -189,7 +189,7 @@ def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     config, optimizer = dict(run.deepspeed), None
     if takes_flat_adamw(run):
         section = config["optimizer"]
-        options = {name: value for name, value in section.get("params", {}).items() if name != "adam_w_mode"}
+        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
         config["optimizer"] = {**section, "legacy_fusion": True}
 
         def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
@@ -212,8 +212,8 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     return (
         run.clap.fused_adam == "torch"
         and section.get("type", "").lower() in ("adam", "adamw")
-        and params.keys() <= PARAMETERS
-        and params.get("adam_w_mode", True) is True
+        and params.keys() <= OPTIONS | REQUIRED.keys()
+        and all(params.get(name, value) is value for name, value in REQUIRED.items())
     )
 
 

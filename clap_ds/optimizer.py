@@ -14,8 +14,10 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 
-PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay", "adam_w_mode"})
-"""What `optimizer.params` may hold for `FlatAdamW` to stand in for what DeepSpeed would make of it."""
+OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
+"""Of `optimizer.params`, what `FlatAdamW` takes."""
+REQUIRED = {"adam_w_mode": True, "fused": True, "torch_adam": False}
+"""What else `optimizer.params` may hold for it to stand in for what DeepSpeed would make of them: just these values."""
 
 
 class _InPlaceOfFusedAdam(FusedAdam):

@@ -88,7 +88,8 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 
 
 def title(settings: Choice) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
+    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def run_one(content: dict[str, Any], settings: Choice, folder: Path, command: list[str], limit_s: float) -> Row:

@@ -66,6 +66,7 @@ def test_without_a_wrapper_it_is_torchs(tmp_path: Path) -> None:
         ({"bf16": {"enabled": False}}, True),
         ({"optimizer": {"type": "adam", "params": {"lr": 1e-3, "adam_w_mode": True}}}, True),
         ({"optimizer": {"type": "AdamW"}}, True),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}}, True),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, False),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, False),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, False),

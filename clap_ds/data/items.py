@@ -123,7 +123,7 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         raise BrokenItemError("audio holds NaN or infinite samples")
     if not samples.any():
         raise BrokenItemError("audio is silent: every sample is 0")
-    waveform = torch.from_numpy(samples).mean(dim=1)
+    waveform = torch.from_numpy(_mix(samples))
     waveform = resample(waveform, ratio.denominator, ratio.numerator)
     return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
 
@@ -138,6 +138,15 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[
     return samples[lead_in:]
 
 
+def _mix(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(frames, channels) → (frames,), the channels' mean; of one or two, as there mostly are, without a general reduction."""
+    if samples.shape[1] == 1:
+        return samples[:, 0]
+    if samples.shape[1] == 2:
+        return np.asarray((samples[:, 0] + samples[:, 1]) * np.float32(0.5))
+    return np.asarray(samples.mean(axis=1, dtype=np.float32))
+
+
 def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
     """`num_frames` about the loudest frame of the whole file: (frames, channels)."""
     file.seek(0)
@@ -150,6 +159,8 @@ def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.floa
 def repeat_pad(waveform: Tensor, num_samples: int) -> Tensor:
     """Fills (num_samples,) with a shorter (T,): whole repetitions, as many as fit, then zeros (LAION-CLAP's "repeatpad")."""
     assert 0 < len(waveform) <= num_samples
+    if len(waveform) == num_samples:
+        return waveform
     repeated = waveform.repeat(num_samples // len(waveform))
     return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
 
