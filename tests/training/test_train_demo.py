@@ -15,6 +15,8 @@ from tests.training import training_commands as commands
 
 pytestmark = pytest.mark.end_to_end
 CHANCE = 1 / len(KINDS)
+LIMIT = 5 * CHANCE
+"""Clips of a kind mostly get the same name, so by chance a few kinds get the right one: five or more in 4 of 1,000 trainings."""
 NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 20 * len(KINDS), 5 * len(KINDS), 8
 
 
@@ -52,8 +54,8 @@ def _zero_shot(folder: Path, data: Path, **train: Any) -> float:
 
 def test_learns_what_sounds_are_called(tmp_path: Path, data: Path) -> None:
     """On unseen clips by unseen wordings."""
-    assert _zero_shot(tmp_path, data) > 4 * CHANCE
+    assert _zero_shot(tmp_path, data) > LIMIT
 
 
 def test_nothing_is_learnt_from_shuffled_captions(tmp_path: Path, data: Path) -> None:
-    assert _zero_shot(tmp_path, data, shuffle_captions=True) < 3 * CHANCE
+    assert _zero_shot(tmp_path, data, shuffle_captions=True) < LIMIT
