@@ -16,7 +16,7 @@ from tests.training import training_commands as commands
 pytestmark = pytest.mark.end_to_end
 CHANCE = 1 / len(KINDS)
 LIMIT = 5 * CHANCE
-"""Clips of a kind mostly get the same name, so by chance a few kinds get the right one: five or more in 4 of 1,000 trainings."""
+"""Clips of a kind mostly get the same name, so by chance a few kinds get the right one: five or more in 4 of 1,000 runs."""
 NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 20 * len(KINDS), 5 * len(KINDS), 8
 
 
