@@ -160,13 +160,16 @@ TOLERANCE = {"fp32": (1e-5, 1e-5), "autocast": (1e-5, 1e-5), "bf16": (1e-5, 1e-5
 @pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
-@pytest.mark.parametrize("stepping", ["flat", "parameter by parameter"])
-def test_ten_steps_agree_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int, sync: str, stepping: str
-) -> None:
-    for loss_difference, weight_difference in two_ranks.run(_difference, precision, accumulation, sync, stepping):
+def test_ten_steps_agree_with_plain_ddp(two_ranks: RankPool, precision: str, accumulation: int, sync: str) -> None:
+    for loss_difference, weight_difference in two_ranks.run(_difference, precision, accumulation, sync):
         assert loss_difference <= TOLERANCE[precision][0]
         assert weight_difference <= TOLERANCE[precision][1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deepspeeds_wrapper_of_torchs_adamw_agrees_too(two_ranks: RankPool, precision: str) -> None:
+    for differences in two_ranks.run(_difference, precision, 2, "overlapped", "parameter by parameter"):
+        assert all(difference <= limit for difference, limit in zip(differences, TOLERANCE[precision], strict=True))
 
 
 @pytest.mark.gpu
