@@ -11,6 +11,7 @@ names reach ssh. Leaves starting anything to `launch/job.py`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -231,15 +232,16 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 def write_atomically(path: str, text: str) -> None:
     """Replace a file in one go: a reader sees the old content, the new, or no file."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")  # process ids repeat from host to host
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        if os.path.exists(temporary):
+    except BaseException:  # a signal's, too
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
 

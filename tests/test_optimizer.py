@@ -41,7 +41,7 @@ def test_flat_gradients_are_unscaled_and_new_weights_handed_out(scale: float | t
             assert q.grad is None
 
 
-def test_without_a_wrapper_it_is_torchs(tmp_path: Path) -> None:
+def test_without_a_wrapper_it_is_torchs() -> None:
     plain, ours = masters(), masters()
     reference, optimizer = torch.optim.AdamW(plain, **OPTIONS), FlatAdamW(ours, **OPTIONS)
     for _ in range(3):

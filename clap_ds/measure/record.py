@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
-from uuid import uuid4
+
+from launch.hostfile import write_atomically
 
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
 
@@ -47,13 +48,7 @@ class RunDirectory:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file in one go: a reader sees the old or the new one, never half."""
-        path = self.path / name
-        temporary = path.with_name(f".{name}.{uuid4().hex}")  # process ids repeat from host to host
-        try:
-            temporary.write_text(json.dumps(content, indent=2, default=str) + "\n")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n")
 
     def update_summary(self, **fields: Any) -> dict[str, Any]:
         """Merge fields into `summary.json` and return the whole."""
