@@ -1,0 +1,134 @@
+// What the CPU kernels share: bf16 vectors, AMX tiles and their layouts, and the functions of one variable.
+//
+// An AMX product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the
+// tile holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs" below: one 32-bit lane is one pair).
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+typedef uint16_t bf16;
+
+static inline __m512 from_bf16(__m256i low) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
+}
+static inline __m512 load_bf16(const bf16* from) { return from_bf16(_mm256_loadu_si256((const __m256i*)from)); }
+static inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+static inline void store_bf16(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, to_bf16(x)); }
+static inline float to_float(bf16 low) {
+    uint32_t bits = (uint32_t)low << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+static inline bf16 to_low(float x) {
+    return (bf16)_mm_extract_epi16((__m128i)_mm512_castsi512_si128(_mm512_castsi256_si512(to_bf16(_mm512_set1_ps(x)))), 0);
+}
+
+// e^x for x ≤ 88; relative error below 2e-7. Very negative x gives 0.
+static inline __m512 exp_ps(__m512 x) {
+    const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
+    __m512 scaled = _mm512_max_ps(_mm512_mul_ps(x, log2e), _mm512_set1_ps(-126.0f));
+    __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 rest = _mm512_sub_ps(scaled, whole);  // 2^rest, |rest| ≤ 1/2, by its Taylor series in rest · ln 2
+    __m512 y = _mm512_set1_ps(1.5403530e-4f);
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(1.3333558e-3f));
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(9.6181291e-3f));
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(5.5504109e-2f));
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(2.4022651e-1f));
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(6.9314718e-1f));
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// Sets up all eight tiles as 16 rows of 64 bytes for the calling thread; a thread needs one while it uses tiles.
+struct Tiles {
+    Tiles() {
+        alignas(64) static uint8_t layout[64] = {1};
+        for (int i = 0; i < 8; i++) {
+            layout[16 + 2 * i] = 64;  // bytes of a row
+            layout[48 + i] = 16;      // rows
+        }
+        asm volatile("" ::"m"(layout) : "memory");  // gcc 12 doesn't see that the next line reads all of it
+        _tile_loadconfig(layout);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// Transposes a 16 × 16 block of 32-bit lanes in registers.
+static inline void transpose16(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        for (int half = 0; half < 2; half++) {
+            t[8 * half + i] = _mm512_shuffle_i32x4(r[8 * half + i], r[8 * half + i + 4], 0x88);
+            t[8 * half + i + 4] = _mm512_shuffle_i32x4(r[8 * half + i], r[8 * half + i + 4], 0xdd);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[8 + i + 4], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[8 + i + 4], 0xdd);
+    }
+}
+
+// Interleaves two rows of 16: lane n is the pair (even[n], odd[n]).
+static inline __m512i interleave(__m256i even, __m256i odd) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+}
+
+// B tile of B[k][n] = rows[k][n]: 32 rows of 16 bf16, `stride` elements apart; rows from `valid` on count as 0.
+static inline void pack_rows(bf16* tile, const bf16* rows, int64_t stride, int valid = 32) {
+    for (int r = 0; r < 16; r++) {
+        __m256i even = _mm256_setzero_si256(), odd = even;
+        if (2 * r < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * r * stride));
+        if (2 * r + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * r + 1) * stride));
+        _mm512_storeu_si512(tile + 32 * r, interleave(even, odd));
+    }
+}
+
+// B tile of B[k][n] = columns[n][k]: 16 rows of 32 bf16, `stride` elements apart.
+static inline void pack_transposed(bf16* tile, const bf16* columns, int64_t stride) {
+    __m512i r[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(columns + i * stride);
+    transpose16(r);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
+}
+
+// A tile (16 × 32, row-major) of A[n][k] = rows[k][n]: 32 rows of 16 bf16, as in `pack_rows`.
+static inline void pack_rows_as_a(bf16* tile, const bf16* rows, int64_t stride, int valid = 32) {
+    __m512i r[16];
+    for (int i = 0; i < 16; i++) {
+        __m256i even = _mm256_setzero_si256(), odd = even;
+        if (2 * i < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * i * stride));
+        if (2 * i + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * i + 1) * stride));
+        r[i] = interleave(even, odd);
+    }
+    transpose16(r);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
+}
+
+struct Free {
+    void operator()(void* p) const { free(p); }
+};
+
+// Memory for `count` elements at a cache line's edge.
+template <typename T>
+static inline std::unique_ptr<T[], Free> scratch(int64_t count) {
+    return std::unique_ptr<T[], Free>((T*)aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
+}
