@@ -1,0 +1,248 @@
+// Linear layers on AMX tiles: forward, both gradients, and what follows each in the same pass (bias, GELU, residual).
+//
+// Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any.
+// A product is made of blocks of 32 × 32 (2 × 2 tiles); its right side is packed into tiles first.
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 32, TILE = 512;  // elements
+constexpr int64_t CACHED = 1 << 19;        // elements of one operand that a core's second-level cache holds beside others
+constexpr int64_t SLICE = 768;             // of a sum, multiplied at once
+constexpr int64_t MAX_GROUP = 16;          // panels packed at once
+constexpr int64_t PACKING = 3;             // what packing an element costs, in copies of one
+
+// Both are odd functions of x around 1/2, fitted as x · p(u), u = 2 (x/5)² − 1, on [−5, 5] by least squares at Chebyshev nodes
+// (largest error 3e-7 and 1e-5), and held at their values at ±5 beyond.
+inline __m512 odd_around_half(__m512 x, const float (&p)[13]) {
+    const __m512 limit = _mm512_set1_ps(5.0f);
+    x = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_set1_ps(-5.0f));
+    __m512 u = _mm512_fmsub_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / 25.0f)), x, _mm512_set1_ps(1.0f));
+    __m512 y = _mm512_set1_ps(p[0]);
+    for (int i = 1; i < 13; i++) y = _mm512_fmadd_ps(y, u, _mm512_set1_ps(p[i]));
+    return _mm512_fmadd_ps(x, y, _mm512_set1_ps(0.5f));
+}
+
+inline __m512 gelu(__m512 x) {
+    constexpr float normal_cdf[13] = {5.83855444e-04f,  -1.60097051e-03f, 1.79127875e-03f,  -2.71631791e-03f, 6.34037485e-03f,
+                                      -1.11366638e-02f, 1.64349611e-02f,  -2.32794187e-02f, 3.14353271e-02f,  -4.04409245e-02f,
+                                      5.15210371e-02f,  -7.02963528e-02f, 1.41363781e-01f};
+    return _mm512_mul_ps(x, odd_around_half(x, normal_cdf));
+}
+
+inline __m512 gelu_slope(__m512 x) {
+    constexpr float slope[13] = {9.74766830e-03f,  -2.44107615e-02f, 1.91263578e-02f,  -1.85007832e-02f, 4.99539126e-02f,
+                                 -7.67406240e-02f, 8.13064132e-02f,  -8.21334916e-02f, 8.00736153e-02f,  -7.20447791e-02f,
+                                 6.65920857e-02f,  -7.51012627e-02f, 1.42133531e-01f};
+    return odd_around_half(x, slope);
+}
+
+// c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds.
+inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add) {
+    const int64_t wide = 4 * c_stride;
+    if (add) {
+        _tile_loadd(0, c, wide);
+        _tile_loadd(1, c + 16, wide);
+        _tile_loadd(2, c + 16 * c_stride, wide);
+        _tile_loadd(3, c + 16 * c_stride + 16, wide);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++) {
+        _tile_loadd(4, a + 2 * TILE * k, 64);
+        _tile_loadd(6, packed + 2 * TILE * k, 64);
+        _tile_loadd(7, packed + 2 * TILE * k + TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, a + 2 * TILE * k + TILE, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, wide);
+    _tile_stored(1, c + 16, wide);
+    _tile_stored(2, c + 16 * c_stride, wide);
+    _tile_stored(3, c + 16 * c_stride + 16, wide);
+}
+
+// Block m of 32 rows as pairs of tiles, rows from `rows` on as zeros.
+inline void tile_rows(bf16* tiles, const bf16* left, int64_t m, int64_t rows, int64_t inner) {
+    for (int64_t r = 0; r < BLOCK; r++) {
+        const bf16* row = left + (BLOCK * m + r) * inner;
+        for (int64_t k = 0; k < inner; k += BLOCK) {
+            __m512i values = BLOCK * m + r < rows ? _mm512_loadu_si512(row + k) : _mm512_setzero_si512();
+            _mm512_store_si512(tiles + 2 * TILE * (k / BLOCK) + BLOCK * r, values);
+        }
+    }
+}
+
+// `left` (rows, inner) times a right side with `columns`; `finish(row, column, c)` gets 32 fp32 results of one row. `pack(column,
+// count, k, length, tiles)` packs `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs
+// of tiles. Called outside of parallel regions.
+//
+// Threads share the rows or the columns, whichever leaves them less to rearrange. Each works through its part in chunks of rows,
+// groups of panels and slices of `inner` that stay in its cache together, and packs a group just before it multiplies it: what
+// one core packs for another is slow to fetch.
+template <typename Pack, typename Finish>
+void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pack pack, Finish finish) {
+    const int64_t panels = columns / BLOCK, blocks = (rows + BLOCK - 1) / BLOCK;
+    const int64_t slices = (inner + SLICE - 1) / SLICE;
+    const int64_t slice = (inner / BLOCK + slices - 1) / slices * BLOCK;
+    const int64_t longest = std::max<int64_t>(1, CACHED / (BLOCK * slice));  // blocks of a chunk
+    const int64_t group = std::clamp<int64_t>(CACHED / (2 * BLOCK * slice), 1, MAX_GROUP);
+    auto chunks = [=](int64_t count) { return (count + longest - 1) / longest; };
+#pragma omp parallel
+    {
+        Tiles tiles;
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t shared = (blocks + threads - 1) / threads;
+        const int64_t by_rows = shared + PACKING * panels * chunks(shared);
+        const int64_t by_columns = blocks + PACKING * panels * chunks(blocks) / threads;
+        int64_t first = 0, last = blocks, n0 = 0, n1 = panels;
+        if (by_rows <= by_columns) {
+            first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
+        } else {
+            n0 = panels * thread / threads, n1 = panels * (thread + 1) / threads;
+        }
+        const int64_t chunk = std::min(longest, last - first);
+        auto packed = scratch<bf16>(group * BLOCK * slice), tiled = scratch<bf16>(std::max<int64_t>(chunk, 1) * BLOCK * inner);
+        auto sums = scratch<float>(slices > 1 ? chunk * group * BLOCK * BLOCK : BLOCK * BLOCK);
+        for (int64_t start = first; start < last; start += longest) {
+            const int64_t stop = std::min(last, start + longest);
+            for (int64_t m = start; m < stop; m++) tile_rows(&tiled[(m - start) * BLOCK * inner], left, m, rows, inner);
+            for (int64_t g = n0; g < n1; g += group) {
+                const int64_t count = std::min(group, n1 - g);
+                for (int64_t k = 0; k < inner; k += slice) {
+                    const int64_t length = std::min(slice, inner - k);
+                    pack(BLOCK * g, count, k, length, &packed[0]);
+                    for (int64_t m = start; m < stop; m++) {
+                        const int64_t valid = std::min(BLOCK, rows - BLOCK * m);
+                        for (int64_t n = 0; n < count; n++) {
+                            float* c = &sums[slices > 1 ? ((m - start) * count + n) * BLOCK * BLOCK : 0];
+                            multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
+                                           length / BLOCK, c, BLOCK, k > 0);
+                            if (k + length < inner) continue;
+                            for (int64_t r = 0; r < valid; r++) finish(BLOCK * m + r, BLOCK * (g + n), c + BLOCK * r);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+inline void store_row(bf16* to, __m512 low, __m512 high) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+}  // namespace
+
+// y = x · weightᵀ + bias + residual; bias and residual may be null. With `activated`, also activated = gelu(y).
+extern "C" void clap_linear(const bf16* x, const bf16* weight, const bf16* bias, const bf16* residual, bf16* y, bf16* activated,
+                            int64_t M, int64_t N, int64_t K) {
+    auto pack = [=](int64_t first, int64_t count, int64_t k0, int64_t length, bf16* tiles) {
+        for (int64_t n = 0; n < BLOCK * count; n += 16)
+            for (int64_t k = 0; k < length; k += BLOCK)
+                pack_transposed(tiles + n / BLOCK * BLOCK * length + 2 * TILE * (k / BLOCK) + n % BLOCK * BLOCK,
+                                weight + (first + n) * K + k0 + k, K);
+    };
+    auto finish = [=](int64_t m, int64_t n, const float* c) {
+        __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
+        if (bias) {
+            low = _mm512_add_ps(low, load_bf16(bias + n));
+            high = _mm512_add_ps(high, load_bf16(bias + n + 16));
+        }
+        if (residual) {
+            low = _mm512_add_ps(low, load_bf16(residual + m * N + n));
+            high = _mm512_add_ps(high, load_bf16(residual + m * N + n + 16));
+        }
+        store_row(y + m * N + n, low, high);
+        if (activated) store_row(activated + m * N + n, gelu(low), gelu(high));
+    };
+    multiply(x, M, K, N, pack, finish);
+}
+
+// dx = (dy · weight) ⊙ gelu′(before), and added to what dx holds where `add`; `before` (M, K) may be null.
+extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, const bf16* before, bf16* dx, int64_t M, int64_t N,
+                                           int64_t K) {
+    auto pack = [=](int64_t first, int64_t count, int64_t n0, int64_t length, bf16* tiles) {
+        for (int64_t n = 0; n < length; n += BLOCK)
+            for (int64_t k = 0; k < BLOCK * count; k += 16)
+                pack_rows(tiles + k / BLOCK * BLOCK * length + 2 * TILE * (n / BLOCK) + k % BLOCK * BLOCK,
+                          weight + (n0 + n) * K + first + k, K);
+    };
+    auto finish = [=](int64_t m, int64_t k, const float* c) {
+        __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
+        if (before) {
+            low = _mm512_mul_ps(low, gelu_slope(load_bf16(before + m * K + k)));
+            high = _mm512_mul_ps(high, gelu_slope(load_bf16(before + m * K + k + 16)));
+        }
+        store_row(dx + m * K + k, low, high);
+    };
+    multiply(dy, M, N, K, pack, finish);
+}
+
+// dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null.
+//
+// Threads share the longer side of dweight, so that none waits for another and sums have one order.
+extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight, bf16* dbias, int64_t M, int64_t N,
+                                            int64_t K) {
+    const bool by_row = N >= K;
+#pragma omp parallel
+    {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t shared = (by_row ? N : K) / BLOCK;
+        const int64_t first = BLOCK * (shared * thread / threads), last = BLOCK * (shared * (thread + 1) / threads);
+        const int64_t n0 = by_row ? first : 0, n1 = by_row ? last : N, k0 = by_row ? 0 : first, k1 = by_row ? K : last;
+        const int64_t width = k1 - k0;
+        if (first < last) {
+            Tiles tiles;
+            const int64_t padded = (M + BLOCK - 1) / BLOCK * BLOCK;
+            const int64_t chunk = std::min(padded, std::clamp<int64_t>(CACHED / width / BLOCK * BLOCK, 8 * BLOCK, 64 * BLOCK));
+            const int64_t count = std::clamp<int64_t>(CACHED / 2 / (chunk * BLOCK), 1, MAX_GROUP);
+            auto right = scratch<bf16>(chunk * width), left = scratch<bf16>(count * chunk * BLOCK);
+            auto sums = scratch<float>((n1 - n0) * width);
+            auto bias_sums = scratch<float>(n1 - n0);
+            memset(&bias_sums[0], 0, (n1 - n0) * sizeof(float));
+            for (int64_t m0 = 0; m0 < M; m0 += chunk) {
+                const int64_t steps = (std::min(chunk, M - m0) + BLOCK - 1) / BLOCK;
+                for (int64_t s = 0; s < steps; s++) {
+                    const int64_t m = m0 + BLOCK * s;
+                    const int valid = (int)std::min(BLOCK, M - m);
+                    for (int64_t k = 0; k < width; k += 16)
+                        pack_rows(&right[((k / BLOCK) * steps + s) * 2 * TILE + (k / 16 % 2) * TILE], x + m * K + k0 + k, K, valid);
+                }
+                for (int64_t group = n0; group < n1; group += BLOCK * count) {
+                    const int64_t end = std::min(n1, group + BLOCK * count);
+                    for (int64_t s = 0; s < steps; s++) {
+                        const int64_t m = m0 + BLOCK * s;
+                        const int valid = (int)std::min(BLOCK, M - m);
+                        for (int64_t n = group; n < end; n += 16) {
+                            bf16* tile = &left[(((n - group) / BLOCK) * steps + s) * 2 * TILE + (n / 16 % 2) * TILE];
+                            pack_rows_as_a(tile, dy + m * N + n, N, valid);
+                            if (dbias) {
+                                __m512 sum = _mm512_loadu_ps(&bias_sums[n - n0]);
+                                for (int r = 0; r < valid; r++) sum = _mm512_add_ps(sum, load_bf16(dy + (m + r) * N + n));
+                                _mm512_storeu_ps(&bias_sums[n - n0], sum);
+                            }
+                        }
+                    }
+                    for (int64_t n = group; n < end; n += BLOCK)
+                        for (int64_t k = 0; k < width; k += BLOCK)
+                            multiply_block(&left[(n - group) / BLOCK * steps * 2 * TILE], &right[(k / BLOCK) * steps * 2 * TILE], steps,
+                                           &sums[(n - n0) * width + k], width, m0 > 0);
+                }
+            }
+            for (int64_t n = n0; n < n1; n++) {
+                const float* row = &sums[(n - n0) * width];
+                for (int64_t k = 0; k < width; k += BLOCK)
+                    store_row(dweight + n * K + k0 + k, _mm512_loadu_ps(row + k), _mm512_loadu_ps(row + k + 16));
+            }
+            if (dbias && (by_row || thread == 0))
+                for (int64_t n = n0; n < n1; n += 16) store_bf16(dbias + n, _mm512_loadu_ps(&bias_sums[n - n0]));
+        }
+    }
+}
