@@ -1,4 +1,4 @@
-"""AdamW for DeepSpeed's 16-bit wrapper: torch's fused kernel over one flat fp32 tensor a group.
+"""AdamW for DeepSpeed's 16-bit wrapper, over one flat fp32 tensor a group: torch's fused kernel, or on CPUs this project's.
 
 Left to itself, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, with two passes and a host synchronisation
 each for their norms. It keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
+
+from clap_ds import adamw_native
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Of `optimizer.params`, what `FlatAdamW` takes."""
@@ -33,6 +35,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
     """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's.
 
     The wrapper must be told `legacy_fusion`: it then hands over gradients as they were computed, one flat tensor a group.
+    Groups that `adamw_native.supports` are stepped by its kernel. The state is of the same form either way.
     """
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -60,12 +63,34 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         if grads is None or output_params is None:
             super().step()
             return
-        masters = [group["params"][0] for group in self.param_groups]
-        for master, (gradient,) in zip(masters, grads, strict=True):
+        by_torch: list[tuple[Tensor, Tensor]] = []
+        for group, (gradient,), (low,) in zip(self.param_groups, grads, output_params, strict=True):
+            (master,) = group["params"]
+            plain = not (group["amsgrad"] or group["maximize"])
+            if plain and adamw_native.supports(low, gradient, master):
+                self._step_natively(group, gradient, low, float(scale))
+                continue
             master.grad = gradient.float()
             if scale != 1.0:
                 master.grad /= scale
-        super().step()
-        for master, (low,) in zip(masters, output_params, strict=True):
+            by_torch.append((master, low))
+        if by_torch:
+            super().step()
+        for master, low in by_torch:
             low.copy_(master)
             master.grad = None
+
+    def _step_natively(self, group: dict[str, Any], gradient: Tensor, low: Tensor, scale: float) -> None:
+        (master,) = group["params"]
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        state["step"] += 1
+        options = {name: group[name] for name in OPTIONS}
+        adamw_native.native_adamw(
+            *([low], [gradient], [master], [state["exp_avg"]], [state["exp_avg_sq"]]),
+            **options,
+            step=int(state["step"]),
+            scale=scale,
+        )

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clap_ds import adamw_native
 from clap_ds.data.batch import Batch, build_batches
 from clap_ds.distributed import keep_freed_memory
 from clap_ds.measure.clock import MedianInterval, median_interval, synchronize
@@ -36,6 +37,7 @@ from clap_ds.model.config import ClapConfig, load_preset, preset_names
 from clap_ds.model.hf_config import config_to_transformers, feature_extractor
 from clap_ds.model.mel import LogMel
 from clap_ds.model.weights import to_transformers
+from clap_ds.native import library
 from clap_ds.settings import SyntheticData
 
 import transformers  # isort: skip  (after torchaudio_compat)
@@ -85,6 +87,28 @@ class MasterAdamW:
             parameter.grad = None
 
 
+class NativeMasterAdamW(MasterAdamW):
+    """The same update by this project's CPU kernel for the bf16 parameters, without copies of gradients and masters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.exp_avgs = [torch.zeros_like(master) for master in self.masters]
+        self.exp_avg_sqs = [torch.zeros_like(master) for master in self.masters]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        gradients = [torch.zeros_like(low) if low.grad is None else low.grad.contiguous() for low in self.low]
+        options = {name: self.adam.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        adamw_native.native_adamw(
+            self.low, gradients, self.masters, self.exp_avgs, self.exp_avg_sqs, step=self.steps, **options
+        )
+        self.adam.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
 @dataclass
 class Side:
     """One implementation, ready to step.
@@ -92,6 +116,7 @@ class Side:
     Attributes:
         prepare: batch → what `loss` takes; timed as the front end.
         loss: → scalar.
+        steps_natively: by this project's kernel instead of torch's.
     """
 
     name: str
@@ -99,13 +124,15 @@ class Side:
     prepare: Callable[[Batch], tuple[Any, ...]]
     loss: Callable[..., Tensor]
     autocast: bool
+    steps_natively: bool = False
     now: Callable[[torch.device], float] = wall_clock
     optimizer: MasterAdamW = field(init=False)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = MasterAdamW([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = NativeMasterAdamW(trained) if self.steps_natively else MasterAdamW(trained)
 
     def step(self, batch: Batch) -> None:
         """One training step, every phase timed with the device synchronised at its edges."""
@@ -153,7 +180,10 @@ def our_side(
     def prepare(batch: Batch) -> tuple[Any, ...]:
         return batch.model_inputs()
 
-    return Side(name, model.train(), prepare, lambda *inputs: softmax_loss(*model(*inputs)), low == "autocast")
+    return Side(
+        *(name, model.train(), prepare, lambda *inputs: softmax_loss(*model(*inputs)), low == "autocast"),
+        steps_natively=low == "cast" and device.type == "cpu" and not library.unavailable(),
+    )
 
 
 def peer_side(

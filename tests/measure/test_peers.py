@@ -10,6 +10,7 @@ import torch
 
 from clap_ds.measure import cost_table, peers
 from clap_ds.model.config import load_preset
+from clap_ds.native import library
 
 SMALL = ["--preset", "micro", "--micro-batch", "3", "--text-tokens", "12", "--rounds", "2", "--device", "cpu"]
 
@@ -48,13 +49,23 @@ def test_ratios_are_the_peers_time_over_ours_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masters_step_as_adamw_in_fp32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "optimizer_class",
+    [
+        peers.MasterAdamW,
+        pytest.param(
+            peers.NativeMasterAdamW,
+            marks=pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable()),
+        ),
+    ],
+)
+def test_masters_step_as_adamw_in_fp32(optimizer_class: type[peers.MasterAdamW], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(50).to(dtype), torch.randn(5, 50).to(dtype)
     reference = torch.nn.Parameter(start.float())
     adam = torch.optim.AdamW([reference], lr=1e-6)
     ours = torch.nn.Parameter(start.clone())
-    optimizer = peers.MasterAdamW([ours])
+    optimizer = optimizer_class([ours])
     for gradient in gradients:
         reference.grad, ours.grad = gradient.float(), gradient.clone()
         adam.step()

@@ -1,0 +1,80 @@
+"""AdamW on CPUs by this project's own kernel: bf16 parameters with fp32 masters, each byte of theirs touched once a step.
+
+With torch's kernel a step also makes fp32 copies of the gradients and copies the masters back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clap_ds.native import library
+
+
+def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
+    """Whether `native_adamw` takes these here: `low` bf16, `gradient` bf16 or fp32, the others fp32, all contiguous and of one
+    size on the CPU."""
+    return (
+        low.dtype == torch.bfloat16
+        and gradient.dtype in (torch.bfloat16, torch.float32)
+        and all(each.dtype == torch.float32 for each in fp32)
+        and all(
+            each.device.type == "cpu" and each.is_contiguous() and each.numel() == low.numel()
+            for each in (low, gradient, *fp32)
+        )
+        and not library.unavailable()
+    )
+
+
+def native_adamw(
+    low: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
+) -> None:
+    """One update of any number of parameters, in place, as `torch.optim.AdamW` makes it.
+
+    Args:
+        low: the parameters, bf16; their values aren't read.
+        gradients: one dtype, bf16 or fp32.
+        masters: fp32, as the moments in `exp_avgs` and `exp_avg_sqs`.
+        step: this update's number, from 1.
+        scale: what the gradients are to be divided by.
+
+    Raises:
+        ValueError: `supports` doesn't hold of some parameter, or the gradients' dtypes differ.
+    """
+    if not low:
+        return
+    rows = list(zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True))
+    if not all(supports(*row) and row[1].dtype == gradients[0].dtype for row in rows):
+        raise ValueError(
+            "native AdamW takes contiguous CPU tensors: bf16 parameters, gradients of one dtype, the rest fp32"
+        )
+    table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
+    beta1, beta2 = betas
+    unbias = 1.0 / math.sqrt(1.0 - beta2**step)
+    numbers = (
+        1.0 / scale,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        unbias,
+        eps,
+        lr / (1.0 - beta1**step),
+        1.0 - lr * weight_decay,
+    )
+    low_gradients = int(gradients[0].dtype == torch.bfloat16)
+    library.kernel("clap_adamw")(table, len(rows), low_gradients, *map(float, numbers))
+    torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])

@@ -1,0 +1,111 @@
+// AdamW for bf16 parameters with fp32 masters, in one pass over each tensor's gradient, master, moments and parameter.
+#include "common.h"
+
+namespace {
+
+// What one parameter consists of; laid out as rows of six 64-bit integers, which the caller passes.
+struct Parameter {
+    bf16* low;
+    const void* gradient;
+    float *master, *exp_avg, *exp_avg_sq;
+    int64_t size;
+};
+
+struct Coefficients {
+    float unscale, rate1, beta2, rate2, unbias, eps, step, keep;
+};
+
+constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time
+constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
+
+template <bool LOW_GRADIENT>
+class Update {
+public:
+    explicit Update(const Coefficients& c)
+        : unscale(_mm512_set1_ps(c.unscale)), rate1(_mm512_set1_ps(c.rate1)), beta2(_mm512_set1_ps(c.beta2)),
+          rate2(_mm512_set1_ps(c.rate2)), unbias(_mm512_set1_ps(c.unbias)), eps(_mm512_set1_ps(c.eps)),
+          step(_mm512_set1_ps(c.step)), keep(_mm512_set1_ps(c.keep)) {}
+
+    void run(const Parameter& p, int64_t begin, int64_t end) const {
+        const bool aligned = (uintptr_t)p.low % 64 == 0;
+        int64_t i = begin;
+        for (; i + 32 <= end; i += 32) {
+            prefetch(p, i + AHEAD);
+            const __m256i first = sixteen(p, i, 0xffff), second = sixteen(p, i + 16, 0xffff);
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+            if (aligned)
+                _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step: spares reading it first
+            else
+                _mm512_storeu_si512(p.low + i, both);
+        }
+        for (; i < end; i += 16) {
+            const __mmask16 valid = (__mmask16)((1u << std::min<int64_t>(16, end - i)) - 1);
+            _mm256_mask_storeu_epi16(p.low + i, valid, sixteen(p, i, valid));
+        }
+    }
+
+private:
+    const __m512 unscale, rate1, beta2, rate2, unbias, eps, step, keep;
+
+    static void prefetch(const Parameter& p, int64_t i) {
+        for (int64_t half = 0; half < 32; half += 16) {
+            _mm_prefetch((const char*)(p.master + i + half), _MM_HINT_T0);
+            _mm_prefetch((const char*)(p.exp_avg + i + half), _MM_HINT_T0);
+            _mm_prefetch((const char*)(p.exp_avg_sq + i + half), _MM_HINT_T0);
+            if (!LOW_GRADIENT) _mm_prefetch((const char*)((const float*)p.gradient + i + half), _MM_HINT_T0);
+        }
+        if (LOW_GRADIENT) _mm_prefetch((const char*)((const bf16*)p.gradient + i), _MM_HINT_T0);
+    }
+
+    // Updates master and moments of the valid elements from i on; returns the new parameters.
+    __m256i sixteen(const Parameter& p, int64_t i, __mmask16 valid) const {
+        __m512 gradient = LOW_GRADIENT ? from_bf16(_mm256_maskz_loadu_epi16(valid, (const bf16*)p.gradient + i))
+                                       : _mm512_maskz_loadu_ps(valid, (const float*)p.gradient + i);
+        gradient = _mm512_mul_ps(gradient, unscale);
+        __m512 average = _mm512_maskz_loadu_ps(valid, p.exp_avg + i), square = _mm512_maskz_loadu_ps(valid, p.exp_avg_sq + i);
+        __m512 master = _mm512_maskz_loadu_ps(valid, p.master + i);
+        average = _mm512_fmadd_ps(rate1, _mm512_sub_ps(gradient, average), average);
+        square = _mm512_fmadd_ps(_mm512_mul_ps(rate2, gradient), gradient, _mm512_mul_ps(square, beta2));
+        const __m512 deviation = _mm512_fmadd_ps(_mm512_sqrt_ps(square), unbias, eps);
+        master = _mm512_sub_ps(_mm512_mul_ps(master, keep), _mm512_div_ps(_mm512_mul_ps(step, average), deviation));
+        _mm512_mask_storeu_ps(p.exp_avg + i, valid, average);
+        _mm512_mask_storeu_ps(p.exp_avg_sq + i, valid, square);
+        _mm512_mask_storeu_ps(p.master + i, valid, master);
+        return to_bf16(master);
+    }
+};
+
+int64_t blocks_of(const Parameter& p) { return (p.size + BLOCK - 1) / BLOCK; }
+
+// The blocks of all parameters, counted on end, are dealt out to the threads in equal runs.
+template <bool LOW_GRADIENT>
+void step_all(const Parameter* parameters, int64_t count, const Coefficients& coefficients) {
+    int64_t blocks = 0;
+    for (int64_t n = 0; n < count; n++) blocks += blocks_of(parameters[n]);
+#pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), blocks)))
+    {
+        const Update<LOW_GRADIENT> update(coefficients);
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
+        int64_t passed = 0;
+        for (int64_t n = 0; n < count && passed < last; n++) {
+            const Parameter& p = parameters[n];
+            const int64_t begin = std::max<int64_t>(0, first - passed) * BLOCK;
+            const int64_t end = std::min(p.size, (last - passed) * BLOCK);
+            if (begin < end) update.run(p, begin, end);
+            passed += blocks_of(p);
+        }
+        _mm_sfence();
+    }
+}
+
+}  // namespace
+
+// One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient · unscale;
+// master = keep · master − step · average / (√square · unbias + eps), and low = master rounded.
+// parameters: `count` of them. `low_gradients`: gradients are bf16, else fp32.
+extern "C" void clap_adamw(const void* parameters, int64_t count, int64_t low_gradients, float unscale, float rate1,
+                           float beta2, float rate2, float unbias, float eps, float step, float keep) {
+    const Coefficients coefficients = {unscale, rate1, beta2, rate2, unbias, eps, step, keep};
+    (low_gradients ? step_all<true> : step_all<false>)((const Parameter*)parameters, count, coefficients);
+}
