@@ -1,0 +1,109 @@
+"""Whole transformer blocks by this project's CPU kernels (`clap_ds/native`), from the weights of the modules that torch would run.
+
+For bf16 weights on CPUs with matrix units; `swin.py` and `text.py` ask `runs_*` and else go on with torch. The results differ
+from torch's bf16 by rounding alone, and less often: sums, GELU and residuals stay in fp32 until they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.model import layer_norm_native, linear_native, segment_attention_native
+from clap_ds.model.layer_norm_native import native_add_layer_norm, native_layer_norm, native_layer_norm_residual
+from clap_ds.model.linear_native import native_linear, native_mlp
+from clap_ds.model.segment_attention_native import Segments, native_segment_attention
+from clap_ds.model.window_attention_native import native_window_attention
+from clap_ds.model.window_attention_native import supports as supports_windows
+
+if TYPE_CHECKING:
+    from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
+
+
+def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
+    """Whether `swin_block` can stand in for the block on these tokens."""
+    attention = block.attention
+    heads = attention.relative_position_bias.shape[1]
+    return (
+        not torch.compiler.is_compiling()
+        and layer_norm_native.supports(tokens_BHWC)
+        and linear_native.supports(attention.qkv.weight)
+        and supports_windows(tokens_BHWC.dtype, tokens_BHWC.device, attention.window, tokens_BHWC.shape[-1] // heads)
+    )
+
+
+def runs_text(layer: Any, hidden: Tensor) -> bool:
+    """Whether `text_layer` can stand in for a RoBERTa layer on these hidden states."""
+    attention = layer.attention.self
+    return (
+        not torch.compiler.is_compiling()
+        and layer_norm_native.supports(hidden)
+        and linear_native.supports(attention.query.weight)
+        and linear_native.supports(layer.intermediate.dense.weight)
+        and segment_attention_native.supports(hidden.dtype, hidden.device, attention.attention_head_size)
+    )
+
+
+def swin_block(block: SwinBlock, tokens_BHWC: Tensor) -> Tensor:
+    """`SwinBlock.forward`."""
+    attention, mlp = block.attention, block.mlp
+    normed, tokens_BHWC = _norm_and_pass(tokens_BHWC, block.norm1)
+    qkv_BHWE = native_linear(normed, attention.qkv.weight, attention.qkv.bias)
+    mixed = native_window_attention(qkv_BHWE, attention.position_bias(), attention.window, block.shift)
+    weights = attention.proj.weight, attention.proj.bias
+    if _drops(block.drop_path):
+        tokens_BHWC = tokens_BHWC + block.drop_path(native_linear(mixed, *weights))
+    else:
+        tokens_BHWC = native_linear(mixed, *weights, residual=tokens_BHWC)
+    normed, tokens_BHWC = _norm_and_pass(tokens_BHWC, block.norm2)
+    weights = mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias
+    if _drops(block.drop_path):
+        return tokens_BHWC + block.drop_path(native_mlp(normed, *weights))
+    return native_mlp(normed, *weights, residual=tokens_BHWC)
+
+
+def patch_merging(merge: PatchMerging, squares: Tensor) -> Tensor:
+    """Norm and reduction of `PatchMerging`: (…, 4·C) → (…, 2·C)."""
+    norm = merge.norm
+    return native_linear(native_layer_norm(squares, norm.weight, norm.bias, norm.eps), merge.reduction.weight, None)
+
+
+def text_layer(layer: Any, hidden_TC: Tensor, segments: Segments, first_rows: Tensor | None = None) -> Tensor:
+    """A layer of RoBERTa.
+
+    Args:
+        layer: `transformers`' `RobertaLayer`.
+        hidden_TC: (rows, C).
+        segments: whose tokens attend to whose.
+        first_rows: compute only these rows, which are what the segments' queries are numbered by.
+
+    Returns:
+        (rows or first rows, C).
+    """
+    attention, output = layer.attention.self, layer.attention.output
+    chosen = hidden_TC if first_rows is None else hidden_TC.index_select(0, first_rows)
+    query = native_linear(chosen, attention.query.weight, attention.query.bias)
+    key, value = (native_linear(hidden_TC, each.weight, each.bias) for each in (attention.key, attention.value))
+    scale = attention.attention_head_size**-0.5
+    mixed = native_segment_attention(query, key, value, attention.num_attention_heads, segments, scale)
+    hidden_TC = _add_and_norm(native_linear(mixed, output.dense.weight, output.dense.bias), chosen, output)
+    first, second = layer.intermediate.dense, layer.output.dense
+    branch = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)
+    return _add_and_norm(branch, hidden_TC, layer.output)
+
+
+def _add_and_norm(branch: Tensor, residual: Tensor, output: Any) -> Tensor:
+    norm = output.LayerNorm
+    branch = F.dropout(branch, output.dropout.p, output.training)
+    return native_add_layer_norm(branch, residual, norm.weight, norm.bias, norm.eps)
+
+
+def _norm_and_pass(tokens: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    return native_layer_norm_residual(tokens, norm.weight, norm.bias, norm.eps)
+
+
+def _drops(drop_path: DropPath) -> bool:
+    return drop_path.training and drop_path.probability > 0.0
