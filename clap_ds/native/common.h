@@ -30,10 +30,9 @@ static inline bf16 to_low(float x) {
     return (bf16)_mm_extract_epi16((__m128i)_mm512_castsi512_si128(_mm512_castsi256_si512(to_bf16(_mm512_set1_ps(x)))), 0);
 }
 
-// e^x for x ≤ 88; relative error below 2e-7. Very negative x gives 0.
-static inline __m512 exp_ps(__m512 x) {
-    const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
-    __m512 scaled = _mm512_max_ps(_mm512_mul_ps(x, log2e), _mm512_set1_ps(-126.0f));
+// 2^x for x < 128; relative error below 2e-7. Very negative x gives less than 1.2e-38, NaN gives NaN.
+static inline __m512 exp2_ps(__m512 x) {
+    __m512 scaled = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // of NaN and a number the second
     __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 rest = _mm512_sub_ps(scaled, whole);  // 2^rest, |rest| ≤ 1/2, by its Taylor series in rest · ln 2
     __m512 y = _mm512_set1_ps(1.5403530e-4f);
@@ -45,6 +44,9 @@ static inline __m512 exp_ps(__m512 x) {
     y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(y, whole);
 }
+
+// e^x for x ≤ 88, as `exp2_ps`.
+static inline __m512 exp_ps(__m512 x) { return exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f))); }
 
 // Sets up all eight tiles as 16 rows of 64 bytes for the calling thread; a thread needs one while it uses tiles.
 struct Tiles {
