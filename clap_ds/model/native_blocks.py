@@ -17,10 +17,14 @@ from clap_ds.model.layer_norm_native import native_add_layer_norm, native_layer_
 from clap_ds.model.linear_native import native_linear, native_mlp
 from clap_ds.model.segment_attention_native import Segments, native_segment_attention
 from clap_ds.model.window_attention_native import native_window_attention
-from clap_ds.model.window_attention_native import supports as supports_windows
+from clap_ds.model.window_attention_native import supports as supports_windows  # noqa
 
 if TYPE_CHECKING:
     from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
+
+
+KERNELS = ("auto", "native")
+"""Of the window attention's, those with which whole blocks run here where they can."""
 
 
 def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
@@ -28,11 +32,18 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
     attention = block.attention
     heads = attention.relative_position_bias.shape[1]
     return (
-        not torch.compiler.is_compiling()
+        attention.kernel in KERNELS
+        and not torch.compiler.is_compiling()
         and layer_norm_native.supports(tokens_BHWC)
         and linear_native.supports(attention.qkv.weight)
-        and supports_windows(tokens_BHWC.dtype, tokens_BHWC.device, attention.window, tokens_BHWC.shape[-1] // heads)
+        and supports_windows(tokens_BHWC, attention.window, heads)
     )
+
+
+def runs_merging(merge: PatchMerging, squares: Tensor) -> bool:
+    """Whether `patch_merging` can stand in for the module."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
 
 
 def runs_text(layer: Any, hidden: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from clap_ds.model import native_blocks
 from clap_ds.model.config import AudioConfig
 from clap_ds.model.window_attention import MASKED_SCORE, Kernel, attend_windows, partition_windows
 
@@ -104,6 +105,8 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
+        if native_blocks.runs_swin(self, tokens_BHWC):
+            return native_blocks.swin_block(self, tokens_BHWC)
         tokens_BHWC = tokens_BHWC + self.drop_path(self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift))
         return tokens_BHWC + self.drop_path(self.mlp(self.norm2(tokens_BHWC)))
 
@@ -111,14 +114,18 @@ class SwinBlock(nn.Module):
 class PatchMerging(nn.Module):
     """Joins each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, kernel: Kernel) -> None:
         super().__init__()
+        self.kernel = kernel
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, C)
-        return self.reduction(self.norm(squares.permute(0, 1, 3, 4, 2, 5).flatten(3)))
+        squares = squares.permute(0, 1, 3, 4, 2, 5).flatten(3)
+        if self.kernel in native_blocks.KERNELS and native_blocks.runs_merging(self, squares):
+            return native_blocks.patch_merging(self, squares)
+        return self.reduction(self.norm(squares))
 
 
 class Stage(nn.Module):
@@ -136,7 +143,7 @@ class Stage(nn.Module):
             SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path, kernel)
             for i, drop_path in enumerate(drop_paths)
         )
-        self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()
+        self.merge = PatchMerging(dim, kernel) if stage < config.num_stages - 1 else nn.Identity()
         self.register_buffer("mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:

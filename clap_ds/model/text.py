@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clap_ds.model import text_attention
+from clap_ds.model import native_blocks, text_attention
 from clap_ds.model.config import PAD_TOKEN_ID, TextConfig
 from clap_ds.model.packed import Layout, Packing, lay_out
+from clap_ds.model.segment_attention_native import Segments, segments_of_packed, segments_of_padded
 from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
@@ -105,6 +106,8 @@ class TextTower(nn.Module):
         Returns:
             (batch, hidden_size) in the parameters' dtype.
         """
+        if self._runs_native():
+            return self._forward_native(input_ids, attention_mask, packing)
         if packing is not None:
             return self._forward_packed(input_ids, packing)
         # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
@@ -113,6 +116,37 @@ class TextTower(nn.Module):
         if self.pooling == "cls_pooler":
             return output.pooler_output
         return mean_over_tokens(output.last_hidden_state, attention_mask)
+
+    def _runs_native(self) -> bool:
+        """Whether this project's CPU kernels compute the layers."""
+        if self.roberta.config._attn_implementation != text_attention.NAME or self.roberta.gradient_checkpointing:
+            return False
+        return native_blocks.runs_text(self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight)
+
+    def _forward_native(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
+        layout = None if packing is None else lay_out(packing, len(input_ids))
+        ids, positions = (input_ids, None) if layout is None else (input_ids[None], layout.position_ids)
+        hidden_TC = self.roberta.embeddings(input_ids=ids, position_ids=positions).flatten(0, 1)
+
+        def segments(first_only: bool) -> Segments:
+            if packing is not None:
+                return segments_of_packed(packing.bounds, packing.num_captions if first_only else None, first_only)
+            lengths = None if attention_mask is None else attention_mask.sum(dim=1)
+            return segments_of_padded(*input_ids.shape, lengths, first_only)
+
+        everywhere = segments(False)
+        *layers, last = self.roberta.encoder.layer
+        for layer in layers:
+            hidden_TC = native_blocks.text_layer(layer, hidden_TC, everywhere)
+        if isinstance(last.attention, FirstTokenAttention):
+            assert self.roberta.pooler is not None
+            first = segments(True)
+            hidden_BC = native_blocks.text_layer(last, hidden_TC, first, first_rows=first.key_start)
+            return self.roberta.pooler(hidden_BC[:, None])
+        hidden_TC = native_blocks.text_layer(last, hidden_TC, everywhere)
+        if layout is not None:
+            return mean_over_packed_tokens(hidden_TC, layout)
+        return mean_over_tokens(hidden_TC.unflatten(0, input_ids.shape), attention_mask)
 
     def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
         assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention='auto'"
