@@ -21,10 +21,7 @@ def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
         low.dtype == torch.bfloat16
         and gradient.dtype in (torch.bfloat16, torch.float32)
         and all(each.dtype == torch.float32 for each in fp32)
-        and all(
-            each.device.type == "cpu" and each.is_contiguous() and each.numel() == low.numel()
-            for each in (low, gradient, *fp32)
-        )
+        and all(each.is_cpu and each.is_contiguous() and each.numel() == low.numel() for each in (low, gradient, *fp32))
         and not library.unavailable()
     )
 
@@ -64,17 +61,8 @@ def native_adamw(
         )
     table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
     beta1, beta2 = betas
-    unbias = 1.0 / math.sqrt(1.0 - beta2**step)
-    numbers = (
-        1.0 / scale,
-        1.0 - beta1,
-        beta2,
-        1.0 - beta2,
-        unbias,
-        eps,
-        lr / (1.0 - beta1**step),
-        1.0 - lr * weight_decay,
-    )
+    bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
+    numbers = (scale, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(bias2), eps, lr / bias1, 1.0 - lr * weight_decay)
     low_gradients = int(gradients[0].dtype == torch.bfloat16)
     library.kernel("clap_adamw")(table, len(rows), low_gradients, *map(float, numbers))
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])

@@ -12,18 +12,22 @@ struct Parameter {
 };
 
 struct Coefficients {
-    float unscale, rate1, beta2, rate2, unbias, eps, step, keep;
+    float scale, rate1, beta2, rate2, bias, eps, step, keep;
 };
 
 constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
 
-template <bool LOW_GRADIENT>
+// A product that the compiler won't join with a sum after it. Rounded where torch's vector kernel rounds, which for beta1 above
+// a half gives its results to the bit.
+__m512 times(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+template <bool LOW_GRADIENT, bool SCALED>
 class Update {
 public:
     explicit Update(const Coefficients& c)
-        : unscale(_mm512_set1_ps(c.unscale)), rate1(_mm512_set1_ps(c.rate1)), beta2(_mm512_set1_ps(c.beta2)),
-          rate2(_mm512_set1_ps(c.rate2)), unbias(_mm512_set1_ps(c.unbias)), eps(_mm512_set1_ps(c.eps)),
+        : scale(_mm512_set1_ps(c.scale)), rate1(_mm512_set1_ps(c.rate1)), beta2(_mm512_set1_ps(c.beta2)),
+          rate2(_mm512_set1_ps(c.rate2)), bias(_mm512_set1_ps(c.bias)), eps(_mm512_set1_ps(c.eps)),
           step(_mm512_set1_ps(c.step)), keep(_mm512_set1_ps(c.keep)) {}
 
     void run(const Parameter& p, int64_t begin, int64_t end) const {
@@ -45,7 +49,7 @@ public:
     }
 
 private:
-    const __m512 unscale, rate1, beta2, rate2, unbias, eps, step, keep;
+    const __m512 scale, rate1, beta2, rate2, bias, eps, step, keep;
 
     static void prefetch(const Parameter& p, int64_t i) {
         for (int64_t half = 0; half < 32; half += 16) {
@@ -61,13 +65,13 @@ private:
     __m256i sixteen(const Parameter& p, int64_t i, __mmask16 valid) const {
         __m512 gradient = LOW_GRADIENT ? from_bf16(_mm256_maskz_loadu_epi16(valid, (const bf16*)p.gradient + i))
                                        : _mm512_maskz_loadu_ps(valid, (const float*)p.gradient + i);
-        gradient = _mm512_mul_ps(gradient, unscale);
+        if (SCALED) gradient = _mm512_div_ps(gradient, scale);
         __m512 average = _mm512_maskz_loadu_ps(valid, p.exp_avg + i), square = _mm512_maskz_loadu_ps(valid, p.exp_avg_sq + i);
-        __m512 master = _mm512_maskz_loadu_ps(valid, p.master + i);
+        __m512 master = times(_mm512_maskz_loadu_ps(valid, p.master + i), keep);
         average = _mm512_fmadd_ps(rate1, _mm512_sub_ps(gradient, average), average);
-        square = _mm512_fmadd_ps(_mm512_mul_ps(rate2, gradient), gradient, _mm512_mul_ps(square, beta2));
-        const __m512 deviation = _mm512_fmadd_ps(_mm512_sqrt_ps(square), unbias, eps);
-        master = _mm512_sub_ps(_mm512_mul_ps(master, keep), _mm512_div_ps(_mm512_mul_ps(step, average), deviation));
+        square = _mm512_fmadd_ps(times(rate2, gradient), gradient, times(square, beta2));
+        const __m512 deviation = _mm512_add_ps(_mm512_div_ps(_mm512_sqrt_ps(square), bias), eps);
+        master = _mm512_sub_ps(master, _mm512_div_ps(times(step, average), deviation));
         _mm512_mask_storeu_ps(p.exp_avg + i, valid, average);
         _mm512_mask_storeu_ps(p.exp_avg_sq + i, valid, square);
         _mm512_mask_storeu_ps(p.master + i, valid, master);
@@ -78,13 +82,13 @@ private:
 int64_t blocks_of(const Parameter& p) { return (p.size + BLOCK - 1) / BLOCK; }
 
 // The blocks of all parameters, counted on end, are dealt out to the threads in equal runs.
-template <bool LOW_GRADIENT>
+template <bool LOW_GRADIENT, bool SCALED>
 void step_all(const Parameter* parameters, int64_t count, const Coefficients& coefficients) {
     int64_t blocks = 0;
     for (int64_t n = 0; n < count; n++) blocks += blocks_of(parameters[n]);
 #pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), blocks)))
     {
-        const Update<LOW_GRADIENT> update(coefficients);
+        const Update<LOW_GRADIENT, SCALED> update(coefficients);
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
         int64_t passed = 0;
@@ -101,11 +105,13 @@ void step_all(const Parameter* parameters, int64_t count, const Coefficients& co
 
 }  // namespace
 
-// One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient · unscale;
-// master = keep · master − step · average / (√square · unbias + eps), and low = master rounded.
+// One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient / scale;
+// master = keep · master − step · average / (√square / bias + eps), and low = master rounded.
 // parameters: `count` of them. `low_gradients`: gradients are bf16, else fp32.
-extern "C" void clap_adamw(const void* parameters, int64_t count, int64_t low_gradients, float unscale, float rate1,
-                           float beta2, float rate2, float unbias, float eps, float step, float keep) {
-    const Coefficients coefficients = {unscale, rate1, beta2, rate2, unbias, eps, step, keep};
-    (low_gradients ? step_all<true> : step_all<false>)((const Parameter*)parameters, count, coefficients);
+extern "C" void clap_adamw(const void* parameters, int64_t count, int64_t low_gradients, float scale, float rate1, float beta2,
+                           float rate2, float bias, float eps, float step, float keep) {
+    const Coefficients coefficients = {scale, rate1, beta2, rate2, bias, eps, step, keep};
+    auto* run = low_gradients ? (scale == 1.0f ? step_all<true, false> : step_all<true, true>)
+                              : (scale == 1.0f ? step_all<false, false> : step_all<false, true>);
+    run((const Parameter*)parameters, count, coefficients);
 }
