@@ -1,8 +1,9 @@
 // Softmax attention of segments of rows over other segments of rows, forward and backward.
 //
-// One (segment, head) at a time. Scores of a block of queries with all keys stay in cache, so the softmax is the plain one.
-// Forward they are (queries × keys). Backward they are (keys × queries), which is how dV and dK take them as a left operand,
-// and sums over keys go down the columns. Rows are padded with zeros to whole tiles in scratch memory.
+// One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. Forward
+// they are (queries × keys), 16 queries at a time, which leaves the first cache to keys and values. Backward they are
+// (keys × queries), which is how dV and dK take them as a left operand, and sums over keys go down the columns. Rows are padded
+// with zeros to whole tiles in scratch memory.
 #include <cmath>
 
 #include "common.h"
@@ -10,10 +11,13 @@
 namespace {
 
 constexpr int TILE = 16 * 32;  // bf16 of a tile
-constexpr int BLOCK = 32;      // queries at a time: two tiles
+constexpr int BLOCK = 32;      // queries at a time backward: two tiles
 constexpr float LOG2_E = 1.44269504088896341f;
 
 int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+// The first `lanes` of 16, none for a negative number.
+__mmask16 first_lanes(int64_t lanes) { return lanes >= 16 ? 0xffff : lanes > 0 ? (1u << lanes) - 1 : 0; }
+
 int64_t blocks_of(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
 
 // Rows of one tensor; `stride` in elements.
@@ -184,14 +188,12 @@ __m512 across(__m512 r[16], Combine combine) {
     return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
-// Softmax of 16 rows without the division: bf16 weights, zeros up to a multiple of 32 keys, and their fp32 sums' reciprocals.
-// `scale` includes log2 e. Returns ln Σ e^score.
-__m512 exponentiate_rows(bf16* weights, float* reciprocals, const float* scores, int64_t stride, int64_t keys, float scale) {
+// Softmax of 16 rows without the division: in place of each row of scores, bf16 weights, zeros up to a multiple of 32 keys; and
+// their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
+__m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
-    int64_t rest = keys - last;
-    __mmask16 low_mask = rest >= 16 ? 0xffff : (1u << rest) - 1, high_mask = rest > 16 ? (1u << (rest - 16)) - 1 : 0;
-    if (rest == 32) high_mask = 0xffff;
+    __mmask16 low_mask = first_lanes(keys - last), high_mask = first_lanes(keys - last - 16);
     __m512 r[16];
     for (int row = 0; row < 16; row++) {
         const float* s = scores + row * stride;
@@ -207,8 +209,8 @@ __m512 exponentiate_rows(bf16* weights, float* reciprocals, const float* scores,
     alignas(64) float shifts[16];
     _mm512_store_ps(shifts, most);
     for (int row = 0; row < 16; row++) {
-        const float* s = scores + row * stride;
-        bf16* w = weights + row * stride;
+        float* s = scores + row * stride;
+        bf16* w = (bf16*)s;  // never ahead of what is read
         __m512 shift = _mm512_set1_ps(shifts[row]);
         __m512 low_sum = _mm512_setzero_ps(), high_sum = low_sum;
         for (int64_t key = 0; key < last; key += 32) {
@@ -237,9 +239,7 @@ class Forward {
           key_columns_(scratch<bf16>(keys_ * D)),
           values_(scratch<bf16>(keys_ * D)),
           tail_(scratch<bf16>(16 * D)),
-          queries_(scratch<bf16>(BLOCK * D)),
-          scores_(scratch<float>(BLOCK * keys_)),
-          weights_(scratch<bf16>(BLOCK * keys_)) {}
+          scores_(scratch<float>(16 * keys_)) {}
 
     void attend(Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Rows out, float* log_sums) {
         if (keys == 0) {
@@ -254,21 +254,20 @@ class Forward {
             pack_columns<D>(key_columns_.get() + whole * columns.tile, tail_.get(), D, 1);
         }
         Operand values = pack_summed<D>(values_.get(), v.at, v.stride, keys);
-        for (int64_t start = 0; start < queries; start += BLOCK) {
-            int64_t rows = std::min<int64_t>(BLOCK, queries - start), tiles = tiles_of(rows);
-            copy_padded<D>(queries_.get(), q.from(start, 0), rows, tiles * 16);
-            Operand block = {queries_.get(), D * 2, 16 * D, 32};
-            multiply(block, tiles, columns, tiles_of(keys), D / 32, scores_.get(), stride);
-            alignas(64) float reciprocals[BLOCK];
-            for (int64_t row = 0; row < rows; row += 16) {
-                const float* scores = scores_.get() + row * stride;
-                __m512 sums = exponentiate_rows(
-                    weights_.get() + row * stride, reciprocals + row, scores, stride, keys, scale * LOG2_E);
-                __mmask16 mask = rows - row >= 16 ? 0xffff : (1u << (rows - row)) - 1;
-                _mm512_mask_storeu_ps(log_sums + start + row, mask, sums);
+        for (int64_t start = 0; start < queries; start += 16) {
+            int64_t rows = std::min<int64_t>(16, queries - start);
+            Rows own = q.from(start, 0);
+            Operand block = {own.at, own.stride * 2, 0, 32};
+            if (rows < 16) {
+                copy_padded<D>(tail_.get(), own, rows, 16);
+                block = {tail_.get(), D * 2, 0, 32};
             }
-            Operand weights = {weights_.get(), stride * 2, 16 * stride, 32};
-            multiply(weights, tiles, values, D / 16, stride / 32, mixed_, D);
+            multiply(block, 1, columns, tiles_of(keys), D / 32, scores_.get(), stride);
+            alignas(64) float reciprocals[16];
+            __m512 sums = exponentiate_rows(scores_.get(), reciprocals, stride, keys, scale * LOG2_E);
+            _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
+            Operand weights = {(bf16*)scores_.get(), stride * 4, 0, 32};
+            multiply(weights, 1, values, D / 16, stride / 32, mixed_, D);
             store_rows<D, true>(out.from(start, 0), mixed_, reciprocals, rows);
         }
     }
@@ -276,10 +275,9 @@ class Forward {
   private:
     typedef std::unique_ptr<bf16[], Free> Low;
     int64_t keys_;
-    Low key_columns_, values_, tail_, queries_;
+    Low key_columns_, values_, tail_;
     std::unique_ptr<float[], Free> scores_;
-    Low weights_;
-    alignas(64) float mixed_[BLOCK * D];
+    alignas(64) float mixed_[16 * D];
 };
 
 template <int D>
@@ -367,8 +365,8 @@ class Backward {
         const __m512 zero = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale * LOG2_E), scales = _mm512_set1_ps(scale);
         __m512 shift[N], sum[N], p[2] = {zero, zero}, d[2] = {zero, zero};
         for (int i = 0; i < N; i++) {
-            __mmask16 mask = rows - 16 * i >= 16 ? 0xffff : (1u << (rows - 16 * i)) - 1;
-            shift[i] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, log_sums + 16 * i), _mm512_set1_ps(LOG2_E));
+            __m512 own = _mm512_maskz_loadu_ps(first_lanes(rows - 16 * i), log_sums + 16 * i);
+            shift[i] = _mm512_mul_ps(own, _mm512_set1_ps(LOG2_E));
             sum[i] = zero;
         }
         for (int64_t key = 0; key < keys; key++) {
