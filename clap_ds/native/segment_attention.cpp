@@ -294,11 +294,11 @@ class Backward {
           output_columns_(scratch<bf16>(queries_ * D)),
           packed_queries_(scratch<bf16>(queries_ * D)),
           packed_outputs_(scratch<bf16>(queries_ * D)),
-          scores_(scratch<float>(keys_ * BLOCK)),
-          slopes_(scratch<float>(keys_ * BLOCK)),
+          scores_(scratch<float>(keys_ * 16)),
+          slopes_(scratch<float>(keys_ * 16)),
           weights_(scratch<bf16>(keys_ * queries_)),
           d_scores_(scratch<bf16>(keys_ * queries_)),
-          d_score_rows_(scratch<bf16>(keys_ * BLOCK)) {}
+          d_score_rows_(scratch<bf16>(keys_ * 16)) {}
 
     struct Gradients {
         Rows d_q, d_k, d_v;
@@ -326,17 +326,17 @@ class Backward {
         Operand output_columns = pack_columns<D>(output_columns_.get(), rows_.get(), D, query_tiles);
         Operand packed_outputs = pack_summed<D>(packed_outputs_.get(), rows_.get(), D, queries);
         Operand key_rows = {key_rows_.get(), D * 2, 16 * D, 32}, value_rows = {value_rows_.get(), D * 2, 16 * D, 32};
-        for (int64_t block = 0; block < blocks_of(queries); block++) {
-            int64_t start = block * BLOCK, rows = std::min<int64_t>(BLOCK, queries - start), tiles = tiles_of(rows);
-            multiply(key_rows, key_tiles, advanced(query_columns, 2 * block), tiles, D / 32, scores_.get(), BLOCK);
-            multiply(value_rows, key_tiles, advanced(output_columns, 2 * block), tiles, D / 32, slopes_.get(), BLOCK);
-            bf16 *weights = weights_.get() + block * stride, *d_scores = d_scores_.get() + block * stride;
-            if (tiles == 2) {
-                differentiate_softmax<2>(weights, d_scores, log_sums + start, rows, keys, scale);
-            } else {
-                differentiate_softmax<1>(weights, d_scores, log_sums + start, rows, keys, scale);
+        for (int64_t tile = 0; tile < query_tiles; tile++) {
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
+            multiply(key_rows, key_tiles, advanced(query_columns, tile), 1, D / 32, scores_.get(), 16);
+            multiply(value_rows, key_tiles, advanced(output_columns, tile), 1, D / 32, slopes_.get(), 16);
+            bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
+            differentiate_softmax(weights, d_scores, half, log_sums + start, rows, keys, scale);
+            for (int64_t step = 0; step < blocks_of(keys); step++) {
+                int valid = (int)std::min<int64_t>(32, keys - 32 * step);
+                pack_rows_as_a(d_score_rows_.get() + step * TILE, d_scores + step * 32 * 32 + 16 * half, 32, valid);
             }
-            multiply_d_scores(d_scores, packed_keys, keys, tiles);
+            multiply({d_score_rows_.get(), 64, 0, TILE}, 1, packed_keys, D / 16, blocks_of(keys), mixed_, D);
             store_rows<D, false>(to.d_q.from(start, 0), mixed_, nullptr, rows);
         }
         Operand weights = {weights_.get(), 64, TILE, stride}, d_scores = {d_scores_.get(), 64, TILE, stride};
@@ -358,47 +358,30 @@ class Backward {
         return operand;
     }
 
-    // Weights and d_scores, bf16 (keys × 32 queries), of 16·N queries; columns beyond are 0.
-    template <int N>
+    // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries). The first half
+    // leaves zeros in the second.
     void differentiate_softmax(
-        bf16* weights, bf16* d_scores, const float* log_sums, int64_t rows, int64_t keys, float scale) {
+        bf16* weights, bf16* d_scores, int64_t half, const float* log_sums, int64_t rows, int64_t keys, float scale) {
         const __m512 zero = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale * LOG2_E), scales = _mm512_set1_ps(scale);
-        __m512 shift[N], sum[N], p[2] = {zero, zero}, d[2] = {zero, zero};
-        for (int i = 0; i < N; i++) {
-            __m512 own = _mm512_maskz_loadu_ps(first_lanes(rows - 16 * i), log_sums + 16 * i);
-            shift[i] = _mm512_mul_ps(own, _mm512_set1_ps(LOG2_E));
-            sum[i] = zero;
+        __m512 own = _mm512_maskz_loadu_ps(first_lanes(rows), log_sums);
+        __m512 shift = _mm512_mul_ps(own, _mm512_set1_ps(LOG2_E)), sum = zero;
+        auto store = [half](bf16* row, __m512 x) {
+            if (half) {
+                store_bf16(row + 16, x);
+            } else {
+                _mm512_store_si512(row, _mm512_zextsi256_si512(to_bf16(x)));
+            }
+        };
+        for (int64_t key = 0; key < keys; key++) {
+            __m512 p = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores_.get() + key * 16), factor, shift));
+            sum = _mm512_fmadd_ps(p, _mm512_load_ps(slopes_.get() + key * 16), sum);
+            _mm512_store_ps(scores_.get() + key * 16, p);
+            store(weights + key * 32, p);
         }
         for (int64_t key = 0; key < keys; key++) {
-            float *scores = scores_.get() + key * BLOCK, *slopes = slopes_.get() + key * BLOCK;
-            for (int i = 0; i < N; i++) {
-                p[i] = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * i), factor, shift[i]));
-                sum[i] = _mm512_fmadd_ps(p[i], _mm512_load_ps(slopes + 16 * i), sum[i]);
-                _mm512_store_ps(scores + 16 * i, p[i]);
-            }
-            _mm512_store_si512(weights + key * BLOCK, two_to_bf16(p[0], p[1]));
+            __m512 p = _mm512_mul_ps(_mm512_load_ps(scores_.get() + key * 16), scales);
+            store(d_scores + key * 32, _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(slopes_.get() + key * 16), sum)));
         }
-        for (int64_t key = 0; key < keys; key++) {
-            float *scores = scores_.get() + key * BLOCK, *slopes = slopes_.get() + key * BLOCK;
-            for (int i = 0; i < N; i++) {
-                __m512 slope = _mm512_sub_ps(_mm512_load_ps(slopes + 16 * i), sum[i]);
-                d[i] = _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(scores + 16 * i), scales), slope);
-            }
-            _mm512_store_si512(d_scores + key * BLOCK, two_to_bf16(d[0], d[1]));
-        }
-    }
-
-    // d_q of a block, into `mixed_`, from d_scores of (keys × 32 queries).
-    void multiply_d_scores(const bf16* d_scores, Operand packed_keys, int64_t keys, int64_t tiles) {
-        int64_t steps = blocks_of(keys);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            for (int64_t step = 0; step < steps; step++) {
-                int valid = (int)std::min<int64_t>(32, keys - 32 * step);
-                bf16* to = d_score_rows_.get() + (tile * steps + step) * TILE;
-                pack_rows_as_a(to, d_scores + step * 32 * BLOCK + 16 * tile, BLOCK, valid);
-            }
-        }
-        multiply({d_score_rows_.get(), 64, steps * TILE, TILE}, tiles, packed_keys, D / 16, steps, mixed_, D);
     }
 
     int64_t queries_, keys_;
