@@ -1,8 +1,9 @@
 // Softmax attention of segments of rows over other segments of rows, forward and backward.
 //
-// One (segment, head) at a time. Scores of a block of queries with all keys stay in cache, so the softmax is the plain one.
-// Forward they are (queries × keys). Backward they are (keys × queries), which is how dV and dK take them as a left operand,
-// and sums over keys go down the columns. Rows are padded with zeros to whole tiles in scratch memory.
+// One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. Forward
+// they are (queries × keys), 16 queries at a time, which leaves the first cache to keys and values. Backward they are
+// (keys × queries), which is how dV and dK take them as a left operand, and sums over keys go down the columns. Rows are padded
+// with zeros to whole tiles in scratch memory.
 #include <cmath>
 
 #include "common.h"
@@ -10,10 +11,13 @@
 namespace {
 
 constexpr int TILE = 16 * 32;  // bf16 of a tile
-constexpr int BLOCK = 32;      // queries at a time: two tiles
+constexpr int BLOCK = 32;      // queries at a time backward: two tiles
 constexpr float LOG2_E = 1.44269504088896341f;
 
 int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+// The first `lanes` of 16, none for a negative number.
+__mmask16 first_lanes(int64_t lanes) { return lanes >= 16 ? 0xffff : lanes > 0 ? (1u << lanes) - 1 : 0; }
+
 int64_t blocks_of(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
 
 // Rows of one tensor; `stride` in elements.
@@ -184,14 +188,12 @@ __m512 across(__m512 r[16], Combine combine) {
     return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
-// Softmax of 16 rows without the division: bf16 weights, zeros up to a multiple of 32 keys, and their fp32 sums' reciprocals.
-// `scale` includes log2 e. Returns ln Σ e^score.
-__m512 exponentiate_rows(bf16* weights, float* reciprocals, const float* scores, int64_t stride, int64_t keys, float scale) {
+// Softmax of 16 rows without the division: in place of each row of scores, bf16 weights, zeros up to a multiple of 32 keys; and
+// their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
+__m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
-    int64_t rest = keys - last;
-    __mmask16 low_mask = rest >= 16 ? 0xffff : (1u << rest) - 1, high_mask = rest > 16 ? (1u << (rest - 16)) - 1 : 0;
-    if (rest == 32) high_mask = 0xffff;
+    __mmask16 low_mask = first_lanes(keys - last), high_mask = first_lanes(keys - last - 16);
     __m512 r[16];
     for (int row = 0; row < 16; row++) {
         const float* s = scores + row * stride;
@@ -207,8 +209,8 @@ __m512 exponentiate_rows(bf16* weights, float* reciprocals, const float* scores,
     alignas(64) float shifts[16];
     _mm512_store_ps(shifts, most);
     for (int row = 0; row < 16; row++) {
-        const float* s = scores + row * stride;
-        bf16* w = weights + row * stride;
+        float* s = scores + row * stride;
+        bf16* w = (bf16*)s;  // never ahead of what is read
         __m512 shift = _mm512_set1_ps(shifts[row]);
         __m512 low_sum = _mm512_setzero_ps(), high_sum = low_sum;
         for (int64_t key = 0; key < last; key += 32) {
@@ -237,9 +239,7 @@ class Forward {
           key_columns_(scratch<bf16>(keys_ * D)),
           values_(scratch<bf16>(keys_ * D)),
           tail_(scratch<bf16>(16 * D)),
-          queries_(scratch<bf16>(BLOCK * D)),
-          scores_(scratch<float>(BLOCK * keys_)),
-          weights_(scratch<bf16>(BLOCK * keys_)) {}
+          scores_(scratch<float>(16 * keys_)) {}
 
     void attend(Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Rows out, float* log_sums) {
         if (keys == 0) {
@@ -254,21 +254,20 @@ class Forward {
             pack_columns<D>(key_columns_.get() + whole * columns.tile, tail_.get(), D, 1);
         }
         Operand values = pack_summed<D>(values_.get(), v.at, v.stride, keys);
-        for (int64_t start = 0; start < queries; start += BLOCK) {
-            int64_t rows = std::min<int64_t>(BLOCK, queries - start), tiles = tiles_of(rows);
-            copy_padded<D>(queries_.get(), q.from(start, 0), rows, tiles * 16);
-            Operand block = {queries_.get(), D * 2, 16 * D, 32};
-            multiply(block, tiles, columns, tiles_of(keys), D / 32, scores_.get(), stride);
-            alignas(64) float reciprocals[BLOCK];
-            for (int64_t row = 0; row < rows; row += 16) {
-                const float* scores = scores_.get() + row * stride;
-                __m512 sums = exponentiate_rows(
-                    weights_.get() + row * stride, reciprocals + row, scores, stride, keys, scale * LOG2_E);
-                __mmask16 mask = rows - row >= 16 ? 0xffff : (1u << (rows - row)) - 1;
-                _mm512_mask_storeu_ps(log_sums + start + row, mask, sums);
+        for (int64_t start = 0; start < queries; start += 16) {
+            int64_t rows = std::min<int64_t>(16, queries - start);
+            Rows own = q.from(start, 0);
+            Operand block = {own.at, own.stride * 2, 0, 32};
+            if (rows < 16) {
+                copy_padded<D>(tail_.get(), own, rows, 16);
+                block = {tail_.get(), D * 2, 0, 32};
             }
-            Operand weights = {weights_.get(), stride * 2, 16 * stride, 32};
-            multiply(weights, tiles, values, D / 16, stride / 32, mixed_, D);
+            multiply(block, 1, columns, tiles_of(keys), D / 32, scores_.get(), stride);
+            alignas(64) float reciprocals[16];
+            __m512 sums = exponentiate_rows(scores_.get(), reciprocals, stride, keys, scale * LOG2_E);
+            _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
+            Operand weights = {(bf16*)scores_.get(), stride * 4, 0, 32};
+            multiply(weights, 1, values, D / 16, stride / 32, mixed_, D);
             store_rows<D, true>(out.from(start, 0), mixed_, reciprocals, rows);
         }
     }
@@ -276,10 +275,9 @@ class Forward {
   private:
     typedef std::unique_ptr<bf16[], Free> Low;
     int64_t keys_;
-    Low key_columns_, values_, tail_, queries_;
+    Low key_columns_, values_, tail_;
     std::unique_ptr<float[], Free> scores_;
-    Low weights_;
-    alignas(64) float mixed_[BLOCK * D];
+    alignas(64) float mixed_[16 * D];
 };
 
 template <int D>
@@ -296,11 +294,11 @@ class Backward {
           output_columns_(scratch<bf16>(queries_ * D)),
           packed_queries_(scratch<bf16>(queries_ * D)),
           packed_outputs_(scratch<bf16>(queries_ * D)),
-          scores_(scratch<float>(keys_ * BLOCK)),
-          slopes_(scratch<float>(keys_ * BLOCK)),
+          scores_(scratch<float>(keys_ * 16)),
+          slopes_(scratch<float>(keys_ * 16)),
           weights_(scratch<bf16>(keys_ * queries_)),
           d_scores_(scratch<bf16>(keys_ * queries_)),
-          d_score_rows_(scratch<bf16>(keys_ * BLOCK)) {}
+          d_score_rows_(scratch<bf16>(keys_ * 16)) {}
 
     struct Gradients {
         Rows d_q, d_k, d_v;
@@ -328,17 +326,17 @@ class Backward {
         Operand output_columns = pack_columns<D>(output_columns_.get(), rows_.get(), D, query_tiles);
         Operand packed_outputs = pack_summed<D>(packed_outputs_.get(), rows_.get(), D, queries);
         Operand key_rows = {key_rows_.get(), D * 2, 16 * D, 32}, value_rows = {value_rows_.get(), D * 2, 16 * D, 32};
-        for (int64_t block = 0; block < blocks_of(queries); block++) {
-            int64_t start = block * BLOCK, rows = std::min<int64_t>(BLOCK, queries - start), tiles = tiles_of(rows);
-            multiply(key_rows, key_tiles, advanced(query_columns, 2 * block), tiles, D / 32, scores_.get(), BLOCK);
-            multiply(value_rows, key_tiles, advanced(output_columns, 2 * block), tiles, D / 32, slopes_.get(), BLOCK);
-            bf16 *weights = weights_.get() + block * stride, *d_scores = d_scores_.get() + block * stride;
-            if (tiles == 2) {
-                differentiate_softmax<2>(weights, d_scores, log_sums + start, rows, keys, scale);
-            } else {
-                differentiate_softmax<1>(weights, d_scores, log_sums + start, rows, keys, scale);
+        for (int64_t tile = 0; tile < query_tiles; tile++) {
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
+            multiply(key_rows, key_tiles, advanced(query_columns, tile), 1, D / 32, scores_.get(), 16);
+            multiply(value_rows, key_tiles, advanced(output_columns, tile), 1, D / 32, slopes_.get(), 16);
+            bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
+            differentiate_softmax(weights, d_scores, half, log_sums + start, rows, keys, scale);
+            for (int64_t step = 0; step < blocks_of(keys); step++) {
+                int valid = (int)std::min<int64_t>(32, keys - 32 * step);
+                pack_rows_as_a(d_score_rows_.get() + step * TILE, d_scores + step * 32 * 32 + 16 * half, 32, valid);
             }
-            multiply_d_scores(d_scores, packed_keys, keys, tiles);
+            multiply({d_score_rows_.get(), 64, 0, TILE}, 1, packed_keys, D / 16, blocks_of(keys), mixed_, D);
             store_rows<D, false>(to.d_q.from(start, 0), mixed_, nullptr, rows);
         }
         Operand weights = {weights_.get(), 64, TILE, stride}, d_scores = {d_scores_.get(), 64, TILE, stride};
@@ -360,47 +358,30 @@ class Backward {
         return operand;
     }
 
-    // Weights and d_scores, bf16 (keys × 32 queries), of 16·N queries; columns beyond are 0.
-    template <int N>
+    // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries). The first half
+    // leaves zeros in the second.
     void differentiate_softmax(
-        bf16* weights, bf16* d_scores, const float* log_sums, int64_t rows, int64_t keys, float scale) {
+        bf16* weights, bf16* d_scores, int64_t half, const float* log_sums, int64_t rows, int64_t keys, float scale) {
         const __m512 zero = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale * LOG2_E), scales = _mm512_set1_ps(scale);
-        __m512 shift[N], sum[N], p[2] = {zero, zero}, d[2] = {zero, zero};
-        for (int i = 0; i < N; i++) {
-            __mmask16 mask = rows - 16 * i >= 16 ? 0xffff : (1u << (rows - 16 * i)) - 1;
-            shift[i] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, log_sums + 16 * i), _mm512_set1_ps(LOG2_E));
-            sum[i] = zero;
+        __m512 own = _mm512_maskz_loadu_ps(first_lanes(rows), log_sums);
+        __m512 shift = _mm512_mul_ps(own, _mm512_set1_ps(LOG2_E)), sum = zero;
+        auto store = [half](bf16* row, __m512 x) {
+            if (half) {
+                store_bf16(row + 16, x);
+            } else {
+                _mm512_store_si512(row, _mm512_zextsi256_si512(to_bf16(x)));
+            }
+        };
+        for (int64_t key = 0; key < keys; key++) {
+            __m512 p = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores_.get() + key * 16), factor, shift));
+            sum = _mm512_fmadd_ps(p, _mm512_load_ps(slopes_.get() + key * 16), sum);
+            _mm512_store_ps(scores_.get() + key * 16, p);
+            store(weights + key * 32, p);
         }
         for (int64_t key = 0; key < keys; key++) {
-            float *scores = scores_.get() + key * BLOCK, *slopes = slopes_.get() + key * BLOCK;
-            for (int i = 0; i < N; i++) {
-                p[i] = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * i), factor, shift[i]));
-                sum[i] = _mm512_fmadd_ps(p[i], _mm512_load_ps(slopes + 16 * i), sum[i]);
-                _mm512_store_ps(scores + 16 * i, p[i]);
-            }
-            _mm512_store_si512(weights + key * BLOCK, two_to_bf16(p[0], p[1]));
+            __m512 p = _mm512_mul_ps(_mm512_load_ps(scores_.get() + key * 16), scales);
+            store(d_scores + key * 32, _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(slopes_.get() + key * 16), sum)));
         }
-        for (int64_t key = 0; key < keys; key++) {
-            float *scores = scores_.get() + key * BLOCK, *slopes = slopes_.get() + key * BLOCK;
-            for (int i = 0; i < N; i++) {
-                __m512 slope = _mm512_sub_ps(_mm512_load_ps(slopes + 16 * i), sum[i]);
-                d[i] = _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(scores + 16 * i), scales), slope);
-            }
-            _mm512_store_si512(d_scores + key * BLOCK, two_to_bf16(d[0], d[1]));
-        }
-    }
-
-    // d_q of a block, into `mixed_`, from d_scores of (keys × 32 queries).
-    void multiply_d_scores(const bf16* d_scores, Operand packed_keys, int64_t keys, int64_t tiles) {
-        int64_t steps = blocks_of(keys);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            for (int64_t step = 0; step < steps; step++) {
-                int valid = (int)std::min<int64_t>(32, keys - 32 * step);
-                bf16* to = d_score_rows_.get() + (tile * steps + step) * TILE;
-                pack_rows_as_a(to, d_scores + step * 32 * BLOCK + 16 * tile, BLOCK, valid);
-            }
-        }
-        multiply({d_score_rows_.get(), 64, steps * TILE, TILE}, tiles, packed_keys, D / 16, steps, mixed_, D);
     }
 
     int64_t queries_, keys_;
