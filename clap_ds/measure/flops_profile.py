@@ -20,6 +20,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.measure.clock import PhaseTimer
 from clap_ds.measure.flops_analytic import TextLengths, forward_flops, published_flops, recomputed_flops
 from clap_ds.measure.flops_counters import Count, profile_by_deepspeed
+from clap_ds.native.library import torch_instead
 from clap_ds.session import Session
 
 REPORT = "flops_profile.txt"
@@ -115,4 +116,5 @@ def _profile_one_forward(session: Session, section: DeepSpeedFlopsProfilerConfig
             Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, section.output_file)
 
-    return profile_by_deepspeed(profiler, forward, report)
+    with torch_instead():  # whose operations DeepSpeed counts
+        return profile_by_deepspeed(profiler, forward, report)

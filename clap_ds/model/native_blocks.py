@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.model import layer_norm_native, linear_native, segment_attention_native
+from clap_ds.model.dropout_native import native_dropout
 from clap_ds.model.layer_norm_native import native_add_layer_norm, native_layer_norm, native_layer_norm_residual
 from clap_ds.model.linear_native import native_linear, native_mlp
 from clap_ds.model.segment_attention_native import Segments, native_segment_attention
@@ -108,7 +108,8 @@ def text_layer(layer: Any, hidden_TC: Tensor, segments: Segments, first_rows: Te
 
 def _add_and_norm(branch: Tensor, residual: Tensor, output: Any) -> Tensor:
     norm = output.LayerNorm
-    branch = F.dropout(branch, output.dropout.p, output.training)
+    if output.training:
+        branch = native_dropout(branch, output.dropout.p)
     return native_add_layer_norm(branch, residual, norm.weight, norm.bias, norm.eps)
 
 

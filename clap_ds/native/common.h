@@ -6,6 +6,7 @@
 
 #include <immintrin.h>
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -47,6 +48,22 @@ static inline __m512 exp2_ps(__m512 x) {
 
 // e^x for x ≤ 88, as `exp2_ps`.
 static inline __m512 exp_ps(__m512 x) { return exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f))); }
+
+// 32 random bits for each number, which a run of numbers with one seed may be taken by (two rounds of a multiplicative hash).
+static inline __m512i random_bits(uint64_t seed, __m512i number) {
+    __m512i x = _mm512_xor_si512(number, _mm512_set1_epi32((int)seed));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7feb352d));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32((int)0x846ca68b));
+    x = _mm512_add_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32((int)(seed >> 32)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x21f0aaad));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+}
+
+// 1 in the lanes that dropout with this probability keeps.
+static inline __mmask16 kept(uint64_t seed, __m512i number, float probability) {
+    const uint32_t limit = (uint32_t)std::min(probability * 4294967296.0, 4294967295.0);
+    return _mm512_cmpge_epu32_mask(random_bits(seed, number), _mm512_set1_epi32((int)limit));
+}
 
 // Sets up all eight tiles as 16 rows of 64 bytes for the calling thread; a thread needs one while it uses tiles.
 struct Tiles {
@@ -125,12 +142,50 @@ static inline void pack_rows_as_a(bf16* tile, const bf16* rows, int64_t stride, 
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
 }
 
-struct Free {
-    void operator()(void* p) const { free(p); }
+// A thread's memory for the time of a kernel, kept for the next one: huge pages, as with small ones an operand that fits the
+// second-level cache still evicts itself from it.
+class Arena {
+   public:
+    static Arena& of_thread() {
+        static thread_local Arena arena;
+        return arena;
+    }
+    void* take(int64_t bytes) {
+        if (live_++ == 0) {
+            if (wanted_ > size_) grow();
+            used_ = wanted_ = 0;
+        }
+        bytes = (bytes + 63) / 64 * 64;
+        wanted_ += bytes;
+        if (used_ + bytes > size_) return aligned_alloc(64, bytes);
+        used_ += bytes;
+        return memory_ + used_ - bytes;
+    }
+    void give_back(void* p) {
+        live_--;
+        if (p < memory_ || p >= memory_ + size_) free(p);
+    }
+    ~Arena() { free(memory_); }
+
+   private:
+    void grow() {
+        constexpr int64_t HUGE = 1 << 21;
+        free(memory_);
+        size_ = (wanted_ + HUGE - 1) / HUGE * HUGE;
+        memory_ = (char*)aligned_alloc(HUGE, size_);
+        if (!memory_) size_ = 0;
+        if (memory_) madvise(memory_, size_, MADV_HUGEPAGE);
+    }
+    char* memory_ = nullptr;
+    int64_t size_ = 0, used_ = 0, wanted_ = 0, live_ = 0;
 };
 
-// Memory for `count` elements at a cache line's edge.
+struct Free {
+    void operator()(void* p) const { Arena::of_thread().give_back(p); }
+};
+
+// Memory for `count` elements at a cache line's edge, until the end of the scope. Not to be handed to other threads for freeing.
 template <typename T>
 static inline std::unique_ptr<T[], Free> scratch(int64_t count) {
-    return std::unique_ptr<T[], Free>((T*)aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
+    return std::unique_ptr<T[], Free>((T*)Arena::of_thread().take(std::max<int64_t>(count, 1) * sizeof(T)));
 }

@@ -14,7 +14,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ FLAGS = (
 )
 COMPILE_TIMEOUT_S = 300
 
+_switched_off = False
 log = logging.getLogger(__name__)
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """Why there are no native kernels here."""
 
 
@@ -57,7 +59,7 @@ def _processor() -> str:
 def _compiler() -> str:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
-        raise Unavailable("no C++ compiler found (g++, or what $CXX names)")
+        raise UnavailableError("no C++ compiler found (g++, or what $CXX names)")
     return compiler
 
 
@@ -87,7 +89,7 @@ def _compile(compiler: str, library: Path) -> None:
         command = [compiler, *FLAGS, *map(str, _sources()), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
         if result.returncode != 0:
-            raise Unavailable(f"{compiler} can't compile them: {result.stderr.strip().splitlines()[:1]}")
+            raise UnavailableError(f"{compiler} can't compile them: {result.stderr.strip().splitlines()[:1]}")
         made.replace(library)
 
 
@@ -98,19 +100,33 @@ def _load() -> ctypes.CDLL | str:
         return "this CPU has no bf16 matrix units (AMX)"
     try:
         library = ctypes.CDLL(str(_build()))  # its OpenMP is torch's: loaded before, under the same name
-    except (Unavailable, OSError, subprocess.SubprocessError) as error:
+    except (UnavailableError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     if library.clap_request_amx() != 0:
         return "the kernel doesn't let processes use AMX"
     return library
 
 
+@contextmanager
+def torch_instead() -> Iterator[None]:
+    """Has everything that asks `unavailable` do with torch's operations, in this process, for the time."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before
+
+
 def unavailable() -> str:
     """Why the kernels can't be used here; empty where they can."""
+    if _switched_off:
+        return "switched off for the time"
     found = _load()
     return found if isinstance(found, str) else ""
 
 
+@functools.cache
 def kernel(name: str) -> Callable[..., Any]:
     """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats."""
     library = _load()
