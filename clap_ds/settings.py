@@ -43,9 +43,9 @@ class ModelSettings(Section):
     """Dropout of RoBERTa's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
-    attention: Literal["auto", "eager", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: `matmul` on a CPU, `sdpa` elsewhere. With `eager` and `sdpa` the
-    text tower goes through SDPA, too; packed captions need one of the others."""
+    attention: Literal["auto", "eager", "sdpa", "matmul", "native", "triton"] = "auto"
+    """Kernel of the audio tower's window attention; `auto`: `sdpa`, but on a CPU `native` for bf16 where it has AMX and
+    otherwise `matmul`. With `eager` and `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
@@ -273,7 +273,7 @@ def _check_together(clap: ClapSettings) -> list[str]:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
     if clap.text == "packed" and clap.model.attention in ("eager", "sdpa"):
         problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton',"
+            "clap.text: packed captions need clap.model.attention 'auto', 'matmul', 'native' or 'triton',"
             f" found {clap.model.attention!r}"
         )
     if clap.cuda_graphs and clap.compile == "off":

@@ -1,11 +1,14 @@
 """Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
-projection takes: the same result by several kernels. `auto` is `matmul` on a CPU and `sdpa` elsewhere.
+projection takes: the same result by several kernels. `auto` is `sdpa`, but on a CPU `native` where that can compute it and
+otherwise `matmul`.
 
 - `eager`: one plain operation after the other; what the others are tested against.
 - `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
   and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
 - `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
   matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
+- `native`: one C++ kernel each way that reads and writes the grid in place, for bf16 on CPUs that have matrix units
+  (`window_attention_native.py`).
 - `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
   (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU, so not what `auto` picks.
 
@@ -22,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kernel = Literal["auto", "eager", "sdpa", "matmul", "triton"]
+from clap_ds.model.window_attention_native import native_window_attention, supports, why_unsupported
+
+Kernel = Literal["auto", "eager", "sdpa", "matmul", "native", "triton"]
 MASKED_SCORE = -100.0
 """What keeps apart tokens that only the cyclic shift made neighbours."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -42,14 +47,20 @@ def merge_windows(windows_BGNC: Tensor, grid: int) -> Tensor:
     return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
-def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
-    """The kernel that `auto` stands for on a device; others are themselves.
+def resolve_kernel(kernel: Kernel, qkv_BHWE: Tensor, window: int, heads: int) -> Kernel:
+    """The kernel that `auto` stands for with such tensors; others are themselves.
 
     Raises:
-        ValueError: `triton` asked for where there is none.
+        ValueError: `triton` or `native` asked for where they can't run.
     """
     if kernel == "auto":
-        return "matmul" if device.type == "cpu" else "sdpa"
+        if qkv_BHWE.device.type != "cpu":
+            return "sdpa"
+        return "native" if supports(qkv_BHWE, window, heads) else "matmul"
+    if kernel == "native":
+        problem = why_unsupported(qkv_BHWE, window, heads)
+        if problem:
+            raise ValueError(f"clap.model.attention: 'native': {problem}")
     if kernel == "triton" and not _has_triton():
         raise ValueError("clap.model.attention: 'triton' needs the triton package, which is not installed")
     return kernel
@@ -81,11 +92,16 @@ def attend_windows(
 
     Returns:
         (B, H, W, A·D) in the dtype of `qkv_BHWE`.
+
+    Raises:
+        ValueError: the kernel can't run here or not with these tensors (`resolve_kernel`).
     """
+    assert shift == 0 or mask_GNN is not None
+    kernel = resolve_kernel(kernel, qkv_BHWE, window, len(bias_ANN))
+    if kernel == "native":
+        return native_window_attention(qkv_BHWE, bias_ANN, window, shift)
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
     mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
-    assert shift == 0 or mask_GNN is not None
-    kernel = resolve_kernel(kernel, qkv_BHWE.device)
     if kernel == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 

@@ -8,6 +8,7 @@
 #include "common.h"
 
 #include <cmath>
+#include <utility>
 
 namespace {
 
@@ -16,7 +17,7 @@ constexpr int SIDE = 8;                      // of a window
 constexpr int TILE = 512;                    // bf16 elements of a tile
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float MASKED = -100.0f * LOG2E;    // MASKED_SCORE of window_attention.py
-constexpr int64_t GROUP_BYTES = 512 * 1024;  // of qkv that stay in the L2 cache while heads take turns over them
+constexpr int64_t GROUP_BYTES = 256 * 1024;  // of qkv that stay in the L2 cache while heads take turns over them
 
 // 2^x, relative error below 4e-6; 0 for very negative x.
 inline __m512 exp2_ps(__m512 x) {
@@ -60,23 +61,36 @@ struct Shape {
     int64_t width() const { return heads * dim; }
 };
 
+// A window's place in its clip's grid.
+struct Place {
+    int64_t clip, down, across, grid, shift;
+
+    Place(const Shape& shape, int64_t index) : grid(shape.grid), shift(shape.shift) {
+        const int64_t per_side = shape.per_side(), rows = index / per_side;
+        across = index - rows * per_side;
+        clip = rows / per_side;
+        down = rows - clip * per_side;
+    }
+    // Row of the (clips · grid², …) matrix that holds a token.
+    int64_t token(int t) const {
+        int64_t row = down * SIDE + t / SIDE + shift, column = across * SIDE + t % SIDE + shift;
+        row -= row >= grid ? grid : 0;
+        column -= column >= grid ? grid : 0;
+        return (clip * grid + row) * grid + column;
+    }
+};
+
 // Where a window's tokens are, and which of them attend to one another.
 struct Window {
-    int64_t token[N];   // rows of the (clips · grid², …) matrix
+    int64_t token[N];
     uint64_t apart[N];  // bit k: token k is in another region; set where `masked`
     bool masked;
 
-    Window(const Shape& shape, int64_t index) {
-        const int64_t per_side = shape.per_side();
-        const int64_t across = index % per_side, down = index / per_side % per_side;
-        const int64_t clip = index / (per_side * per_side);
-        int64_t columns[SIDE];
-        for (int j = 0; j < SIDE; j++) columns[j] = (across * SIDE + j + shape.shift) % shape.grid;
-        for (int i = 0; i < SIDE; i++) {
-            const int64_t row = (clip * shape.grid + (down * SIDE + i + shape.shift) % shape.grid) * shape.grid;
-            for (int j = 0; j < SIDE; j++) token[i * SIDE + j] = row + columns[j];
-        }
-        const bool last_down = down == per_side - 1, last_across = across == per_side - 1;
+    void set(const Shape& shape, int64_t index) {
+        const Place place(shape, index);
+        const int64_t last = shape.per_side() - 1;
+        for (int t = 0; t < N; t++) token[t] = place.token(t);
+        const bool last_down = place.down == last, last_across = place.across == last;
         masked = shape.shift > 0 && (last_down || last_across);
         if (!masked) return;
         uint64_t below = 0, right = 0;  // tokens that the shift brought from the grid's other side
@@ -88,6 +102,12 @@ struct Window {
     }
 };
 
+// Which of the columns 32 · step and on a head has.
+inline __mmask32 columns_mask(int64_t dim, int step) {
+    const int64_t left = dim - 32 * step;
+    return left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
+}
+
 // One head's part of the rows of a window's tokens.
 struct Rows {
     const bf16* first;
@@ -95,56 +115,45 @@ struct Rows {
     const int64_t* token;
     int64_t dim;
 
-    __mmask32 mask(int step) const {
-        const int64_t left = dim - 32 * step;
-        return left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
-    }
     // Columns 32 · step and on; `beyond` where the head has no more.
     __m512i load(int t, int step, __m512i beyond = _mm512_setzero_si512()) const {
-        return _mm512_mask_loadu_epi16(beyond, mask(step), first + token[t] * stride + 32 * step);
+        return _mm512_mask_loadu_epi16(beyond, columns_mask(dim, step), first + token[t] * stride + 32 * step);
     }
 };
 
-// A tiles, row-major: 64 × 32·STEPS.
-template <int STEPS>
-inline void copy_rows(bf16* to, const Rows& rows) {
-    for (int step = 0; step < STEPS; step++) {
-        for (int t = 0; t < N; t++) _mm512_store_si512(to + (step * N + t) * 32, rows.load(t, step));
-    }
+// Two tokens' rows for both B tiles of pairs.
+inline void store_pair(bf16* low, __m512i even, __m512i odd) {
+    _mm512_store_si512(low, _mm512_unpacklo_epi16(even, odd));
+    _mm512_store_si512(low + TILE, _mm512_unpackhi_epi16(even, odd));
 }
 
-// B tiles of the transpose: [step][token / 16].
+// To any of: A tiles, row-major, [step][token / 16]; B tiles of the transpose, the same; B tiles of pairs of tokens,
+// [token / 32][step][low, high]. With `ones`, the column after the last is all 1.
 template <int STEPS>
-inline void pack_columns(bf16* to, const Rows& rows) {
-    for (int step = 0; step < STEPS; step++) {
-        for (int block = 0; block < N / 16; block++) {
-            __m512i r[16];
-            for (int i = 0; i < 16; i++) r[i] = rows.load(16 * block + i, step);
-            transpose16(r);
-            for (int i = 0; i < 16; i++) _mm512_store_si512(to + (step * 4 + block) * TILE + 32 * i, r[i]);
-        }
-    }
-}
-
-// B tiles of pairs of tokens: [token / 32][step][low, high]. With `ones`, the column after the last is all 1.
-template <int STEPS>
-inline void pack_pairs(bf16* to, const Rows& rows, bool ones = false) {
+inline void pack(const Rows& rows, bf16* straight, bf16* columns, bf16* pairs, bool ones = false) {
     for (int step = 0; step < STEPS; step++) {
         __m512i beyond = _mm512_setzero_si512();
         if (ones && rows.dim / 32 == step) beyond = _mm512_maskz_set1_epi16(1u << (rows.dim % 32), 0x3f80);
-        for (int half = 0; half < 2; half++) {
-            bf16* low = to + (half * STEPS + step) * 2 * TILE;
-            for (int r = 0; r < 16; r++) {
-                const __m512i even = rows.load(32 * half + 2 * r, step, beyond);
-                const __m512i odd = rows.load(32 * half + 2 * r + 1, step, beyond);
-                _mm512_store_si512(low + 32 * r, _mm512_unpacklo_epi16(even, odd));
-                _mm512_store_si512(low + TILE + 32 * r, _mm512_unpackhi_epi16(even, odd));
+        for (int block = 0; block < N / 16; block++) {
+            const int tile = (step * 4 + block) * TILE;
+            __m512i r[16];
+            for (int i = 0; i < 16; i++) r[i] = rows.load(16 * block + i, step, beyond);
+            if (straight) {
+                for (int i = 0; i < 16; i++) _mm512_store_si512(straight + tile + 32 * i, r[i]);
+            }
+            if (pairs) {
+                bf16* low = pairs + (block / 2 * STEPS + step) * 2 * TILE + block % 2 * TILE / 2;
+                for (int i = 0; i < 8; i++) store_pair(low + 32 * i, r[2 * i], r[2 * i + 1]);
+            }
+            if (columns) {
+                transpose16(r);
+                for (int i = 0; i < 16; i++) _mm512_store_si512(columns + tile + 32 * i, r[i]);
             }
         }
     }
 }
 
-// C (16 × 32·STEPS, fp32) = A · B over 64 pairs' rows: A in two tiles, B as `pack_pairs` leaves it.
+// C (16 × 32·STEPS, fp32) = A · B over 64 pairs' rows: A in two tiles, B pairs as `pack` leaves them.
 template <int STEPS>
 inline void multiply(float* c, int64_t c_stride, const bf16* a0, const bf16* a1, const bf16* b) {
     _tile_loadd(2, a0, 64);
@@ -179,26 +188,74 @@ inline void write_row(bf16* to, const float* from, __m512 factor, const __mmask3
     }
 }
 
-template <int STEPS>
-struct alignas(64) ForwardScratch {
-    static constexpr int WIDTH = 32 * STEPS + 16;
-    bf16 q[STEPS * 4 * TILE], k[STEPS * 4 * TILE], v[STEPS * 4 * TILE], ones[TILE], weights[2 * TILE];
-    float scores[2][16 * N];
-    float mixed[N * WIDTH];  // the last 16 columns: sums of weights, where q, k and v leave no column free
-    float inverse[N], largest[N];
+// A thread's share of windows' heads: windows in groups, each group's windows head by head.
+struct Share {
+    const Shape& shape;
+    int64_t first, end;
+
+    explicit Share(const Shape& shape) : shape(shape), windows(shape.windows()), heads(shape.heads) {
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        first = windows * heads * thread / threads;
+        end = windows * heads * (thread + 1) / threads;
+        group = std::max<int64_t>(1, GROUP_BYTES / (N * 3 * shape.width() * (int64_t)sizeof(bf16)));
+    }
+    // Window and head.
+    std::pair<int64_t, int64_t> at(int64_t i) const {
+        const int64_t start = i / (group * heads) * group;
+        const int64_t size = std::min(group, windows - start), rest = i - start * heads;
+        return {start + rest % size, rest / size};
+    }
+    // Calls fetch(token's row of the matrix) for this head's share of the tokens of a window of the next group, in four parts.
+    template <class Fetch>
+    void ahead(int64_t window, int64_t head, int part, Fetch fetch) const {
+        if (window + group >= windows) return;
+        const Place place(shape, window + group);
+        for (int64_t t = N * (4 * head + part) / (4 * heads); t < N * (4 * head + part + 1) / (4 * heads); t++) {
+            fetch(place.token(t));
+        }
+    }
+
+  private:
+    int64_t windows, heads, group;
 };
 
-// Scores of 16 queries.
+// Brings `count` elements to the L2 cache.
+template <bool WRITE = false>
+inline void prefetch(const bf16* from, int64_t count) {
+    for (const char *p = (const char*)from, *end = (const char*)(from + count); p < end; p += 64) {
+        __builtin_prefetch(p, WRITE, 2);
+    }
+}
+
+// A head of a window on its way through the forward pass.
 template <int STEPS>
-inline void score(ForwardScratch<STEPS>& s, int block) {
-    float* scores = s.scores[block % 2];
+struct alignas(64) ForwardHead {
+    bf16 q[STEPS * 4 * TILE], k[STEPS * 4 * TILE], v[STEPS * 4 * TILE];
+    Window window;
+    int64_t index, head;
+    const float* bias;
+    bf16* output;
+    float* log_sums;
+};
+
+// What 16 queries' products leave for the vector unit and the other way round: two blocks in turn, and one to do over.
+template <int STEPS>
+struct alignas(64) ForwardScratch {
+    static constexpr int WIDTH = 32 * STEPS + 16;  // the last 16: sums of weights, where v leaves no column free
+    ForwardHead<STEPS> heads[2];
+    bf16 ones[TILE], weights[3][2 * TILE];
+    float scores[3][16 * N], mixed[2][16 * WIDTH], largest[16];
+};
+
+template <int STEPS>
+inline void score(float* scores, const ForwardHead<STEPS>& head, int block) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int step = 0; step < STEPS; step++) {
-        const bf16* k = s.k + step * 4 * TILE;
-        _tile_loadd(4, s.q + (step * 4 + block) * TILE, 64);
+        const bf16* k = head.k + step * 4 * TILE;
+        _tile_loadd(4, head.q + (step * 4 + block) * TILE, 64);
         _tile_loadd(5, k, 64);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, k + TILE, 64);
@@ -214,96 +271,129 @@ inline void score(ForwardScratch<STEPS>& s, int block) {
     _tile_stored(3, scores + 48, N * sizeof(float));
 }
 
-// Weights of 16 queries, not divided by their sums; SAFE subtracts the row's largest score first.
-template <int STEPS, bool SAFE, bool MASKS>
-inline void weigh(ForwardScratch<STEPS>& s, int block, const float* bias, const Window& window, __m512 factor) {
-    const float* scores = s.scores[block % 2];
+// Weights not divided by their sums. SAFE: each row's largest score is subtracted first.
+template <bool SAFE, bool MASKS>
+inline void weigh_rows(
+    bf16* weights, const float* scores, const float* bias, const uint64_t* apart, __m512 factor, float* all_largest) {
     for (int i = 0; i < 16; i++) {
-        const int t = 16 * block + i;
         __m512 x[4];
         for (int j = 0; j < 4; j++) {
-            x[j] = _mm512_fmadd_ps(_mm512_load_ps(scores + i * N + 16 * j), factor, _mm512_load_ps(bias + t * N + 16 * j));
-            if (MASKS) x[j] = _mm512_mask_add_ps(x[j], window.apart[t] >> (16 * j), x[j], _mm512_set1_ps(MASKED));
+            const int at = i * N + 16 * j;
+            x[j] = _mm512_fmadd_ps(_mm512_load_ps(scores + at), factor, _mm512_load_ps(bias + at));
+            if (MASKS) x[j] = _mm512_mask_add_ps(x[j], apart[i] >> (16 * j), x[j], _mm512_set1_ps(MASKED));
         }
         if (SAFE) {
             const float largest =
                 _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
-            s.largest[t] = largest;
+            all_largest[i] = largest;
             for (int j = 0; j < 4; j++) x[j] = _mm512_sub_ps(x[j], _mm512_set1_ps(largest));
         }
         for (int j = 0; j < 4; j++) x[j] = exp2_ps(x[j]);
-        _mm512_store_si512(s.weights + 32 * i, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
-        _mm512_store_si512(s.weights + TILE + 32 * i, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
+        _mm512_store_si512(weights + 32 * i, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+        _mm512_store_si512(weights + TILE + 32 * i, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
     }
 }
 
-// False where sums of weights left the range that is safe without subtracting the largest score.
 template <int STEPS, bool SAFE>
-bool forward_head(
-    ForwardScratch<STEPS>& s, const Shape& shape, const Window& window, int64_t head, const bf16* qkv, const float* bias,
-    bf16* output, float* log_sums) {
-    constexpr int WIDTH = ForwardScratch<STEPS>::WIDTH;
+inline void weigh(ForwardScratch<STEPS>& s, int slot, const ForwardHead<STEPS>& head, int block, __m512 factor) {
+    const auto run = head.window.masked ? weigh_rows<SAFE, true> : weigh_rows<SAFE, false>;
+    run(s.weights[slot], s.scores[slot], head.bias + 16 * block * N, head.window.apart + 16 * block, factor, s.largest);
+}
+
+template <int STEPS>
+struct Forward {
+    static constexpr int WIDTH = ForwardScratch<STEPS>::WIDTH;
+    static constexpr int SPARE = 2;
+    const Shape& shape;
+    const bf16* qkv;
+    const float* bias;
+    bf16* output;
+    float* log_sums;
+    ForwardScratch<STEPS>& s;
     const int64_t width = shape.width(), dim = shape.dim;
     const bool spare_column = dim < 32 * STEPS;
-    const Rows q = {qkv + head * dim, 3 * width, window.token, dim};
-    if (!SAFE) {
-        const Rows k = {q.first + width, 3 * width, window.token, dim}, v = {k.first + width, 3 * width, window.token, dim};
-        copy_rows<STEPS>(s.q, q);
-        pack_columns<STEPS>(s.k, k);
-        pack_pairs<STEPS>(s.v, v, spare_column);
-    }
     const __m512 factor = _mm512_set1_ps(LOG2E / sqrtf((float)dim));
-    score<STEPS>(s, 0);
-    for (int block = 0; block < 4; block++) {
-        if (block < 3) score<STEPS>(s, block + 1);  // the matrix unit works ahead of the vector unit
-        if (window.masked) {
-            weigh<STEPS, SAFE, true>(s, block, bias, window, factor);
-        } else {
-            weigh<STEPS, SAFE, false>(s, block, bias, window, factor);
-        }
-        float* mixed = s.mixed + 16 * block * WIDTH;
-        multiply<STEPS>(mixed, WIDTH, s.weights, s.weights + TILE, s.v);
-        if (!spare_column) {
-            _tile_zero(0);
-            _tile_loadd(4, s.ones, 64);
-            _tile_dpbf16ps(0, 2, 4);
-            _tile_dpbf16ps(0, 3, 4);
-            _tile_stored(0, mixed + 32 * STEPS, WIDTH * sizeof(float));
-        }
+
+    void start(ForwardHead<STEPS>& to, int64_t index, int64_t head) {
+        to.window.set(shape, index);
+        to.index = index;
+        to.head = head;
+        to.bias = bias + head * N * N;
+        to.output = output + head * dim;
+        to.log_sums = log_sums + (index * shape.heads + head) * N;
+        const Rows q = {qkv + head * dim, 3 * width, to.window.token, dim};
+        const Rows k = {q.first + width, 3 * width, q.token, dim}, v = {k.first + width, 3 * width, q.token, dim};
+        pack<STEPS>(q, to.q, nullptr, nullptr);
+        pack<STEPS>(k, nullptr, to.k, nullptr);
+        pack<STEPS>(v, nullptr, nullptr, to.v, spare_column);
     }
-    const int sum_column = spare_column ? dim / 32 * 32 + dim % 32 / 2 : 32 * STEPS;
-    const __m512i places = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(WIDTH));
-    for (int block = 0; block < 4; block++) {
-        const __m512 sums = _mm512_i32gather_ps(places, s.mixed + 16 * block * WIDTH + sum_column, 4);
+
+    void mix(float* mixed, const bf16* weights, const ForwardHead<STEPS>& head) {
+        multiply<STEPS>(mixed, WIDTH, weights, weights + TILE, head.v);
+        if (spare_column) return;
+        _tile_zero(0);
+        _tile_loadd(4, s.ones, 64);
+        _tile_dpbf16ps(0, 2, 4);
+        _tile_dpbf16ps(0, 3, 4);
+        _tile_stored(0, mixed + 32 * STEPS, WIDTH * sizeof(float));
+    }
+
+    __m512 weight_sums(const float* mixed) {
+        const __m512i rows = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const int column = spare_column ? dim / 32 * 32 + dim % 32 / 2 : 32 * STEPS;
+        return _mm512_i32gather_ps(_mm512_mullo_epi32(rows, _mm512_set1_epi32(WIDTH)), mixed + column, 4);
+    }
+
+    void finish(float* mixed, const ForwardHead<STEPS>& head, int block) {
+        __m512 sums = weight_sums(mixed);
+        __m512 shift = _mm512_setzero_ps();
         const __mmask16 good = _mm512_cmp_ps_mask(sums, _mm512_set1_ps(0x1p-64f), _CMP_GT_OQ) &
                                _mm512_cmp_ps_mask(sums, _mm512_set1_ps(0x1p64f), _CMP_LT_OQ);
-        if (!SAFE && good != 0xffff) return false;
-        _mm512_store_ps(s.inverse + 16 * block, _mm512_div_ps(_mm512_set1_ps(1.0f), sums));
-        __m512 log_sum = log2_ps(sums);
-        if (SAFE) log_sum = _mm512_add_ps(log_sum, _mm512_load_ps(s.largest + 16 * block));
-        _mm512_storeu_ps(log_sums + 16 * block, log_sum);
+        if (good != 0xffff) {  // powers too large or too small without subtracting the largest score
+            score<STEPS>(s.scores[SPARE], head, block);
+            weigh<STEPS, true>(s, SPARE, head, block, factor);
+            mix(mixed, s.weights[SPARE], head);
+            sums = weight_sums(mixed);
+            shift = _mm512_load_ps(s.largest);
+        }
+        _mm512_storeu_ps(head.log_sums + 16 * block, _mm512_add_ps(log2_ps(sums), shift));
+        alignas(64) float inverse[16];
+        _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), sums));
+        const __mmask32 mask[2] = {columns_mask(dim, 0), columns_mask(dim, 1)};
+        for (int i = 0; i < 16; i++) {
+            bf16* to = head.output + head.window.token[16 * block + i] * width;
+            write_row<STEPS>(to, mixed + i * WIDTH, _mm512_set1_ps(inverse[i]), mask);
+        }
     }
-    const __mmask32 mask[2] = {q.mask(0), q.mask(1)};
-    for (int t = 0; t < N; t++) {
-        bf16* to = output + window.token[t] * width + head * dim;
-        write_row<STEPS>(to, s.mixed + t * WIDTH, _mm512_set1_ps(s.inverse[t]), mask);
-    }
-    return true;
-}
 
-// Calls one(window, head) for a thread's share: windows in groups, each group's windows head by head.
-template <class One>
-inline void each_head(const Shape& shape, One one) {
-    const int64_t windows = shape.windows(), heads = shape.heads, total = windows * heads;
-    const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (N * 3 * shape.width() * (int64_t)sizeof(bf16)));
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int64_t i = total * thread / threads; i < total * (thread + 1) / threads; i++) {
-        const int64_t first = i / (group * heads) * group;
-        const int64_t size = std::min(group, windows - first), rest = i - first * heads;
-        one(first + rest % size, rest / size);
+    // The matrix unit's stores take long to reach the vector unit and back, so each block of 16 queries is at four places on
+    // its way: its scores are one block ahead of its weights, its products one behind, and its output two behind.
+    void run(const Share& share) {
+        for (int i = 0; i < TILE; i++) s.ones[i] = 0x3f80;
+        const int64_t first = 4 * share.first, end = 4 * share.end;
+        if (first == end) return;
+        const auto head_of = [&](int64_t n) -> ForwardHead<STEPS>& { return s.heads[n / 4 % 2]; };
+        const auto start_of = [&](int64_t n) {
+            const auto [index, head] = share.at(n / 4);
+            start(head_of(n), index, head);
+        };
+        start_of(first);
+        score<STEPS>(s.scores[first % 2], head_of(first), 0);
+        for (int64_t n = first; n < end + 2; n++) {
+            if (n % 4 == 2 && n + 2 < end) start_of(n + 2);
+            if (n + 1 < end) score<STEPS>(s.scores[(n + 1) % 2], head_of(n + 1), (n + 1) % 4);
+            if (n < end) {
+                weigh<STEPS, false>(s, n % 2, head_of(n), n % 4, factor);
+                share.ahead(head_of(n).index, head_of(n).head, n % 4, [&](int64_t token) {
+                    prefetch(qkv + token * 3 * width, 3 * width);
+                    prefetch<true>(output + token * width, width);
+                });
+            }
+            if (n > first && n - 1 < end) mix(s.mixed[(n - 1) % 2], s.weights[(n - 1) % 2], head_of(n - 1));
+            if (n > first + 1) finish(s.mixed[n % 2], head_of(n - 2), (n - 2) % 4);
+        }
     }
-}
+};
 
 template <int STEPS>
 void forward(const Shape& shape, const bf16* qkv, const float* bias, bf16* output, float* log_sums) {
@@ -316,16 +406,7 @@ void forward(const Shape& shape, const bf16* qkv, const float* bias, bf16* outpu
         const Tiles tiles;
         const FlushToZero flush;
         const auto memory = scratch<ForwardScratch<STEPS>>(1);
-        ForwardScratch<STEPS>& s = memory[0];
-        for (int i = 0; i < TILE; i++) s.ones[i] = 0x3f80;
-        each_head(shape, [&](int64_t index, int64_t head) {
-            const Window window(shape, index);
-            const float* own_bias = scaled.get() + head * N * N;
-            float* own_sums = log_sums + (index * shape.heads + head) * N;
-            if (!forward_head<STEPS, false>(s, shape, window, head, qkv, own_bias, output, own_sums)) {
-                forward_head<STEPS, true>(s, shape, window, head, qkv, own_bias, output, own_sums);
-            }
-        });
+        Forward<STEPS>{shape, qkv, scaled.get(), output, log_sums, memory[0]}.run(Share(shape));
     }
 }
 
@@ -339,7 +420,7 @@ struct alignas(64) BackwardScratch {
     float weights[N * 32], d_weights[N * 32];
     bf16 low_weights[2][N * 32], d_scores[2][N * 32];
     bf16 d_scores_by_query[2][2][2][TILE];  // half, low or high queries, keys / 32
-    float product[16 * 32 * STEPS];
+    float products[3][16 * 32 * STEPS];
 };
 
 // C (64 × 32) = A · B^T for the queries of a half.
@@ -381,29 +462,27 @@ inline void score_gradients(
         }
         _mm512_store_si512(s.low_weights[half] + 32 * t, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
     }
-    for (int pair = 0; pair < 2; pair++) {
-        __m512i low[16], high[16];
-        for (int i = 0; i < 16; i++) {
-            __m512i row[2];
-            for (int odd = 0; odd < 2; odd++) {
-                const int t = 32 * pair + 2 * i + odd;
-                __m512 ds[2];
-                for (int j = 0; j < 2; j++) {
-                    const int at = 32 * t + 16 * j;
-                    const __m512 centred = _mm512_sub_ps(_mm512_load_ps(s.d_weights + at), delta[j]);
-                    ds[j] = _mm512_mul_ps(_mm512_load_ps(s.weights + at), centred);
-                    if (BIAS) _mm512_store_ps(d_bias + at, _mm512_add_ps(_mm512_load_ps(d_bias + at), ds[j]));
-                }
-                row[odd] = (__m512i)_mm512_cvtne2ps_pbh(ds[1], ds[0]);
-                _mm512_store_si512(s.d_scores[half] + 32 * t, row[odd]);
-            }
-            low[i] = _mm512_unpacklo_epi16(row[0], row[1]);
-            high[i] = _mm512_unpackhi_epi16(row[0], row[1]);
+    for (int t = 0; t < N; t++) {
+        __m512 ds[2];
+        for (int j = 0; j < 2; j++) {
+            const int at = 32 * t + 16 * j;
+            ds[j] = _mm512_mul_ps(
+                _mm512_load_ps(s.weights + at), _mm512_sub_ps(_mm512_load_ps(s.d_weights + at), delta[j]));
+            if (BIAS) _mm512_store_ps(d_bias + at, _mm512_add_ps(_mm512_load_ps(d_bias + at), ds[j]));
         }
-        transpose16(low);
-        for (int i = 0; i < 16; i++) _mm512_store_si512(s.d_scores_by_query[half][0][pair] + 32 * i, low[i]);
-        transpose16(high);
-        for (int i = 0; i < 16; i++) _mm512_store_si512(s.d_scores_by_query[half][1][pair] + 32 * i, high[i]);
+        _mm512_store_si512(s.d_scores[half] + 32 * t, (__m512i)_mm512_cvtne2ps_pbh(ds[1], ds[0]));
+    }
+    for (int high = 0; high < 2; high++) {
+        for (int pair = 0; pair < 2; pair++) {
+            const bf16* from = s.d_scores[half] + 32 * 32 * pair;
+            __m512i r[16];
+            for (int i = 0; i < 16; i++) {
+                const __m512i even = _mm512_load_si512(from + 64 * i), odd = _mm512_load_si512(from + 64 * i + 32);
+                r[i] = high ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
+            }
+            transpose16(r);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(s.d_scores_by_query[half][high][pair] + 32 * i, r[i]);
+        }
     }
 }
 
@@ -415,19 +494,14 @@ void backward_head(
     const Rows q = {qkv + head * dim, 3 * width, window.token, dim};
     const Rows k = {q.first + width, 3 * width, window.token, dim}, v = {k.first + width, 3 * width, window.token, dim};
     const Rows d = {d_output + head * dim, width, window.token, dim};
-    pack_columns<STEPS>(s.q_columns, q);
-    copy_rows<STEPS>(s.k, k);
-    pack_columns<STEPS>(s.d_columns, d);
-    copy_rows<STEPS>(s.v, v);
+    pack<STEPS>(q, nullptr, s.q_columns, s.q_pairs);
+    pack<STEPS>(k, s.k, nullptr, s.k_pairs);
+    pack<STEPS>(d, nullptr, s.d_columns, s.d_pairs);
+    pack<STEPS>(v, s.v, nullptr, nullptr);
     const __m512 factor = _mm512_set1_ps(LOG2E / sqrtf((float)dim));
     for (int half = 0; half < 2; half++) {
         multiply_columns<STEPS>(s.weights, s.k, s.q_columns, half);
         multiply_columns<STEPS>(s.d_weights, s.v, s.d_columns, half);
-        if (half == 0) {
-            pack_pairs<STEPS>(s.q_pairs, q);
-            pack_pairs<STEPS>(s.k_pairs, k);
-            pack_pairs<STEPS>(s.d_pairs, d);
-        }
         const int at = half * N * 32;
         if (window.masked) {
             score_gradients<STEPS, true, BIAS>(s, half, bias + at, d_bias + at, log_sums, window, factor);
@@ -435,27 +509,29 @@ void backward_head(
             score_gradients<STEPS, false, BIAS>(s, half, bias + at, d_bias + at, log_sums, window, factor);
         }
     }
-    const __mmask32 mask[2] = {q.mask(0), q.mask(1)};
+    const __mmask32 mask[2] = {columns_mask(dim, 0), columns_mask(dim, 1)};
     const __m512 one = _mm512_set1_ps(1.0f), scale = _mm512_set1_ps(1.0f / sqrtf((float)dim));
-    for (int block = 0; block < 4; block++) {
-        const int rows = 16 * block;
-        bf16* to = d_qkv + head * dim;
-        multiply<STEPS>(s.product, 32 * STEPS, s.low_weights[0] + 32 * rows, s.low_weights[1] + 32 * rows, s.d_pairs);
-        for (int i = 0; i < 16; i++) {
-            const int64_t token = window.token[rows + i];
-            write_row<STEPS>(to + token * 3 * width + 2 * width, s.product + i * 32 * STEPS, one, mask);
+    // Gradients of v, k and q, each in four blocks; written two blocks after the matrix unit has started on them.
+    for (int i = 0; i < 14; i++) {
+        if (i < 12) {
+            float* product = s.products[i % 3];
+            const int block = i % 4, rows = 16 * 32 * block;
+            const auto& by_query = s.d_scores_by_query[block / 2][block % 2];
+            if (i < 4) {
+                multiply<STEPS>(product, 32 * STEPS, s.low_weights[0] + rows, s.low_weights[1] + rows, s.d_pairs);
+            } else if (i < 8) {
+                multiply<STEPS>(product, 32 * STEPS, s.d_scores[0] + rows, s.d_scores[1] + rows, s.q_pairs);
+            } else {
+                multiply<STEPS>(product, 32 * STEPS, by_query[0], by_query[1], s.k_pairs);
+            }
         }
-        multiply<STEPS>(s.product, 32 * STEPS, s.d_scores[0] + 32 * rows, s.d_scores[1] + 32 * rows, s.q_pairs);
-        for (int i = 0; i < 16; i++) {
-            const int64_t token = window.token[rows + i];
-            write_row<STEPS>(to + token * 3 * width + width, s.product + i * 32 * STEPS, scale, mask);
-        }
-        const int half = block / 2, high = block % 2;
-        const auto& by_query = s.d_scores_by_query[half][high];
-        multiply<STEPS>(s.product, 32 * STEPS, by_query[0], by_query[1], s.k_pairs);
-        for (int i = 0; i < 16; i++) {
-            const int64_t token = window.token[32 * half + 8 * (i / 4) + 4 * high + i % 4];
-            write_row<STEPS>(to + token * 3 * width, s.product + i * 32 * STEPS, scale, mask);
+        if (i < 2) continue;
+        const int done = i - 2, block = done % 4, part = 2 - done / 4;
+        bf16* to = d_qkv + head * dim + part * width;
+        for (int row = 0; row < 16; row++) {
+            const int by_query = 32 * (block / 2) + 8 * (row / 4) + 4 * (block % 2) + row % 4;
+            const int64_t token = window.token[part == 0 ? by_query : 16 * block + row];
+            write_row<STEPS>(to + token * 3 * width, s.products[done % 3] + row * 32 * STEPS, part == 2 ? one : scale, mask);
         }
     }
 }
@@ -495,13 +571,16 @@ void backward(
             const Tiles tiles;
             const FlushToZero flush;
             const auto memory = scratch<BackwardScratch<STEPS>>(1);
-            each_head(shape, [&](int64_t index, int64_t head) {
-                const Window window(shape, index);
+            const Share share(shape);
+            for (int64_t i = share.first; i < share.end; i++) {
+                const auto [index, head] = share.at(i);
+                Window window;
+                window.set(shape, index);
                 const int64_t at = head * N * N;
                 backward_head<STEPS, BIAS>(
                     memory[0], shape, window, head, qkv, by_key.get() + at, log_sums + (index * shape.heads + head) * N,
                     d_output, d_qkv, BIAS ? own + at : own);
-            });
+            }
         }
         if (BIAS) {
 #pragma omp barrier

@@ -16,6 +16,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import load_preset
 from clap_ds.model.swin import relative_position_index
 from clap_ds.model.window_attention import resolve_kernel
+from clap_ds.native import library
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -79,9 +80,12 @@ def test_kernels_agree_with_the_eager_form_on_a_gpu(kernel: str, dtype: torch.dt
 
 
 def test_auto_is_what_was_measured_on_the_device() -> None:
-    assert resolve_kernel("auto", torch.device("cpu")) == "matmul"
-    assert resolve_kernel("auto", torch.device("cuda")) == "sdpa"
-    assert resolve_kernel("sdpa", torch.device("cuda")) == "sdpa"
+    qkv = torch.empty(1, 8, 8, 3 * 2 * 24)
+    assert resolve_kernel("auto", qkv, 8, 2) == "matmul"
+    assert resolve_kernel("auto", qkv.bfloat16(), 4, 2) == "matmul"
+    assert resolve_kernel("auto", qkv.bfloat16(), 8, 2) == ("matmul" if library.unavailable() else "native")
+    assert resolve_kernel("auto", qkv.to("meta"), 8, 2) == "sdpa"
+    assert resolve_kernel("sdpa", qkv.to("meta"), 8, 2) == "sdpa"
 
 
 @pytest.mark.parametrize("kernel", ["eager", "auto"])
