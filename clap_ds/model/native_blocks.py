@@ -17,7 +17,7 @@ from clap_ds.model.layer_norm_native import native_add_layer_norm, native_layer_
 from clap_ds.model.linear_native import native_linear, native_mlp
 from clap_ds.model.segment_attention_native import Segments, native_segment_attention
 from clap_ds.model.window_attention_native import native_window_attention
-from clap_ds.model.window_attention_native import supports as supports_windows  # noqa
+from clap_ds.model.window_attention_native import supports as supports_windows
 
 if TYPE_CHECKING:
     from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
@@ -36,7 +36,7 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and layer_norm_native.supports(tokens_BHWC)
         and linear_native.supports(attention.qkv.weight)
-        and supports_windows(tokens_BHWC, attention.window, heads)
+        and supports_windows(tokens_BHWC.dtype, tokens_BHWC.device, attention.window, tokens_BHWC.shape[-1] // heads)
     )
 
 

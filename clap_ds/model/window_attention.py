@@ -53,12 +53,13 @@ def resolve_kernel(kernel: Kernel, qkv_BHWE: Tensor, window: int, heads: int) ->
     Raises:
         ValueError: `triton` or `native` asked for where they can't run.
     """
+    task = qkv_BHWE.dtype, qkv_BHWE.device, window, qkv_BHWE.shape[3] // (3 * heads)
     if kernel == "auto":
         if qkv_BHWE.device.type != "cpu":
             return "sdpa"
-        return "native" if supports(qkv_BHWE, window, heads) else "matmul"
+        return "native" if supports(*task) else "matmul"
     if kernel == "native":
-        problem = why_unsupported(qkv_BHWE, window, heads)
+        problem = why_unsupported(*task)
         if problem:
             raise ValueError(f"clap.model.attention: 'native': {problem}")
     if kernel == "triton" and not _has_triton():

@@ -21,13 +21,12 @@ WINDOW = 8
 LARGEST_DIM = 64
 
 
-def why_unsupported(qkv_BHWE: Tensor, window: int, heads: int) -> str:
-    """What keeps `native_window_attention` from computing this; empty where it can."""
-    if qkv_BHWE.device.type != "cpu" or qkv_BHWE.dtype != torch.bfloat16:
-        return f"needs bf16 on a CPU, found {qkv_BHWE.dtype} on {qkv_BHWE.device.type}"
+def why_unsupported(dtype: torch.dtype, device: torch.device, window: int, dim: int) -> str:
+    """What keeps `native_window_attention` from computing heads of `dim` channels; empty where it can."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return f"needs bf16 on a CPU, found {dtype} on {device.type}"
     if window != WINDOW:
         return f"needs windows of {WINDOW} × {WINDOW}, found {window} × {window}"
-    dim = qkv_BHWE.shape[3] // (3 * heads)
     if dim % 8 or dim > LARGEST_DIM:
         return f"needs a head dim that is a multiple of 8 up to {LARGEST_DIM}, found {dim}"
     return _unavailable()
@@ -38,10 +37,10 @@ def _unavailable() -> str:
     return library.unavailable()
 
 
-def supports(qkv_BHWE: Tensor, window: int, heads: int) -> bool:
+def supports(dtype: torch.dtype, device: torch.device, window: int, dim: int) -> bool:
     """Whether `native_window_attention` can compute this here: bf16 on a CPU with AMX, windows of 8 × 8, a head dim that is a
     multiple of 8 up to 64."""
-    return not why_unsupported(qkv_BHWE, window, heads)
+    return not why_unsupported(dtype, device, window, dim)
 
 
 @torch.library.custom_op("clap_ds::native_window_attention", mutates_args=())
@@ -115,7 +114,7 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shi
         (B, H, W, A·D) in bf16.
     """
     _, H, W, _ = qkv_BHWE.shape
-    assert supports(qkv_BHWE, window, len(bias_ANN))
+    assert supports(qkv_BHWE.dtype, qkv_BHWE.device, window, qkv_BHWE.shape[3] // (3 * len(bias_ANN)))
     assert H == W
     assert H % window == 0
     assert 0 <= shift < window

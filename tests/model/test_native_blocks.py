@@ -70,7 +70,8 @@ def assert_as_exact_as_torch(build: Callable[[str], nn.Module], torchs: str, *in
     assert ours.keys() == exact.keys()
     for name, wanted in exact.items():
         error, usual = (float((each[name] - wanted).norm()) for each in (ours, theirs))
-        assert error <= 1.3 * usual + 1e-3 * float(wanted.norm()), name
+        if not name.endswith("key.bias"):  # whose gradient is 0 but for rounding
+            assert error <= 1.3 * usual + 1e-3 * float(wanted.norm()), name
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_torch_compile_takes_it_whole() -> None:
 )
 def test_says_what_it_cannot_compute(shape: tuple[int, ...], dtype: torch.dtype, window: int, found: str) -> None:
     qkv = torch.empty(shape, dtype=dtype)
-    assert not supports(qkv, window, 2)
+    assert not supports(dtype, qkv.device, window, shape[3] // 6)
     with pytest.raises(ValueError, match=f"'native'.*{found}"):
         resolve_kernel("native", qkv, window, 2)
     assert resolve_kernel("auto", qkv, window, 2) == "matmul"
