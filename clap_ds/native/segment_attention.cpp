@@ -345,6 +345,11 @@ class Backward {
             multiply_down(value_rows, key_tiles, advanced(output_columns, tile), D / 32, slopes_.get());
             bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
             differentiate_softmax(weights, d_scores, half, log_sums + start, rows, keys, scale);
+        }
+        // Apart from the loop above, which would no longer fit the first cache.
+        for (int64_t tile = 0; tile < query_tiles; tile++) {
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
+            const bf16* d_scores = d_scores_.get() + tile / 2 * stride;
             for (int64_t step = 0; step < blocks_of(keys); step++) {
                 int valid = (int)std::min<int64_t>(32, keys - 32 * step);
                 pack_rows_as_a(d_score_rows_.get() + step * TILE, d_scores + step * 32 * 32 + 16 * half, 32, valid);
