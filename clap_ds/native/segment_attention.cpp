@@ -14,10 +14,10 @@ constexpr int TILE = 16 * 32;  // bf16 of a tile
 constexpr float LOG2_E = 1.44269504088896341f;
 
 int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+int64_t blocks_of(int64_t rows) { return (rows + 31) / 32; }
+
 // The first `lanes` of 16, none for a negative number.
 __mmask16 first_lanes(int64_t lanes) { return lanes >= 16 ? 0xffff : lanes > 0 ? (1u << lanes) - 1 : 0; }
-
-int64_t blocks_of(int64_t rows) { return (rows + 31) / 32; }
 
 // Rows of one tensor; `stride` in elements.
 struct Rows {
@@ -201,8 +201,8 @@ __m512 across(__m512 r[16], Combine combine) {
     return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
-// Softmax of 16 rows without the division: in place of each row of scores, bf16 weights, zeros up to a multiple of 32 keys; and
-// their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
+// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros up
+// to a multiple of 32 keys, and their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
 __m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
@@ -299,7 +299,7 @@ class Backward {
     Backward(int64_t most_queries, int64_t most_keys)
         : queries_(blocks_of(most_queries) * 32),
           keys_(blocks_of(most_keys) * 32),
-          rows_(scratch<bf16>(std::max(queries_, keys_) * D)),
+          rows_(scratch<bf16>(queries_ * D)),
           key_rows_(scratch<bf16>(keys_ * D)),
           value_rows_(scratch<bf16>(keys_ * D)),
           packed_keys_(scratch<bf16>(keys_ * D)),
