@@ -54,8 +54,8 @@ struct Operand {
     int64_t row, tile, step;
 };
 
-// N tiles of a product, fp32, `next` elements apart: `one` tile of an operand by N of the other. DOWN: `one` is the right operand,
-// else the left. Many sums at once hide how long each takes.
+// N tiles of a product, fp32, `next` elements apart: `one` tile of an operand by N of the other. DOWN: `one` is the right
+// operand, else the left. Many sums at once hide how long each takes.
 template <bool DOWN, int N>
 void multiply_strip(Operand one, Operand many, int64_t steps, float* c, int64_t c_stride, int64_t next) {
     asm volatile("" ::: "memory");  // gcc 12 doesn't see that tile loads read memory
@@ -201,8 +201,8 @@ __m512 across(__m512 r[16], Combine combine) {
     return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
-// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros up
-// to a multiple of 32 keys, and their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
+// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros
+// up to a multiple of 32 keys, and gives their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
 __m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
