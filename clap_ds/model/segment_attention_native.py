@@ -143,7 +143,8 @@ class _FusedSegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, segments: Segments, scale: float) -> Tensor:
         qkv = _with_whole_rows(qkv)
-        output, log_sums = _forward(*qkv.chunk(3, dim=1), heads, segments, scale)
+        q, k, v = qkv.chunk(3, dim=1)
+        output, log_sums = _forward(q, k, v, heads, segments, scale)
         ctx.save_for_backward(qkv, log_sums)
         ctx.rest = heads, segments, scale
         return output
@@ -152,7 +153,9 @@ class _FusedSegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, log_sums = ctx.saved_tensors
         d_qkv = _new_rows(qkv, ctx.rest[1])
-        _backward(*qkv.chunk(3, dim=1), grads[0], *d_qkv.chunk(3, dim=1), log_sums, *ctx.rest)
+        q, k, v = qkv.chunk(3, dim=1)
+        d_q, d_k, d_v = d_qkv.chunk(3, dim=1)
+        _backward(q, k, v, grads[0], d_q, d_k, d_v, log_sums, *ctx.rest)
         return d_qkv, None, None, None
 
 

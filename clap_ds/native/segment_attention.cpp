@@ -11,14 +11,13 @@
 namespace {
 
 constexpr int TILE = 16 * 32;  // bf16 of a tile
-constexpr int BLOCK = 32;      // queries at a time backward: two tiles
 constexpr float LOG2_E = 1.44269504088896341f;
 
 int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+int64_t blocks_of(int64_t rows) { return (rows + 31) / 32; }
+
 // The first `lanes` of 16, none for a negative number.
 __mmask16 first_lanes(int64_t lanes) { return lanes >= 16 ? 0xffff : lanes > 0 ? (1u << lanes) - 1 : 0; }
-
-int64_t blocks_of(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
 
 // Rows of one tensor; `stride` in elements.
 struct Rows {
@@ -55,53 +54,67 @@ struct Operand {
     int64_t row, tile, step;
 };
 
-// (16·M × 16·N) fp32 of a product, M and N at most 2.
-template <int M, int N>
-void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride) {
+// N tiles of a product, fp32, `next` elements apart: `one` tile of an operand by N of the other. DOWN: `one` is the right
+// operand, else the left. Many sums at once hide how long each takes.
+template <bool DOWN, int N>
+void multiply_strip(Operand one, Operand many, int64_t steps, float* c, int64_t c_stride, int64_t next) {
     asm volatile("" ::: "memory");  // gcc 12 doesn't see that tile loads read memory
-    _tile_zero(0);
-    if constexpr (N == 2) _tile_zero(1);
-    if constexpr (M == 2) _tile_zero(2);
-    if constexpr (M == 2 && N == 2) _tile_zero(3);
-    for (int64_t i = 0; i < steps; i++) {
-        const bf16 *left = a.at + i * a.step, *right = b.at + i * b.step;
-        _tile_loadd(4, left, a.row);
-        _tile_loadd(6, right, b.row);
-        _tile_dpbf16ps(0, 4, 6);
-        if constexpr (N == 2) {
-            _tile_loadd(7, right + b.tile, b.row);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if constexpr (M == 2) {
-            _tile_loadd(5, left + a.tile, a.row);
-            _tile_dpbf16ps(2, 5, 6);
-            if constexpr (N == 2) _tile_dpbf16ps(3, 5, 7);
-        }
+#define EACH(DO)                   \
+    DO(0, 6);                      \
+    if constexpr (N > 1) DO(1, 7); \
+    if constexpr (N > 2) DO(2, 6); \
+    if constexpr (N > 3) DO(3, 7); \
+    if constexpr (N > 4) DO(4, 6);
+#define ZERO(sum, with) _tile_zero(sum)
+#define MULTIPLY(sum, with)                                \
+    {                                                      \
+        _tile_loadd(with, at + sum * many.tile, many.row); \
+        if constexpr (DOWN) {                              \
+            _tile_dpbf16ps(sum, with, 5);                  \
+        } else {                                           \
+            _tile_dpbf16ps(sum, 5, with);                  \
+        }                                                  \
     }
-    _tile_stored(0, c, c_stride * 4);
-    if constexpr (N == 2) _tile_stored(1, c + 16, c_stride * 4);
-    if constexpr (M == 2) _tile_stored(2, c + 16 * c_stride, c_stride * 4);
-    if constexpr (M == 2 && N == 2) _tile_stored(3, c + 16 * c_stride + 16, c_stride * 4);
+#define STORE(sum, with) _tile_stored(sum, c + sum * next, c_stride * 4)
+    EACH(ZERO)
+    for (int64_t i = 0; i < steps; i++) {
+        const bf16* at = many.at + i * many.step;
+        _tile_loadd(5, one.at + i * one.step, one.row);
+        EACH(MULTIPLY)
+    }
+    EACH(STORE)
+#undef EACH
+#undef ZERO
+#undef MULTIPLY
+#undef STORE
 }
 
-// C (16·a_tiles × 16·b_tiles, fp32, rows `c_stride` apart) = A · B.
-void multiply(Operand a, int64_t a_tiles, Operand b, int64_t b_tiles, int64_t steps, float* c, int64_t c_stride) {
-    for (int64_t m = 0; m < a_tiles; m += 2) {
-        for (int64_t n = 0; n < b_tiles; n += 2) {
-            Operand left = {a.at + m * a.tile, a.row, a.tile, a.step}, right = {b.at + n * b.tile, b.row, b.tile, b.step};
-            float* to = c + 16 * m * c_stride + 16 * n;
-            bool two_down = m + 1 < a_tiles, two_across = n + 1 < b_tiles;
-            if (two_down && two_across) {
-                multiply_tiles<2, 2>(left, right, steps, to, c_stride);
-            } else if (two_down) {
-                multiply_tiles<2, 1>(left, right, steps, to, c_stride);
-            } else if (two_across) {
-                multiply_tiles<1, 2>(left, right, steps, to, c_stride);
-            } else {
-                multiply_tiles<1, 1>(left, right, steps, to, c_stride);
-            }
+template <bool DOWN>
+void multiply_strips(Operand one, Operand many, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
+    int64_t next = DOWN ? 16 * c_stride : 16, strips = (tiles + 4) / 5;
+    for (int64_t strip = 0, tile = 0; strip < strips; strip++) {
+        int64_t width = (tiles - tile + strips - strip - 1) / (strips - strip);
+        Operand own = {many.at + tile * many.tile, many.row, many.tile, many.step};
+        float* to = c + tile * next;
+        switch (width) {
+            case 1: multiply_strip<DOWN, 1>(one, own, steps, to, c_stride, next); break;
+            case 2: multiply_strip<DOWN, 2>(one, own, steps, to, c_stride, next); break;
+            case 3: multiply_strip<DOWN, 3>(one, own, steps, to, c_stride, next); break;
+            case 4: multiply_strip<DOWN, 4>(one, own, steps, to, c_stride, next); break;
+            case 5: multiply_strip<DOWN, 5>(one, own, steps, to, c_stride, next); break;
         }
+        tile += width;
     }
+}
+
+// C (16 × 16·b_tiles, fp32, rows `c_stride` apart) = A · B.
+void multiply_across(Operand a, Operand b, int64_t b_tiles, int64_t steps, float* c, int64_t c_stride) {
+    multiply_strips<false>(a, b, b_tiles, steps, c, c_stride);
+}
+
+// C (16·a_tiles × 16, fp32, rows one after the other) = A · B.
+void multiply_down(Operand a, int64_t a_tiles, Operand b, int64_t steps, float* c) {
+    multiply_strips<true>(b, a, a_tiles, steps, c, 16);
 }
 
 // `rows` rows of D one after the other, then zeros up to `padded` rows.
@@ -188,8 +201,8 @@ __m512 across(__m512 r[16], Combine combine) {
     return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
-// Softmax of 16 rows without the division: in place of each row of scores, bf16 weights, zeros up to a multiple of 32 keys; and
-// their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
+// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros
+// up to a multiple of 32 keys, and gives their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
 __m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
@@ -262,12 +275,12 @@ class Forward {
                 copy_padded<D>(tail_.get(), own, rows, 16);
                 block = {tail_.get(), D * 2, 0, 32};
             }
-            multiply(block, 1, columns, tiles_of(keys), D / 32, scores_.get(), stride);
+            multiply_across(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
             alignas(64) float reciprocals[16];
             __m512 sums = exponentiate_rows(scores_.get(), reciprocals, stride, keys, scale * LOG2_E);
             _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
             Operand weights = {(bf16*)scores_.get(), stride * 4, 0, 32};
-            multiply(weights, 1, values, D / 16, stride / 32, mixed_, D);
+            multiply_across(weights, values, D / 16, stride / 32, mixed_, D);
             store_rows<D, true>(out.from(start, 0), mixed_, reciprocals, rows);
         }
     }
@@ -286,7 +299,7 @@ class Backward {
     Backward(int64_t most_queries, int64_t most_keys)
         : queries_(blocks_of(most_queries) * 32),
           keys_(blocks_of(most_keys) * 32),
-          rows_(scratch<bf16>(std::max(queries_, keys_) * D)),
+          rows_(scratch<bf16>(queries_ * D)),
           key_rows_(scratch<bf16>(keys_ * D)),
           value_rows_(scratch<bf16>(keys_ * D)),
           packed_keys_(scratch<bf16>(keys_ * D)),
@@ -315,7 +328,7 @@ class Backward {
             store_zeros<D>(to.d_v, keys);
             return;
         }
-        int64_t key_tiles = tiles_of(keys), query_tiles = tiles_of(queries), stride = blocks_of(keys) * 32 * BLOCK;
+        int64_t key_tiles = tiles_of(keys), query_tiles = tiles_of(queries), stride = blocks_of(keys) * 32 * 32;
         copy_padded<D>(key_rows_.get(), k, keys, key_tiles * 16);
         copy_padded<D>(value_rows_.get(), v, keys, key_tiles * 16);
         Operand packed_keys = pack_summed<D>(packed_keys_.get(), key_rows_.get(), D, keys);
@@ -328,24 +341,29 @@ class Backward {
         Operand key_rows = {key_rows_.get(), D * 2, 16 * D, 32}, value_rows = {value_rows_.get(), D * 2, 16 * D, 32};
         for (int64_t tile = 0; tile < query_tiles; tile++) {
             int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
-            multiply(key_rows, key_tiles, advanced(query_columns, tile), 1, D / 32, scores_.get(), 16);
-            multiply(value_rows, key_tiles, advanced(output_columns, tile), 1, D / 32, slopes_.get(), 16);
+            multiply_down(key_rows, key_tiles, advanced(query_columns, tile), D / 32, scores_.get());
+            multiply_down(value_rows, key_tiles, advanced(output_columns, tile), D / 32, slopes_.get());
             bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
             differentiate_softmax(weights, d_scores, half, log_sums + start, rows, keys, scale);
+        }
+        // Apart from the loop above, which would no longer fit the first cache.
+        for (int64_t tile = 0; tile < query_tiles; tile++) {
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
+            const bf16* d_scores = d_scores_.get() + tile / 2 * stride;
             for (int64_t step = 0; step < blocks_of(keys); step++) {
                 int valid = (int)std::min<int64_t>(32, keys - 32 * step);
                 pack_rows_as_a(d_score_rows_.get() + step * TILE, d_scores + step * 32 * 32 + 16 * half, 32, valid);
             }
-            multiply({d_score_rows_.get(), 64, 0, TILE}, 1, packed_keys, D / 16, blocks_of(keys), mixed_, D);
+            multiply_across({d_score_rows_.get(), 64, 0, TILE}, packed_keys, D / 16, blocks_of(keys), mixed_, D);
             store_rows<D, false>(to.d_q.from(start, 0), mixed_, nullptr, rows);
         }
         Operand weights = {weights_.get(), 64, TILE, stride}, d_scores = {d_scores_.get(), 64, TILE, stride};
-        for (int64_t tile = 0; tile < key_tiles; tile += 2) {
-            int64_t tiles = std::min<int64_t>(2, key_tiles - tile), rows = std::min<int64_t>(32, keys - tile * 16);
-            multiply(advanced(weights, tile), tiles, packed_outputs, D / 16, blocks_of(queries), mixed_, D);
-            store_rows<D, false>(to.d_v.from(tile * 16, 0), mixed_, nullptr, rows);
-            multiply(advanced(d_scores, tile), tiles, packed_queries, D / 16, blocks_of(queries), mixed_, D);
-            store_rows<D, false>(to.d_k.from(tile * 16, 0), mixed_, nullptr, rows);
+        for (int64_t tile = 0; tile < key_tiles; tile++) {
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, keys - start), steps = blocks_of(queries);
+            multiply_across(advanced(weights, tile), packed_outputs, D / 16, steps, mixed_, D);
+            store_rows<D, false>(to.d_v.from(start, 0), mixed_, nullptr, rows);
+            multiply_across(advanced(d_scores, tile), packed_queries, D / 16, steps, mixed_, D);
+            store_rows<D, false>(to.d_k.from(start, 0), mixed_, nullptr, rows);
         }
     }
 
@@ -388,7 +406,7 @@ class Backward {
     Low rows_, key_rows_, value_rows_, packed_keys_, query_columns_, output_columns_, packed_queries_, packed_outputs_;
     Full scores_, slopes_;
     Low weights_, d_scores_, d_score_rows_;
-    alignas(64) float mixed_[BLOCK * D];
+    alignas(64) float mixed_[16 * D];
 };
 
 // Calls `function(state, segment, head)` for all, in several threads, each with a `prepare()` of its own.
