@@ -33,6 +33,7 @@ def as_used(model: nn.Module) -> nn.Module:
 
 
 def audio_tower(attention: str, drop_path: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
     return as_used(HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False, attention=attention))
 
 
