@@ -28,8 +28,10 @@ from clap_ds.measure import peers
 from clap_ds.measure.hardware import device_name
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import ClapConfig, load_preset, preset_names
+from clap_ds.native.library import torch_instead
 
 Clock = Callable[[torch.device], float]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
@@ -63,9 +65,9 @@ def parts(model: ClapModel) -> dict[str, nn.Module]:
     }
 
 
-def capture(model: ClapModel, batch: Batch) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+def capture(model: ClapModel, batch: Batch) -> dict[str, Call]:
     """What each part is called with in the model's forward pass."""
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[str, Call] = {}
     handles = []
     for name, module in parts(model).items():
 
@@ -83,12 +85,13 @@ def capture(model: ClapModel, batch: Batch) -> dict[str, tuple[tuple[Any, ...], 
 def measure_part(
     name: str,
     module: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: Call,
+    counted: Call,
     clock: Clock,
     device: torch.device,
     rounds: int,
 ) -> Cost:
-    """Medians over `rounds` after one to warm up."""
+    """Medians over `rounds` after one to warm up; FLOPs of `counted`, what it is called with where torch computes it."""
     args, kwargs = call
     trained = any(parameter.requires_grad for parameter in module.parameters())
     times = []
@@ -101,8 +104,8 @@ def measure_part(
             output.backward(torch.ones_like(output))
         times.append((forward_done_s - started_s, clock(device) - forward_done_s))
         module.zero_grad(set_to_none=True)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(*args, **kwargs)
+    with torch.no_grad(), torch_instead(), FlopCounterMode(display=False) as counter:
+        module(*counted[0], **counted[1])
     moved = sum(each.nbytes for each in args if isinstance(each, Tensor) and each.is_floating_point()) + output.nbytes
     weights = sum(parameter.nbytes for parameter in module.parameters())
     factor = 2 if trained else 1
@@ -132,8 +135,10 @@ def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torc
     for _ in range(arguments.rounds + 1):
         side.step(batch)
     calls = capture(model, batch)
+    with torch_instead():
+        counted = capture(model, batch)
     costs = [
-        measure_part(name, module, calls[name], clock, device, arguments.rounds)
+        measure_part(name, module, calls[name], counted[name], clock, device, arguments.rounds)
         for name, module in parts(model).items()
     ]
     sizes = [parameter.numel() for parameter in model.parameters()]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from clap_ds.model.config import AudioConfig
+from clap_ds.model.mel_native import native_mel_power
+from clap_ds.model.mel_native import supports as native_mel_supports
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.torchaudio_compat import torchaudio
 
@@ -64,16 +66,24 @@ class LogMel(nn.Module):
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
         with torch.autocast(waveforms.device.type, enabled=False):
-            spectrum = torch.stft(
-                waveforms.to(self.window.dtype),
+            spectrum_BKT = torch.stft(
+                _reflect(waveforms.to(self.window.dtype), self.num_fft // 2),
                 n_fft=self.num_fft,
                 hop_length=self.hop_size,
                 window=self.window,
-                center=True,
-                pad_mode="reflect",
+                center=False,
                 return_complex=True,
             )
-            # Squares of the parts: an absolute value would take roots only for them to be squared.
-            power = spectrum.real.square() + spectrum.imag.square()
-            mel = torch.matmul(self.mel_filters, power)
-            return (10.0 * mel.clamp(min=MIN_POWER).log10()).transpose(1, 2)
+            if native_mel_supports(spectrum_BKT):
+                mel_BTF = native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+            else:
+                # Squares of the parts: an absolute value would take roots only for them to be squared.
+                power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
+                mel_BTF = torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
+            return 10.0 * mel_BTF.clamp(min=MIN_POWER).log10()
+
+
+def _reflect(waveforms: Tensor, width: int) -> Tensor:
+    """`F.pad` in its reflect mode, which on CPUs copies sample by sample."""
+    start, end = waveforms[:, 1 : width + 1].flip(1), waveforms[:, -width - 1 : -1].flip(1)
+    return torch.cat([start, waveforms, end], dim=1)

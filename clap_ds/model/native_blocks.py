@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.model import layer_norm_native, linear_native, segment_attention_native
@@ -20,6 +21,7 @@ from clap_ds.model.window_attention_native import native_window_attention
 from clap_ds.model.window_attention_native import supports as supports_windows
 
 if TYPE_CHECKING:
+    from clap_ds.model.htsat import PatchEmbed
     from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
 
 
@@ -44,6 +46,17 @@ def runs_merging(merge: PatchMerging, squares: Tensor) -> bool:
     """Whether `patch_merging` can stand in for the module."""
     compiling = torch.compiler.is_compiling()
     return not compiling and layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
+
+
+def runs_patch_embed(embed: PatchEmbed, image: Tensor) -> bool:
+    """Whether `patch_embed` can stand in for the module."""
+    weight, patch = embed.proj.weight, image.shape[-1] // embed.proj.kernel_size[0]
+    return (
+        embed.kernel in KERNELS
+        and not torch.compiler.is_compiling()
+        and image.dtype == weight.dtype == torch.bfloat16
+        and layer_norm_native.supports(image.new_empty(0, patch, weight.shape[0]))
+    )
 
 
 def runs_text(layer: Any, hidden: Tensor) -> bool:
@@ -74,6 +87,14 @@ def swin_block(block: SwinBlock, tokens_BHWC: Tensor) -> Tensor:
     if _drops(block.drop_path):
         return tokens_BHWC + block.drop_path(native_mlp(normed, *weights))
     return native_mlp(normed, *weights, residual=tokens_BHWC)
+
+
+def patch_embed(embed: PatchEmbed, image_B1HW: Tensor) -> Tensor:
+    """`PatchEmbed.forward`, the convolution as a matrix product."""
+    size = embed.proj.kernel_size[0]
+    patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
+    tokens_BHWC = F.linear(patches, embed.proj.weight.flatten(1), embed.proj.bias)
+    return native_layer_norm(tokens_BHWC, embed.norm.weight, embed.norm.bias, embed.norm.eps)
 
 
 def patch_merging(merge: PatchMerging, squares: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from clap_ds.model.segment_attention_native import Segments, segments_of_packed,
 from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
-from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
+from transformers.models.roberta.modeling_roberta import RobertaAttention, RobertaEncoder  # isort: skip
 
 TextAttention = Literal["auto", "sdpa"]
 ATTENTION: TextAttention = "sdpa"
@@ -55,6 +55,36 @@ class FirstTokenAttention(nn.Module):
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 
 
+class Layers(nn.Module):
+    """RoBERTa's encoder, whose layers it keeps, under the same names: as `transformers` runs it or, told which rows are whose
+    segments, by native blocks."""
+
+    def __init__(self, encoder: RobertaEncoder) -> None:
+        super().__init__()
+        self.layer = encoder.layer
+
+    def forward(
+        self, hidden: Tensor, *args: Any, segments: Segments | None = None, last_segments: Segments | None = None, **kwargs: Any
+    ) -> Any:
+        """Without segments, `transformers`' arguments and result.
+
+        Args:
+            hidden: with segments, (rows, C).
+            last_segments: for the last layer, when that is to give the segments' first rows alone.
+
+        Returns:
+            (rows, C), or (segments, C).
+        """
+        if segments is None:
+            return RobertaEncoder.forward(self, hidden, *args, **kwargs)
+        *layers, last = self.layer
+        for layer in layers:
+            hidden = native_blocks.text_layer(layer, hidden, segments)
+        if last_segments is None:
+            return native_blocks.text_layer(last, hidden, segments)
+        return native_blocks.text_layer(last, hidden, last_segments, first_rows=last_segments.key_start)
+
+
 class TextTower(nn.Module):
     """RoBERTa and its pooling: `cls_pooler` is the first token through RoBERTa's tanh pooler, `mean` the mean over real tokens.
     With the former, the last layer computes nothing for other tokens but their keys and values.
@@ -77,6 +107,7 @@ class TextTower(nn.Module):
         self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
         if attention == "auto":
             self.roberta.config._attn_implementation = text_attention.NAME
+        self.roberta.encoder = Layers(self.roberta.encoder)
         if self.pooling == "cls_pooler":
             last: Any = self.roberta.encoder.layer[-1]
             last.attention = FirstTokenAttention(last.attention)
@@ -134,16 +165,14 @@ class TextTower(nn.Module):
             lengths = None if attention_mask is None else attention_mask.sum(dim=1)
             return segments_of_padded(*input_ids.shape, lengths, first_only)
 
-        everywhere = segments(False)
-        *layers, last = self.roberta.encoder.layer
-        for layer in layers:
-            hidden_TC = native_blocks.text_layer(layer, hidden_TC, everywhere)
-        if isinstance(last.attention, FirstTokenAttention):
+        first_only = self.pooling == "cls_pooler" and isinstance(self.roberta.encoder.layer[-1].attention, FirstTokenAttention)
+        hidden_TC = self.roberta.encoder(
+            hidden_TC, segments=segments(False), last_segments=segments(True) if first_only else None
+        )
+        if self.pooling == "cls_pooler":
             assert self.roberta.pooler is not None
-            first = segments(True)
-            hidden_BC = native_blocks.text_layer(last, hidden_TC, first, first_rows=first.key_start)
-            return self.roberta.pooler(hidden_BC[:, None])
-        hidden_TC = native_blocks.text_layer(last, hidden_TC, everywhere)
+            first = hidden_TC if first_only else hidden_TC.index_select(0, segments(True).key_start)
+            return self.roberta.pooler(first[:, None])
         if layout is not None:
             return mean_over_packed_tokens(hidden_TC, layout)
         return mean_over_tokens(hidden_TC.unflatten(0, input_ids.shape), attention_mask)
