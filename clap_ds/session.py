@@ -188,6 +188,8 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
             device_type=device.type,
         )
         print(f"run directory: {record.path}", flush=True)
+        if device.type == "cpu" and run.precision == "bf16":
+            print(f"CPU kernels: {here['cpu_kernels']}", flush=True)
     return record
 
 

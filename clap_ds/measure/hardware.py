@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from clap_ds.native.library import unavailable
+
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
 
@@ -47,9 +49,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
+        "cpu_kernels": cpu_kernels() if device.type == "cpu" else None,
         "git_commit": _git_commit(),
         "command": [sys.executable, *sys.argv],
     }
+
+
+def cpu_kernels() -> str:
+    """`native` where bf16 models run this project's CPU kernels; else `torch` and why."""
+    reason = unavailable()
+    return f"torch: {reason}" if reason else "native"
 
 
 def _version(package: str) -> str | None:
