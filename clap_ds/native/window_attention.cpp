@@ -204,7 +204,7 @@ struct Share {
         const int64_t size = std::min(group, windows - start), rest = i - start * heads;
         return {start + rest % size, rest / size};
     }
-    // Calls fetch(token's row of the matrix) for this head's share of the tokens of a window of the next group: one of `parts` parts.
+    // Calls fetch(row of the matrix) for this head's share, or one part of it, of a window's tokens of the next group.
     template <class Fetch>
     void ahead(int64_t window, int64_t head, int part, int parts, Fetch fetch) const {
         if (window + group >= windows) return;
@@ -605,8 +605,8 @@ void backward(
 }  // namespace
 
 // qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 → output (clips, grid, grid, heads · dim) bf16 and
-// log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64; grid: of
-// 8; 0 ≤ shift < 8.
+// log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64; grid:
+// of 8; 0 ≤ shift < 8.
 extern "C" void clap_window_attention_forward(
     const bf16* qkv, const float* bias, bf16* output, float* log_sums, int64_t clips, int64_t grid, int64_t heads, int64_t dim,
     int64_t shift) {
