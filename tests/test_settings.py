@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "packed for plain attention": (
         {"clap": {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}}},
-        r"clap\.text: packed captions need clap\.model\.attention 'auto', 'matmul' or 'triton', found 'sdpa'",
+        r"clap\.text: packed captions need clap\.model\.attention 'auto', 'matmul', 'native' or 'triton', found 'sdpa'",
     ),
     "CUDA graphs of nothing": ({"clap": {"cuda_graphs": True}}, r"clap\.cuda_graphs: needs clap\.compile"),
     "CUDA graphs over kept features": (
