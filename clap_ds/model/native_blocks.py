@@ -120,7 +120,8 @@ def text_layer(layer: Any, hidden_TC: Tensor, segments: Segments, first_rows: Te
     query = native_linear(chosen, attention.query.weight, attention.query.bias)
     key, value = (native_linear(hidden_TC, each.weight, each.bias) for each in (attention.key, attention.value))
     scale = attention.attention_head_size**-0.5
-    mixed = native_segment_attention(query, key, value, attention.num_attention_heads, segments, scale)
+    dropout = attention.dropout.p if attention.training else 0.0
+    mixed = native_segment_attention(query, key, value, attention.num_attention_heads, segments, scale, dropout)
     hidden_TC = _add_and_norm(native_linear(mixed, output.dense.weight, output.dense.bias), chosen, output)
     first, second = layer.intermediate.dense, layer.output.dense
     branch = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)

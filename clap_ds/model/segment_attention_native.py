@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clap_ds.model.dropout_native import draw_seed
 from clap_ds.native import library
 
 HEAD_DIMS = (32, 64, 96, 128)
@@ -68,29 +69,32 @@ def supports(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
 
 
 def native_segment_attention(
-    q_TC: Tensor, k_TC: Tensor, v_TC: Tensor, heads: int, segments: Segments, scale: float
+    q_TC: Tensor, k_TC: Tensor, v_TC: Tensor, heads: int, segments: Segments, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v of each segment and head.
+    """dropout(softmax(q kᵀ · scale)) v of each segment and head.
 
     Args:
         q_TC: bf16 (rows of the queries, A·D) on CPU; like the others perhaps a slice of wider rows.
         k_TC, v_TC: bf16 (rows of the keys, A·D).
         scale: above 0.
+        dropout: probability of a weight to become 0, as in `F.dropout` while training; below 1.
 
     Returns:
         bf16 (rows of the queries, A·D). Zeros where a segment has no keys and in rows of no segment.
 
     Raises:
-        ValueError: dtypes, shapes or the scale are others.
+        ValueError: dtypes, shapes, the scale or the dropout are others.
         RuntimeError: there is no native library here.
     """
-    _check((q_TC, k_TC, v_TC), heads, segments, scale)
+    _check((q_TC, k_TC, v_TC), heads, segments, scale, dropout)
     if q_TC.shape[1] != k_TC.shape[1] or k_TC.shape != v_TC.shape:
         raise ValueError(f"q, k and v don't fit together: {(*q_TC.shape,)}, {(*k_TC.shape,)}, {(*v_TC.shape,)}")
-    return _SegmentAttention.apply(q_TC, k_TC, v_TC, heads, segments, scale)
+    return _SegmentAttention.apply(q_TC, k_TC, v_TC, heads, segments, _Weighting.drawn(scale, dropout))
 
 
-def native_segment_attention_qkv(qkv_TE: Tensor, heads: int, segments: Segments, scale: float) -> Tensor:
+def native_segment_attention_qkv(
+    qkv_TE: Tensor, heads: int, segments: Segments, scale: float, dropout: float = 0.0
+) -> Tensor:
     """`native_segment_attention` of queries, keys and values side by side, whose gradient is one tensor as well.
 
     Args:
@@ -104,11 +108,23 @@ def native_segment_attention_qkv(qkv_TE: Tensor, heads: int, segments: Segments,
     """
     if qkv_TE.ndim != 2 or qkv_TE.shape[1] % 3:
         raise ValueError(f"qkv must be (rows, 3·A·D), not {(*qkv_TE.shape,)}")
-    _check(qkv_TE.chunk(3, dim=1), heads, segments, scale)
-    return _FusedSegmentAttention.apply(qkv_TE, heads, segments, scale)
+    _check(qkv_TE.chunk(3, dim=1), heads, segments, scale, dropout)
+    return _FusedSegmentAttention.apply(qkv_TE, heads, segments, _Weighting.drawn(scale, dropout))
 
 
-def _check(tensors: tuple[Tensor, ...], heads: int, segments: Segments, scale: float) -> None:
+class _Weighting(NamedTuple):
+    """How weights come from scores: what the kernels take last."""
+
+    scale: float
+    dropout: float
+    seed: int
+
+    @classmethod
+    def drawn(cls, scale: float, dropout: float) -> _Weighting:
+        return cls(float(scale), float(dropout), draw_seed() if dropout > 0 else 0)
+
+
+def _check(tensors: tuple[Tensor, ...], heads: int, segments: Segments, scale: float, dropout: float) -> None:
     for tensor in tensors:
         if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu" or tensor.ndim != 2:
             raise ValueError(f"expected bf16 rows on CPU, not {tensor.dtype} {(*tensor.shape,)} on {tensor.device}")
@@ -120,15 +136,19 @@ def _check(tensors: tuple[Tensor, ...], heads: int, segments: Segments, scale: f
             raise ValueError(f"segments must be contiguous int32 of one length, not {places.dtype} {(*places.shape,)}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, not {scale}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, weighting: _Weighting
+    ) -> Tensor:
         q, k, v = (_with_whole_rows(tensor) for tensor in (q, k, v))
-        output, log_sums = _forward(q, k, v, heads, segments, scale)
+        output, log_sums = _forward(q, k, v, heads, segments, weighting)
         ctx.save_for_backward(q, k, v, log_sums)
-        ctx.rest = heads, segments, scale
+        ctx.rest = heads, segments, weighting
         return output
 
     @staticmethod
@@ -141,12 +161,12 @@ class _SegmentAttention(torch.autograd.Function):
 
 class _FusedSegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: int, segments: Segments, scale: float) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, heads: int, segments: Segments, weighting: _Weighting) -> Tensor:
         qkv = _with_whole_rows(qkv)
         q, k, v = qkv.chunk(3, dim=1)
-        output, log_sums = _forward(q, k, v, heads, segments, scale)
+        output, log_sums = _forward(q, k, v, heads, segments, weighting)
         ctx.save_for_backward(qkv, log_sums)
-        ctx.rest = heads, segments, scale
+        ctx.rest = heads, segments, weighting
         return output
 
     @staticmethod
@@ -173,13 +193,15 @@ def _sizes(q: Tensor, k: Tensor, heads: int, segments: Segments) -> tuple[int, .
     return len(segments.query_start), len(q), len(k), heads, q.shape[1] // heads
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, weighting: _Weighting
+) -> tuple[Tensor, Tensor]:
     """The output, and (A, rows of q) fp32 log-sum-exps of the scores."""
     output = _new_rows(q, segments)
     log_sums = torch.empty(heads, len(q))
     places = [argument for tensor in (q, k, v, output) for argument in (tensor, tensor.stride(0))]
     run = library.kernel("clap_segment_attention_forward")
-    run(*places, log_sums, *segments, *_sizes(q, k, heads, segments), float(scale))
+    run(*places, log_sums, *segments, *_sizes(q, k, heads, segments), *weighting)
     return output, log_sums
 
 
@@ -194,10 +216,10 @@ def _backward(
     log_sums: Tensor,
     heads: int,
     segments: Segments,
-    scale: float,
+    weighting: _Weighting,
 ) -> None:
     """Writes `d_q`, `d_k` and `d_v`."""
     tensors = (q, k, v, _with_whole_rows(d_output), d_q, d_k, d_v)
     places = [argument for tensor in tensors for argument in (tensor, tensor.stride(0))]
     run = library.kernel("clap_segment_attention_backward")
-    run(*places, log_sums, *segments, *_sizes(q, k, heads, segments), float(scale))
+    run(*places, log_sums, *segments, *_sizes(q, k, heads, segments), *weighting)

@@ -47,6 +47,24 @@ struct Places {
     }
 };
 
+// Dropout of one head's weights in one segment. Weights are numbered query by query, `stride` of them each.
+struct Dropout {
+    uint64_t seed;
+    float probability;
+    uint32_t stride;
+
+    // What it multiplies the rest by.
+    float factor() const { return 1.0f / (1.0f - probability); }
+
+    // 1 for the weights that stay, of these numbers counted from (query, key).
+    __mmask16 keeps(int64_t query, int64_t key, __m512i numbers) const {
+        const uint32_t first = (uint32_t)query * stride + (uint32_t)key;
+        return kept(seed, _mm512_add_epi32(numbers, _mm512_set1_epi32((int)first)), probability);
+    }
+};
+
+__m512i lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
 // Tiles of an operand: `row` bytes between rows of a tile, `tile` elements from one tile to the next across the result, `step`
 // elements along what is summed over.
 struct Operand {
@@ -202,8 +220,12 @@ __m512 across(__m512 r[16], Combine combine) {
 }
 
 // Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros
-// up to a multiple of 32 keys, and gives their fp32 sums' reciprocals. `scale` includes log2 e. Returns ln Σ e^score.
-__m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int64_t keys, float scale) {
+// up to a multiple of 32 keys, and gives what to multiply them by. `scale` includes log2 e. Returns ln Σ e^score. DROPS: with
+// `dropout` of the weights, where the first row is that of `query`.
+template <bool DROPS>
+__m512 exponentiate_rows(
+    float* scores, float* factors, int64_t stride, int64_t keys, float scale, Dropout dropout, int64_t query) {
+    const __m512i numbers = lane_numbers();
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     int64_t last = (keys - 1) / 32 * 32;
     __mmask16 low_mask = first_lanes(keys - last), high_mask = first_lanes(keys - last - 16);
@@ -226,21 +248,28 @@ __m512 exponentiate_rows(float* scores, float* reciprocals, int64_t stride, int6
         bf16* w = (bf16*)s;  // never ahead of what is read
         __m512 shift = _mm512_set1_ps(shifts[row]);
         __m512 low_sum = _mm512_setzero_ps(), high_sum = low_sum;
+        auto store = [&](int64_t key, __m512 low, __m512 high) {
+            if constexpr (DROPS) {
+                low = _mm512_maskz_mov_ps(dropout.keeps(query + row, key, numbers), low);
+                high = _mm512_maskz_mov_ps(dropout.keeps(query + row, key + 16, numbers), high);
+            }
+            _mm512_storeu_si512(w + key, two_to_bf16(low, high));
+        };
         for (int64_t key = 0; key < last; key += 32) {
             __m512 low = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + key), factor, shift));
             __m512 high = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(s + key + 16), factor, shift));
             low_sum = _mm512_add_ps(low_sum, low);
             high_sum = _mm512_add_ps(high_sum, high);
-            _mm512_storeu_si512(w + key, two_to_bf16(low, high));
+            store(key, low, high);
         }
         __m512 low = _mm512_maskz_loadu_ps(low_mask, s + last), high = _mm512_maskz_loadu_ps(high_mask, s + last + 16);
         low = _mm512_maskz_mov_ps(low_mask, exp2_ps(_mm512_fmsub_ps(low, factor, shift)));
         high = _mm512_maskz_mov_ps(high_mask, exp2_ps(_mm512_fmsub_ps(high, factor, shift)));
-        _mm512_storeu_si512(w + last, two_to_bf16(low, high));
+        store(last, low, high);
         r[row] = _mm512_add_ps(_mm512_add_ps(low_sum, low), _mm512_add_ps(high_sum, high));
     }
     __m512 sums = across(r, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
-    _mm512_storeu_ps(reciprocals, _mm512_div_ps(_mm512_set1_ps(1.0f), sums));
+    _mm512_storeu_ps(factors, _mm512_div_ps(_mm512_set1_ps(DROPS ? dropout.factor() : 1.0f), sums));
     return _mm512_fmadd_ps(most, _mm512_set1_ps(1.0f / LOG2_E), log_ps(sums));
 }
 
@@ -254,7 +283,8 @@ class Forward {
           tail_(scratch<bf16>(16 * D)),
           scores_(scratch<float>(16 * keys_)) {}
 
-    void attend(Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Rows out, float* log_sums) {
+    void attend(
+        Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Dropout dropout, Rows out, float* log_sums) {
         if (keys == 0) {
             store_zeros<D>(out, queries);
             std::fill(log_sums, log_sums + queries, 0.0f);
@@ -276,12 +306,13 @@ class Forward {
                 block = {tail_.get(), D * 2, 0, 32};
             }
             multiply_across(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
-            alignas(64) float reciprocals[16];
-            __m512 sums = exponentiate_rows(scores_.get(), reciprocals, stride, keys, scale * LOG2_E);
+            alignas(64) float factors[16];
+            auto exponentiate = dropout.probability > 0 ? exponentiate_rows<true> : exponentiate_rows<false>;
+            __m512 sums = exponentiate(scores_.get(), factors, stride, keys, scale * LOG2_E, dropout, start);
             _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
             Operand weights = {(bf16*)scores_.get(), stride * 4, 0, 32};
             multiply_across(weights, values, D / 16, stride / 32, mixed_, D);
-            store_rows<D, true>(out.from(start, 0), mixed_, reciprocals, rows);
+            store_rows<D, true>(out.from(start, 0), mixed_, factors, rows);
         }
     }
 
@@ -318,7 +349,8 @@ class Backward {
     };
 
     void attend(
-        Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Rows d_out, const float* log_sums, Gradients to) {
+        Rows q, int64_t queries, Rows k, Rows v, int64_t keys, float scale, Dropout dropout, Rows d_out, const float* log_sums,
+        Gradients to) {
         if (keys == 0) {
             store_zeros<D>(to.d_q, queries);
             return;
@@ -340,11 +372,15 @@ class Backward {
         Operand packed_outputs = pack_summed<D>(packed_outputs_.get(), rows_.get(), D, queries);
         Operand key_rows = {key_rows_.get(), D * 2, 16 * D, 32}, value_rows = {value_rows_.get(), D * 2, 16 * D, 32};
         for (int64_t tile = 0; tile < query_tiles; tile++) {
-            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start), half = tile % 2;
+            int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start);
             multiply_down(key_rows, key_tiles, advanced(query_columns, tile), D / 32, scores_.get());
             multiply_down(value_rows, key_tiles, advanced(output_columns, tile), D / 32, slopes_.get());
             bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
-            differentiate_softmax(weights, d_scores, half, log_sums + start, rows, keys, scale);
+            if (dropout.probability > 0) {
+                differentiate_softmax<true>(weights, d_scores, start, log_sums + start, rows, keys, scale, dropout);
+            } else {
+                differentiate_softmax<false>(weights, d_scores, start, log_sums + start, rows, keys, scale, dropout);
+            }
         }
         // Apart from the loop above, which would no longer fit the first cache.
         for (int64_t tile = 0; tile < query_tiles; tile++) {
@@ -376,10 +412,15 @@ class Backward {
         return operand;
     }
 
-    // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries). The first half
-    // leaves zeros in the second.
+    // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries, from `query` on).
+    // The first half leaves zeros in the second.
+    template <bool DROPS>
     void differentiate_softmax(
-        bf16* weights, bf16* d_scores, int64_t half, const float* log_sums, int64_t rows, int64_t keys, float scale) {
+        bf16* weights, bf16* d_scores, int64_t query, const float* log_sums, int64_t rows, int64_t keys, float scale,
+        Dropout dropout) {
+        const bool half = query / 16 % 2;
+        const __m512i numbers = _mm512_mullo_epi32(lane_numbers(), _mm512_set1_epi32((int)dropout.stride));
+        const __m512 kept_factor = _mm512_set1_ps(dropout.factor());
         const __m512 zero = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale * LOG2_E), scales = _mm512_set1_ps(scale);
         __m512 own = _mm512_maskz_loadu_ps(first_lanes(rows), log_sums);
         __m512 shift = _mm512_mul_ps(own, _mm512_set1_ps(LOG2_E)), sum = zero;
@@ -392,9 +433,17 @@ class Backward {
         };
         for (int64_t key = 0; key < keys; key++) {
             __m512 p = exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores_.get() + key * 16), factor, shift));
-            sum = _mm512_fmadd_ps(p, _mm512_load_ps(slopes_.get() + key * 16), sum);
+            __m512 slope = _mm512_load_ps(slopes_.get() + key * 16);
             _mm512_store_ps(scores_.get() + key * 16, p);
-            store(weights + key * 32, p);
+            if constexpr (DROPS) {
+                __mmask16 stay = dropout.keeps(query, key, numbers);
+                slope = _mm512_maskz_mul_ps(stay, slope, kept_factor);
+                _mm512_store_ps(slopes_.get() + key * 16, slope);
+                store(weights + key * 32, _mm512_maskz_mul_ps(stay, p, kept_factor));
+            } else {
+                store(weights + key * 32, p);
+            }
+            sum = _mm512_fmadd_ps(p, slope, sum);
         }
         for (int64_t key = 0; key < keys; key++) {
             __m512 p = _mm512_mul_ps(_mm512_load_ps(scores_.get() + key * 16), scales);
@@ -421,6 +470,11 @@ void for_each_head(int64_t segments, int64_t heads, Prepare prepare, Function fu
     }
 }
 
+// For weights of so many keys; `index` is of all heads of all segments.
+Dropout dropout_of(uint64_t seed, float probability, int64_t index, int64_t keys) {
+    return {seed + 0x9e3779b97f4a7c15 * (uint64_t)index, probability, (uint32_t)(blocks_of(keys) * 32)};
+}
+
 // Calls `function` with the head dim as a constant.
 template <typename Function>
 void with_head_dim(int64_t head_dim, Function function) {
@@ -435,11 +489,13 @@ void with_head_dim(int64_t head_dim, Function function) {
 }  // namespace
 
 // Segment s: queries query_start[s] and on, query_rows[s] of `q_rows`; keys and values likewise. Segments follow one another in
-// both, without overlap; rows between them get zeros. Strides are in elements. `log_sums` is (heads, q_rows).
+// both, without overlap; rows between them get zeros. Strides are in elements. `log_sums` is (heads, q_rows). Weights become 0
+// with probability `dropout`, others are divided by 1 − `dropout`; which, depends on seed, segment, head, query and key alone.
 extern "C" void clap_segment_attention_forward(
     bf16* q, int64_t q_stride, bf16* k, int64_t k_stride, bf16* v, int64_t v_stride, bf16* out, int64_t out_stride,
     float* log_sums, const int32_t* query_start, const int32_t* query_rows, const int32_t* key_start, const int32_t* key_rows,
-    int64_t count, int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale) {
+    int64_t count, int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
+    int64_t seed) {
     Places queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
     with_head_dim(head_dim, [&](auto constant) {
         constexpr int D = decltype(constant)::value;
@@ -447,22 +503,24 @@ extern "C" void clap_segment_attention_forward(
         auto prepare = [&] { return Forward<D>(most_keys); };
         for_each_head(count, heads, prepare, [&](Forward<D>& state, int64_t segment, int64_t head) {
             int64_t query = query_start[segment], key = key_start[segment], column = head * D;
+            Dropout own = dropout_of(seed, dropout, segment * heads + head, key_rows[segment]);
             Rows to = {out, out_stride};
             queries.clear_gaps<D>(to.from(0, column), segment);
             state.attend(
                 Rows{q, q_stride}.from(query, column), query_rows[segment], Rows{k, k_stride}.from(key, column),
-                Rows{v, v_stride}.from(key, column), key_rows[segment], scale, to.from(query, column),
+                Rows{v, v_stride}.from(key, column), key_rows[segment], scale, own, to.from(query, column),
                 log_sums + head * q_rows + query);
         });
     });
 }
 
-// As forward, which left `log_sums`.
+// As forward, which left `log_sums` and had the same `seed`.
 extern "C" void clap_segment_attention_backward(
     bf16* q, int64_t q_stride, bf16* k, int64_t k_stride, bf16* v, int64_t v_stride, bf16* d_out, int64_t d_out_stride,
     bf16* d_q, int64_t d_q_stride, bf16* d_k, int64_t d_k_stride, bf16* d_v, int64_t d_v_stride, const float* log_sums,
     const int32_t* query_start, const int32_t* query_rows, const int32_t* key_start, const int32_t* key_rows, int64_t count,
-    int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale) {
+    int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
+    int64_t seed) {
     Places queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
     with_head_dim(head_dim, [&](auto constant) {
         constexpr int D = decltype(constant)::value;
@@ -470,14 +528,15 @@ extern "C" void clap_segment_attention_backward(
         auto prepare = [&] { return Backward<D>(most_queries, most_keys); };
         for_each_head(count, heads, prepare, [&](Backward<D>& state, int64_t segment, int64_t head) {
             int64_t query = query_start[segment], key = key_start[segment], column = head * D;
+            Dropout own = dropout_of(seed, dropout, segment * heads + head, key_rows[segment]);
             Rows to_q = {d_q, d_q_stride}, to_k = {d_k, d_k_stride}, to_v = {d_v, d_v_stride};
             queries.clear_gaps<D>(to_q.from(0, column), segment);
             keys.clear_gaps<D>(to_k.from(0, column), segment);
             keys.clear_gaps<D>(to_v.from(0, column), segment);
             state.attend(
                 Rows{q, q_stride}.from(query, column), query_rows[segment], Rows{k, k_stride}.from(key, column),
-                Rows{v, v_stride}.from(key, column), key_rows[segment], scale, Rows{d_out, d_out_stride}.from(query, column),
-                log_sums + head * q_rows + query,
+                Rows{v, v_stride}.from(key, column), key_rows[segment], scale, own,
+                Rows{d_out, d_out_stride}.from(query, column), log_sums + head * q_rows + query,
                 {to_q.from(query, column), to_k.from(key, column), to_v.from(key, column)});
         });
     });

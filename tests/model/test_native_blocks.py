@@ -16,7 +16,7 @@ from clap_ds.model.packed import pack
 from clap_ds.model.text import TextTower
 from clap_ds.native import library
 
-pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
+pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
 
 DEMO = load_preset("demo")
 LENGTHS = torch.tensor([24, 3, 17, 1])
@@ -129,6 +129,15 @@ def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     mean = torch.stack([tower.train()(ids, mask).float() for _ in range(200)]).mean(dim=0)
     spread = (first.float() - still).norm()
     assert (mean - still).norm() < 0.5 * spread
+
+
+def test_dropout_of_attention_weights_alone() -> None:
+    tower, inputs = text_tower("auto", "mean").to(torch.bfloat16), captions()
+    still = tower(*inputs)
+    for layer in tower.roberta.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    assert not torch.equal(tower(*inputs), still)
+    assert torch.equal(tower.eval()(*inputs), still)
 
 
 def test_other_kernels_and_dtypes_leave_blocks_to_torch(used: list[str]) -> None:

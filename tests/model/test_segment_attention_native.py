@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,24 +12,34 @@ from torch import Tensor
 
 from clap_ds.model import segment_attention_native as native
 from clap_ds.model.segment_attention_native import Segments, segments_of_packed, segments_of_padded
-from clap_ds.native import library
 
 # Where there are matrix units, a library that doesn't compile fails.
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason=library.unavailable())
+pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
 
 HEADS = 3
 Attention = Callable[[Tensor, Tensor, Tensor, int, Segments, float], Tensor]
 
 
-def attend_by_segment(q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, scale: float) -> Tensor:
-    """softmax(q kᵀ) v in the tensors' dtype, segment by segment."""
+class Kept(NamedTuple):
+    """What dropout with this probability leaves: of each segment, (A, queries, keys) bool."""
+
+    masks: list[Tensor]
+    probability: float
+
+
+def attend_by_segment(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, segments: Segments, scale: float, kept: Kept | None = None
+) -> Tensor:
+    """dropout(softmax(q kᵀ)) v in the tensors' dtype, segment by segment."""
     output = torch.zeros_like(q)
-    for query, queries, key, keys in zip(*(places.tolist() for places in segments), strict=True):
+    for i, (query, queries, key, keys) in enumerate(zip(*(places.tolist() for places in segments), strict=True)):
         if not keys:
             continue
         rows = (q[query : query + queries], k[key : key + keys], v[key : key + keys])
         own_q, own_k, own_v = (tensor.unflatten(1, (heads, -1)).transpose(0, 1) for tensor in rows)
         weights = (own_q * scale @ own_k.transpose(1, 2)).softmax(dim=-1)
+        if kept is not None:
+            weights = weights * kept.masks[i] / (1 - kept.probability)
         output[query : query + queries] = (weights @ own_v).transpose(0, 1).flatten(1)
     return output
 
@@ -93,16 +105,21 @@ def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str) -
     expected = with_gradients(attend_by_segment, [tensor.float() for tensor in inputs], segments, probe)
     plain = with_gradients(attend_by_segment, inputs, segments, probe)
     got = with_gradients(native.native_segment_attention, inputs, segments, probe)
-    for what, ours, theirs, right in zip(("out", "dq", "dk", "dv"), got, plain, expected, strict=True):
-        scale = right.abs().max()
-        assert ((ours - right).norm() / right.norm()) < 0.006, what
-        assert (ours - right).norm() <= 1.1 * (theirs - right).norm(), what
-        assert (ours - right).abs().max() <= max(1.5 * (theirs - right).abs().max(), 0.004 * scale), what
+    assert_as_exact_as_torch(got, plain, expected)
     assert (got[0][expected[0].abs().sum(dim=1) == 0] == 0).all()
     for gradient, start, rows in zip(
         got[1:], (segments[0], *segments[2:3] * 2), (segments[1], *segments[3:] * 2), strict=True
     ):
         assert (gradient[outside(start, rows, len(gradient))] == 0).all()
+
+
+def assert_as_exact_as_torch(got: list[Tensor], plain: list[Tensor], expected: list[Tensor]) -> None:
+    """Each as near to fp32 as what torch gets in bf16."""
+    for what, ours, theirs, right in zip(("out", "dq", "dk", "dv"), got, plain, expected, strict=True):
+        scale = right.abs().max()
+        assert ((ours - right).norm() / right.norm()) < 0.006, what
+        assert (ours - right).norm() <= 1.1 * (theirs - right).norm(), what
+        assert (ours - right).abs().max() <= max(1.5 * (theirs - right).abs().max(), 0.004 * scale), what
 
 
 def outside(start: Tensor, rows: Tensor, total: int) -> Tensor:
@@ -156,6 +173,99 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     got = with_gradients(native.native_segment_attention, inputs, segments, probe)
     for ours, right in zip(got, expected, strict=True):
         assert ((ours - right).norm() / right.norm()) < 0.01
+
+
+def masks_drawn(seed: int, segments: Segments, dropout: float) -> list[Tensor]:
+    """(A, queries, keys) bool of each segment: the weights that stay after `torch.manual_seed(seed)`. With equal scores, values
+    that are 1 in one column alone show each key's weight in a column of its own; a call shows as many keys as columns."""
+    places = list(zip(*(each.tolist() for each in segments), strict=True))
+    query_rows, key_rows = (int((start + rows).max()) for start, rows in (segments[:2], segments[2:]))
+    columns = 128
+    calls = -(-int(segments.key_rows.max()) // columns)
+    q, k = (torch.zeros(rows, HEADS * columns).bfloat16() for rows in (query_rows, key_rows))
+    weights = []
+    for one_hot in torch.eye(calls * columns).split(columns, dim=1):
+        v = torch.zeros(key_rows, HEADS * columns).bfloat16()
+        for _, _, key, keys in places:
+            v[key : key + keys] = one_hot[:keys].bfloat16().repeat(1, HEADS)
+        torch.manual_seed(seed)
+        output = native.native_segment_attention(q, k, v, HEADS, segments, 1.0, dropout)
+        weights.append(output.float().unflatten(1, (HEADS, columns)).transpose(0, 1))
+    masks = []
+    for query, queries, _, keys in places:
+        own = torch.cat(weights, dim=2)[:, query : query + queries, :keys] * keys * (1 - dropout)
+        assert ((own == 0) | ((own - 1).abs() < 0.01)).all()
+        masks.append(own != 0)
+    return masks
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.6])
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_is_that_of_its_mask(name: str, dropout: float) -> None:
+    """Oracle: as without, with the weights that the kernel leaves at other inputs."""
+    query_rows, key_rows, segments = CASES[name]
+    kept = Kept(masks_drawn(5, segments, dropout), dropout)
+    *inputs, probe = random_inputs(query_rows, key_rows)
+    by_segment = functools.partial(attend_by_segment, kept=kept)
+    expected = with_gradients(by_segment, [tensor.float() for tensor in inputs], segments, probe)
+    plain = with_gradients(by_segment, inputs, segments, probe)
+    torch.manual_seed(5)
+    got = with_gradients(functools.partial(native.native_segment_attention, dropout=dropout), inputs, segments, probe)
+    assert_as_exact_as_torch(got, plain, expected)
+
+
+@pytest.mark.parametrize("head_dim", native.HEAD_DIMS)
+def test_dropout_with_every_head_dim_and_side_by_side(head_dim: int) -> None:
+    segments = segments_of_packed(packed_bounds([50, 20]), None, False)
+    *inputs, probe = random_inputs(70, 70, head_dim)
+    by_segment = functools.partial(attend_by_segment, kept=Kept(masks_drawn(6, segments, 0.3), 0.3))
+    expected = with_gradients(by_segment, [tensor.float() for tensor in inputs], segments, probe)
+    torch.manual_seed(6)
+    apart = with_gradients(functools.partial(native.native_segment_attention, dropout=0.3), inputs, segments, probe)
+    qkv = torch.cat(inputs, dim=1).requires_grad_()
+    torch.manual_seed(6)
+    output = native.native_segment_attention_qkv(qkv, HEADS, segments, head_dim**-0.5, 0.3)
+    output.backward(probe)
+    together = (output, *qkv.grad.chunk(3, dim=1))
+    for ours, other, right in zip(apart, together, expected, strict=True):
+        assert ((ours - right).norm() / right.norm()) < 0.006
+        assert torch.equal(ours, other.float())
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
+    """Standard deviations from the expected number: of all weights, and of each query, each key and each head."""
+    masks = torch.stack(masks_drawn(7, segments_of_padded(16, 77, None, False), dropout)).float()
+    for dims, most in (((0, 1, 2, 3), 4.0), ((0, 1, 2), 5.0), ((0, 1, 3), 5.0), ((2, 3), 5.0)):
+        count = torch.tensor([masks.shape[dim] for dim in dims]).prod()
+        deviation = (masks.mean(dim=dims) - (1 - dropout)) / (dropout * (1 - dropout) / count).sqrt()
+        assert deviation.abs().max() < most, dims
+
+
+def test_masks_of_heads_segments_rows_and_calls_are_unrelated() -> None:
+    segments = segments_of_padded(8, 77, None, False)
+    calls = [torch.stack(masks_drawn(seed, segments, 0.5)) for seed in (8, 9)]
+    assert torch.equal(torch.stack(masks_drawn(8, segments, 0.5)), calls[0])
+    masks = torch.cat(calls).flatten(0, 1).float()  # (calls · segments · heads, queries, keys)
+    for each in (masks.flatten(1), masks.flatten(0, 1), masks.transpose(1, 2).flatten(0, 1)):
+        correlation = each.corrcoef().fill_diagonal_(0.0)
+        assert correlation.abs().max() < 6.5 / each.shape[1] ** 0.5
+        assert abs(correlation.square().mean() * each.shape[1] - 1) < 0.1
+
+
+def test_each_call_draws_another_mask_and_none_without_dropout() -> None:
+    rows, _, segments = CASES["packed"]
+    *inputs, _ = random_inputs(rows, rows)
+    attend = functools.partial(native.native_segment_attention, *inputs, HEADS, segments, 64**-0.5)
+    torch.manual_seed(10)
+    before = torch.get_rng_state()
+    assert torch.equal(attend(dropout=0.0), attend())
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = attend(dropout=0.1), attend(dropout=0.1)
+    assert not torch.equal(first, second)
+    torch.manual_seed(10)
+    assert torch.equal(attend(dropout=0.1), first)
+    assert torch.equal(attend(dropout=0.1), second)
 
 
 def test_segments_are_where_captions_lie() -> None:
@@ -218,6 +328,8 @@ def test_supported_are_bf16_on_cpu_and_whole_tiles() -> None:
         (lambda q, k, v, s: (q, k, v, 4, s, 1.0), "192 columns are not 4 heads"),
         (lambda q, k, v, s: (q, k, v[1:], 3, s, 1.0), "don't fit together"),
         (lambda q, k, v, s: (q, k, v, 3, s, 0.0), "scale must be above 0"),
+        (lambda q, k, v, s: (q, k, v, 3, s, 1.0, 1.0), "dropout must be at least 0 and below 1"),
+        (lambda q, k, v, s: (q, k, v, 3, s, 1.0, -0.1), "dropout must be at least 0 and below 1"),
         (
             lambda q, k, v, s: (q, k, v, 3, s._replace(key_rows=s.key_rows.long()), 1.0),
             "segments must be contiguous int32",
