@@ -8,7 +8,8 @@
 namespace {
 
 constexpr int64_t BLOCK = 32, TILE = 512;  // elements
-constexpr int64_t CACHED = 1 << 19;        // elements of one operand that a core's second-level cache holds beside others
+constexpr int64_t CACHED = 1 << 18;        // elements of one operand that a core's second-level cache holds beside others
+constexpr int64_t LONGEST_KEPT = 16;       // steps of a block that stays in a core's first-level cache
 constexpr int64_t SLICE = 768;             // of a sum, multiplied at once
 constexpr int64_t MAX_GROUP = 16;          // panels packed at once
 constexpr int64_t PACKING = 3;             // what packing an element costs, in copies of one
@@ -19,8 +20,12 @@ inline __m512 odd_around_half(__m512 x, const float (&p)[13]) {
     const __m512 limit = _mm512_set1_ps(5.0f);
     x = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_set1_ps(-5.0f));
     __m512 u = _mm512_fmsub_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / 25.0f)), x, _mm512_set1_ps(1.0f));
-    __m512 y = _mm512_set1_ps(p[0]);
-    for (int i = 1; i < 13; i++) y = _mm512_fmadd_ps(y, u, _mm512_set1_ps(p[i]));
+    // Estrin's scheme: the processor works on several terms at once.
+    auto two = [&](int i) { return _mm512_fmadd_ps(_mm512_set1_ps(p[i]), u, _mm512_set1_ps(p[i + 1])); };
+    __m512 u2 = _mm512_mul_ps(u, u), u4 = _mm512_mul_ps(u2, u2);
+    __m512 top = _mm512_fmadd_ps(_mm512_set1_ps(p[0]), u4, _mm512_fmadd_ps(two(1), u2, two(3)));
+    __m512 middle = _mm512_fmadd_ps(two(5), u2, two(7)), bottom = _mm512_fmadd_ps(two(9), u2, two(11));
+    __m512 y = _mm512_fmadd_ps(_mm512_fmadd_ps(top, u4, middle), u4, bottom);
     return _mm512_fmadd_ps(x, y, _mm512_set1_ps(0.5f));
 }
 
@@ -38,6 +43,28 @@ inline __m512 gelu_slope(__m512 x) {
     return odd_around_half(x, slope);
 }
 
+// Adds a · packed, each `steps` pairs of tiles, to tiles 0 to 3. Loads marked as streams leave the first-level cache to the
+// operand that the next block needs again: a, unless it is too long for that.
+template <bool LONG>
+inline void accumulate(const bf16* a, const bf16* packed, int64_t steps) {
+    for (int64_t k = 0; k < steps; k++, a += 2 * TILE, packed += 2 * TILE) {
+        if constexpr (LONG)
+            _tile_stream_loadd(4, a, 64);
+        else
+            _tile_loadd(4, a, 64);
+        _tile_stream_loadd(6, packed, 64);
+        _tile_stream_loadd(7, packed + TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (LONG)
+            _tile_stream_loadd(5, a + TILE, 64);
+        else
+            _tile_loadd(5, a + TILE, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
 // c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds.
 inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add) {
     const int64_t wide = 4 * c_stride;
@@ -53,16 +80,10 @@ inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, flo
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t k = 0; k < steps; k++) {
-        _tile_loadd(4, a + 2 * TILE * k, 64);
-        _tile_loadd(6, packed + 2 * TILE * k, 64);
-        _tile_loadd(7, packed + 2 * TILE * k + TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a + 2 * TILE * k + TILE, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
+    if (steps > LONGEST_KEPT)
+        accumulate<true>(a, packed, steps);
+    else
+        accumulate<false>(a, packed, steps);
     _tile_stored(0, c, wide);
     _tile_stored(1, c + 16, wide);
     _tile_stored(2, c + 16 * c_stride, wide);
@@ -81,15 +102,14 @@ inline void tile_rows(bf16* tiles, const bf16* left, int64_t m, int64_t rows, in
     }
 }
 
-// `left` (rows, inner) times a right side with `columns`; `finish(row, column, c)` gets 32 fp32 results of one row. `pack(column,
-// count, k, length, tiles)` packs `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs
+// `left` (rows, inner) times a right side with `columns`; `finish(row, column, c)` gets 32 fp32 results of one row. `pack(column, count, k, length, tiles)` packs `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs
 // of tiles. Called outside of parallel regions.
 //
 // Threads share the rows or the columns, whichever leaves them less to rearrange. Each works through its part in chunks of rows,
 // groups of panels and slices of `inner` that stay in its cache together, and packs a group just before it multiplies it: what
 // one core packs for another is slow to fetch.
-template <typename Pack, typename Finish>
-void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pack pack, Finish finish) {
+template <typename Pack, typename Fetch, typename Finish>
+void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pack pack, Fetch fetch, Finish finish) {
     const int64_t panels = columns / BLOCK, blocks = (rows + BLOCK - 1) / BLOCK;
     const int64_t slices = (inner + SLICE - 1) / SLICE;
     const int64_t slice = (inner / BLOCK + slices - 1) / slices * BLOCK;
@@ -111,7 +131,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pa
         }
         const int64_t chunk = std::min(longest, last - first);
         auto packed = scratch<bf16>(group * BLOCK * slice), tiled = scratch<bf16>(std::max<int64_t>(chunk, 1) * BLOCK * inner);
-        auto sums = scratch<float>(slices > 1 ? chunk * group * BLOCK * BLOCK : BLOCK * BLOCK);
+        auto sums = scratch<float>((slices > 1 ? chunk : 1) * group * BLOCK * BLOCK);
         for (int64_t start = first; start < last; start += longest) {
             const int64_t stop = std::min(last, start + longest);
             for (int64_t m = start; m < stop; m++) tile_rows(&tiled[(m - start) * BLOCK * inner], left, m, rows, inner);
@@ -121,14 +141,17 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pa
                     const int64_t length = std::min(slice, inner - k);
                     pack(BLOCK * g, count, k, length, &packed[0]);
                     for (int64_t m = start; m < stop; m++) {
-                        const int64_t valid = std::min(BLOCK, rows - BLOCK * m);
-                        for (int64_t n = 0; n < count; n++) {
-                            float* c = &sums[slices > 1 ? ((m - start) * count + n) * BLOCK * BLOCK : 0];
+                        float* c = &sums[slices > 1 ? (m - start) * count * BLOCK * BLOCK : 0];
+                        for (int64_t n = 0; n < count; n++)
                             multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
-                                           length / BLOCK, c, BLOCK, k > 0);
-                            if (k + length < inner) continue;
-                            for (int64_t r = 0; r < valid; r++) finish(BLOCK * m + r, BLOCK * (g + n), c + BLOCK * r);
-                        }
+                                           length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0);
+                        if (k + length < inner) continue;
+                        const int64_t end = std::min(BLOCK * (m + 1), rows);
+                        for (int64_t row = end; row < std::min(end + BLOCK, rows); row++)
+                            for (int64_t n = 0; n < count; n++) fetch(row, BLOCK * (g + n));
+                        for (int64_t row = BLOCK * m; row < end; row++)
+                            for (int64_t n = 0; n < count; n++)
+                                finish(row, BLOCK * (g + n), c + (n * BLOCK + row % BLOCK) * BLOCK);
                     }
                 }
             }
@@ -136,8 +159,36 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pa
     }
 }
 
+inline void prefetch_rows(const bf16* rows, int64_t stride, int64_t count, int64_t width) {
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t k = 0; k < width; k += BLOCK) _mm_prefetch(rows + r * stride + k, _MM_HINT_T1);
+}
+
+// `pack_rows_as_a`, and the sums of the 16 columns added to `sum`.
+inline __m512 pack_and_add(bf16* tile, const bf16* rows, int64_t stride, int valid, __m512 sum) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 others = _mm512_setzero_ps();
+    __m512i r[16];
+    for (int i = 0; i < 16; i++) {
+        __m256i even = _mm256_setzero_si256(), odd = even;
+        if (2 * i < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * i * stride));
+        if (2 * i + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * i + 1) * stride));
+        r[i] = interleave(even, odd);
+        __m512& half = i % 2 ? others : sum;
+        half = _mm512_dpbf16_ps(half, (__m512bh)r[i], ones);
+    }
+    transpose16(r);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
+    return _mm512_add_ps(sum, others);
+}
+
 inline void store_row(bf16* to, __m512 low, __m512 high) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Past the caches, for what is read much later.
+inline void stream_row(bf16* to, __m512 low, __m512 high) {
+    _mm512_stream_si512((__m512i*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 }  // namespace
@@ -151,6 +202,9 @@ extern "C" void clap_linear(const bf16* x, const bf16* weight, const bf16* bias,
                 pack_transposed(tiles + n / BLOCK * BLOCK * length + 2 * TILE * (k / BLOCK) + n % BLOCK * BLOCK,
                                 weight + (first + n) * K + k0 + k, K);
     };
+    auto fetch = [=](int64_t m, int64_t n) {
+        if (residual) _mm_prefetch(residual + m * N + n, _MM_HINT_T1);
+    };
     auto finish = [=](int64_t m, int64_t n, const float* c) {
         __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
         if (bias) {
@@ -161,10 +215,11 @@ extern "C" void clap_linear(const bf16* x, const bf16* weight, const bf16* bias,
             low = _mm512_add_ps(low, load_bf16(residual + m * N + n));
             high = _mm512_add_ps(high, load_bf16(residual + m * N + n + 16));
         }
-        store_row(y + m * N + n, low, high);
-        if (activated) store_row(activated + m * N + n, gelu(low), gelu(high));
+        if (!activated) return store_row(y + m * N + n, low, high);
+        stream_row(y + m * N + n, low, high);
+        store_row(activated + m * N + n, gelu(low), gelu(high));
     };
-    multiply(x, M, K, N, pack, finish);
+    multiply(x, M, K, N, pack, fetch, finish);
 }
 
 // dx = (dy · weight) ⊙ gelu′(before), and added to what dx holds where `add`; `before` (M, K) may be null.
@@ -176,6 +231,9 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, c
                 pack_rows(tiles + k / BLOCK * BLOCK * length + 2 * TILE * (n / BLOCK) + k % BLOCK * BLOCK,
                           weight + (n0 + n) * K + first + k, K);
     };
+    auto fetch = [=](int64_t m, int64_t k) {
+        if (before) _mm_prefetch(before + m * K + k, _MM_HINT_T1);
+    };
     auto finish = [=](int64_t m, int64_t k, const float* c) {
         __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
         if (before) {
@@ -184,7 +242,7 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, c
         }
         store_row(dx + m * K + k, low, high);
     };
-    multiply(dy, M, N, K, pack, finish);
+    multiply(dy, M, N, K, pack, fetch, finish);
 }
 
 // dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null.
@@ -203,7 +261,7 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
         if (first < last) {
             Tiles tiles;
             const int64_t padded = (M + BLOCK - 1) / BLOCK * BLOCK;
-            const int64_t chunk = std::min(padded, std::clamp<int64_t>(CACHED / width / BLOCK * BLOCK, 8 * BLOCK, 64 * BLOCK));
+            const int64_t chunk = std::min(padded, std::clamp<int64_t>(CACHED / width / BLOCK * BLOCK, 8 * BLOCK, 16 * BLOCK));
             const int64_t count = std::clamp<int64_t>(CACHED / 2 / (chunk * BLOCK), 1, MAX_GROUP);
             auto right = scratch<bf16>(chunk * width), left = scratch<bf16>(count * chunk * BLOCK);
             auto sums = scratch<float>((n1 - n0) * width);
@@ -214,6 +272,7 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
                 for (int64_t s = 0; s < steps; s++) {
                     const int64_t m = m0 + BLOCK * s;
                     const int valid = (int)std::min(BLOCK, M - m);
+                    prefetch_rows(x + (m + BLOCK) * K + k0, K, std::min(BLOCK, M - m - BLOCK), width);
                     for (int64_t k = 0; k < width; k += 16)
                         pack_rows(&right[((k / BLOCK) * steps + s) * 2 * TILE + (k / 16 % 2) * TILE], x + m * K + k0 + k, K, valid);
                 }
@@ -222,14 +281,12 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
                     for (int64_t s = 0; s < steps; s++) {
                         const int64_t m = m0 + BLOCK * s;
                         const int valid = (int)std::min(BLOCK, M - m);
+                        prefetch_rows(dy + (m + BLOCK) * N + group, N, std::min(BLOCK, M - m - BLOCK), end - group);
                         for (int64_t n = group; n < end; n += 16) {
                             bf16* tile = &left[(((n - group) / BLOCK) * steps + s) * 2 * TILE + (n / 16 % 2) * TILE];
-                            pack_rows_as_a(tile, dy + m * N + n, N, valid);
-                            if (dbias) {
-                                __m512 sum = _mm512_loadu_ps(&bias_sums[n - n0]);
-                                for (int r = 0; r < valid; r++) sum = _mm512_add_ps(sum, load_bf16(dy + (m + r) * N + n));
-                                _mm512_storeu_ps(&bias_sums[n - n0], sum);
-                            }
+                            __m512 sum = _mm512_loadu_ps(&bias_sums[n - n0]);
+                            sum = pack_and_add(tile, dy + m * N + n, N, valid, sum);
+                            _mm512_storeu_ps(&bias_sums[n - n0], sum);
                         }
                     }
                     for (int64_t n = group; n < end; n += BLOCK)
