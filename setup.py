@@ -17,6 +17,7 @@ setup(
     packages=find_packages(include=["clap_ds", "clap_ds.*", "analysis", "launch"]),
     package_data={
         "clap_ds.model": ["presets/*.json"],
+        "clap_ds.native": ["*.cpp", "*.h"],
         "analysis": ["published/*.csv"],
         "launch": ["clusters/*.json", "*.sbatch"],
     },

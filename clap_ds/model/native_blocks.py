@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from clap_ds.model import layer_norm_native, linear_native, segment_attention_native
 from clap_ds.model.dropout_native import native_dropout
 from clap_ds.model.layer_norm_native import native_add_layer_norm, native_layer_norm, native_layer_norm_residual
-from clap_ds.model.linear_native import native_linear, native_mlp
-from clap_ds.model.segment_attention_native import Segments, native_segment_attention
+from clap_ds.model.linear_native import native_joined_linears, native_linear, native_mlp, native_mlp_passing
+from clap_ds.model.segment_attention_native import (
+    Segments,
+    native_segment_attention,
+    native_segment_attention_qkv,
+)
 from clap_ds.model.window_attention_native import native_window_attention
 from clap_ds.model.window_attention_native import supports as supports_windows
 
@@ -116,15 +120,20 @@ def text_layer(layer: Any, hidden_TC: Tensor, segments: Segments, first_rows: Te
         (rows or first rows, C).
     """
     attention, output = layer.attention.self, layer.attention.output
-    chosen = hidden_TC if first_rows is None else hidden_TC.index_select(0, first_rows)
-    query = native_linear(chosen, attention.query.weight, attention.query.bias)
-    key, value = (native_linear(hidden_TC, each.weight, each.bias) for each in (attention.key, attention.value))
-    scale = attention.attention_head_size**-0.5
+    heads, scale = attention.num_attention_heads, attention.attention_head_size**-0.5
     dropout = attention.dropout.p if attention.training else 0.0
-    mixed = native_segment_attention(query, key, value, attention.num_attention_heads, segments, scale, dropout)
-    hidden_TC = _add_and_norm(native_linear(mixed, output.dense.weight, output.dense.bias), chosen, output)
+    if first_rows is None:
+        qkv_TE, hidden_TC = native_joined_linears(hidden_TC, attention.query, attention.key, attention.value)
+        mixed = native_segment_attention_qkv(qkv_TE, heads, segments, scale, dropout)
+    else:
+        kv_TE, hidden_TC = native_joined_linears(hidden_TC, attention.key, attention.value)
+        hidden_TC = hidden_TC.index_select(0, first_rows)
+        query = native_linear(hidden_TC, attention.query.weight, attention.query.bias)
+        mixed = native_segment_attention(query, *kv_TE.chunk(2, dim=1), heads, segments, scale, dropout)
+    branch = native_linear(mixed, output.dense.weight, output.dense.bias)
+    hidden_TC = _add_and_norm(branch, hidden_TC, output)
     first, second = layer.intermediate.dense, layer.output.dense
-    branch = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)
+    branch, hidden_TC = native_mlp_passing(hidden_TC, first.weight, first.bias, second.weight, second.bias)
     return _add_and_norm(branch, hidden_TC, layer.output)
 
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ FLAGS = (
 )
 COMPILE_TIMEOUT_S = 300
 
+_C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
 _switched_off = False
 log = logging.getLogger(__name__)
 
@@ -136,14 +138,8 @@ def kernel(name: str) -> Callable[..., Any]:
     function.restype = None
 
     def call(*arguments: Tensor | int | float | None) -> None:
-        function(*map(_as_c, arguments))
+        if function.argtypes is None:
+            function.argtypes = [ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments]
+        function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
     return call
-
-
-def _as_c(argument: Tensor | int | float | None) -> Any:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, float):
-        return ctypes.c_float(argument)
-    return ctypes.c_void_p(None) if argument is None else ctypes.c_int64(argument)

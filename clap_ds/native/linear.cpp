@@ -1,6 +1,7 @@
 // Linear layers on AMX tiles: forward, both gradients, and what follows each in the same pass (bias, GELU, residual).
 //
-// Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any.
+// Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The
+// weight's rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
 // A product is made of blocks of 32 × 32 (2 × 2 tiles); its right side is packed into tiles first.
 
 #include "common.h"
@@ -9,6 +10,7 @@ namespace {
 
 constexpr int64_t BLOCK = 32, TILE = 512;  // elements
 constexpr int64_t CACHED = 1 << 18;        // elements of one operand that a core's second-level cache holds beside others
+constexpr int64_t LARGE = 1 << 21;         // bytes of a tensor that the next kernel doesn't find in the caches
 constexpr int64_t LONGEST_KEPT = 16;       // steps of a block that stays in a core's first-level cache
 constexpr int64_t SLICE = 768;             // of a sum, multiplied at once
 constexpr int64_t MAX_GROUP = 16;          // panels packed at once
@@ -42,6 +44,19 @@ inline __m512 gelu_slope(__m512 x) {
                                  6.65920857e-02f,  -7.51012627e-02f, 1.42133531e-01f};
     return odd_around_half(x, slope);
 }
+
+// A matrix whose rows lie in up to three tensors one after the other.
+template <typename T>
+struct Joined {
+    T* parts[3];
+    int64_t rows, width;  // rows of all, elements of one
+
+    T* operator[](int64_t row) const {
+        const int64_t each = rows / (1 + (parts[1] != nullptr) + (parts[2] != nullptr));
+        return parts[row / each] + row % each * width;
+    }
+    explicit operator bool() const { return parts[0] != nullptr; }
+};
 
 // Adds a · packed, each `steps` pairs of tiles, to tiles 0 to 3. Loads marked as streams leave the first-level cache to the
 // operand that the next block needs again: a, unless it is too long for that.
@@ -156,6 +171,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pa
                 }
             }
         }
+        _mm_sfence();  // what was streamed is there for other threads
     }
 }
 
@@ -182,57 +198,73 @@ inline __m512 pack_and_add(bf16* tile, const bf16* rows, int64_t stride, int val
     return _mm512_add_ps(sum, others);
 }
 
-inline void store_row(bf16* to, __m512 low, __m512 high) {
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
+// Stores rows of 32; past the caches if they are `LARGE`, which spares reading what is overwritten.
+class Output {
+   public:
+    Output(bf16* to, int64_t bytes) : to_(to), streams_(bytes >= LARGE && (uintptr_t)to % 64 == 0) {}
+    explicit operator bool() const { return to_ != nullptr; }
+    void store(int64_t at, __m512 low, __m512 high) const {
+        const __m512i values = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        if (streams_)
+            _mm512_stream_si512((__m512i*)(to_ + at), values);
+        else
+            _mm512_storeu_si512(to_ + at, values);
+    }
 
-// Past the caches, for what is read much later.
-inline void stream_row(bf16* to, __m512 low, __m512 high) {
-    _mm512_stream_si512((__m512i*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
+   private:
+    bf16* to_;
+    bool streams_;
+};
 
 }  // namespace
 
 // y = x · weightᵀ + bias + residual; bias and residual may be null. With `activated`, also activated = gelu(y).
-extern "C" void clap_linear(const bf16* x, const bf16* weight, const bf16* bias, const bf16* residual, bf16* y, bf16* activated,
-                            int64_t M, int64_t N, int64_t K) {
+extern "C" void clap_linear(const bf16* x, const bf16* weight0, const bf16* weight1, const bf16* weight2, const bf16* bias0,
+                            const bf16* bias1, const bf16* bias2, const bf16* residual, bf16* y, bf16* activated, int64_t M,
+                            int64_t N, int64_t K) {
+    const Joined<const bf16> weight{{weight0, weight1, weight2}, N, K}, bias{{bias0, bias1, bias2}, N, 1};
     auto pack = [=](int64_t first, int64_t count, int64_t k0, int64_t length, bf16* tiles) {
-        for (int64_t n = 0; n < BLOCK * count; n += 16)
-            for (int64_t k = 0; k < length; k += BLOCK)
-                pack_transposed(tiles + n / BLOCK * BLOCK * length + 2 * TILE * (k / BLOCK) + n % BLOCK * BLOCK,
-                                weight + (first + n) * K + k0 + k, K);
+        for (int64_t n = 0; n < BLOCK * count; n += 16) {
+            const bf16* rows = weight[first + n] + k0;
+            bf16* panel = tiles + n / BLOCK * BLOCK * length + n % BLOCK * BLOCK;
+            for (int64_t k = 0; k < length; k += BLOCK) pack_transposed(panel + 2 * TILE * (k / BLOCK), rows + k, K);
+        }
     };
+    const Output before(y, activated ? LARGE : 2 * M * N), after(activated, 2 * M * N);  // y is read much later then
     auto fetch = [=](int64_t m, int64_t n) {
         if (residual) _mm_prefetch(residual + m * N + n, _MM_HINT_T1);
     };
     auto finish = [=](int64_t m, int64_t n, const float* c) {
         __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
         if (bias) {
-            low = _mm512_add_ps(low, load_bf16(bias + n));
-            high = _mm512_add_ps(high, load_bf16(bias + n + 16));
+            low = _mm512_add_ps(low, load_bf16(bias[n]));
+            high = _mm512_add_ps(high, load_bf16(bias[n] + 16));
         }
         if (residual) {
             low = _mm512_add_ps(low, load_bf16(residual + m * N + n));
             high = _mm512_add_ps(high, load_bf16(residual + m * N + n + 16));
         }
-        if (!activated) return store_row(y + m * N + n, low, high);
-        stream_row(y + m * N + n, low, high);
-        store_row(activated + m * N + n, gelu(low), gelu(high));
+        before.store(m * N + n, low, high);
+        if (after) after.store(m * N + n, gelu(low), gelu(high));
     };
     multiply(x, M, K, N, pack, fetch, finish);
 }
 
-// dx = (dy · weight) ⊙ gelu′(before), and added to what dx holds where `add`; `before` (M, K) may be null.
-extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, const bf16* before, bf16* dx, int64_t M, int64_t N,
-                                           int64_t K) {
+// dx = (dy · weight) ⊙ gelu′(before) + passed; `before` and `passed` (M, K) may be null.
+extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight0, const bf16* weight1, const bf16* weight2,
+                                           const bf16* before, const bf16* passed, bf16* dx, int64_t M, int64_t N, int64_t K) {
+    const Joined<const bf16> weight{{weight0, weight1, weight2}, N, K};
     auto pack = [=](int64_t first, int64_t count, int64_t n0, int64_t length, bf16* tiles) {
-        for (int64_t n = 0; n < length; n += BLOCK)
+        for (int64_t n = 0; n < length; n += BLOCK) {
+            const bf16* rows = weight[n0 + n] + first;
             for (int64_t k = 0; k < BLOCK * count; k += 16)
-                pack_rows(tiles + k / BLOCK * BLOCK * length + 2 * TILE * (n / BLOCK) + k % BLOCK * BLOCK,
-                          weight + (n0 + n) * K + first + k, K);
+                pack_rows(tiles + k / BLOCK * BLOCK * length + 2 * TILE * (n / BLOCK) + k % BLOCK * BLOCK, rows + k, K);
+        }
     };
+    const Output result(dx, 2 * M * K);
     auto fetch = [=](int64_t m, int64_t k) {
         if (before) _mm_prefetch(before + m * K + k, _MM_HINT_T1);
+        if (passed) _mm_prefetch(passed + m * K + k, _MM_HINT_T1);
     };
     auto finish = [=](int64_t m, int64_t k, const float* c) {
         __m512 low = _mm512_load_ps(c), high = _mm512_load_ps(c + 16);
@@ -240,7 +272,11 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, c
             low = _mm512_mul_ps(low, gelu_slope(load_bf16(before + m * K + k)));
             high = _mm512_mul_ps(high, gelu_slope(load_bf16(before + m * K + k + 16)));
         }
-        store_row(dx + m * K + k, low, high);
+        if (passed) {
+            low = _mm512_add_ps(low, load_bf16(passed + m * K + k));
+            high = _mm512_add_ps(high, load_bf16(passed + m * K + k + 16));
+        }
+        result.store(m * K + k, low, high);
     };
     multiply(dy, M, N, K, pack, fetch, finish);
 }
@@ -248,8 +284,9 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight, c
 // dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null.
 //
 // Threads share the longer side of dweight, so that none waits for another and sums have one order.
-extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight, bf16* dbias, int64_t M, int64_t N,
-                                            int64_t K) {
+extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight0, bf16* dweight1, bf16* dweight2,
+                                            bf16* dbias0, bf16* dbias1, bf16* dbias2, int64_t M, int64_t N, int64_t K) {
+    const Joined<bf16> dweight{{dweight0, dweight1, dweight2}, N, K}, dbias{{dbias0, dbias1, dbias2}, N, 1};
     const bool by_row = N >= K;
 #pragma omp parallel
     {
@@ -297,11 +334,13 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
             }
             for (int64_t n = n0; n < n1; n++) {
                 const float* row = &sums[(n - n0) * width];
+                const Output to(dweight[n] + k0, LARGE);  // not needed soon
                 for (int64_t k = 0; k < width; k += BLOCK)
-                    store_row(dweight + n * K + k0 + k, _mm512_loadu_ps(row + k), _mm512_loadu_ps(row + k + 16));
+                    to.store(k, _mm512_loadu_ps(row + k), _mm512_loadu_ps(row + k + 16));
             }
+            _mm_sfence();
             if (dbias && (by_row || thread == 0))
-                for (int64_t n = n0; n < n1; n += 16) store_bf16(dbias + n, _mm512_loadu_ps(&bias_sums[n - n0]));
+                for (int64_t n = n0; n < n1; n += 16) store_bf16(dbias[n], _mm512_loadu_ps(&bias_sums[n - n0]));
         }
     }
 }
