@@ -117,8 +117,9 @@ inline void tile_rows(bf16* tiles, const bf16* left, int64_t m, int64_t rows, in
     }
 }
 
-// `left` (rows, inner) times a right side with `columns`; `finish(row, column, c)` gets 32 fp32 results of one row. `pack(column, count, k, length, tiles)` packs `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs
-// of tiles. Called outside of parallel regions.
+// `left` (rows, inner) times a right side with `columns`. `pack(column, count, k, length, tiles)` packs `count` panels of 32
+// columns of the right side's rows k … k + length, each `length` / 32 pairs of tiles. `fetch(row, column)` may prefetch what
+// `finish(row, column, c)`, which gets 32 fp32 results of one row, will read. Called outside of parallel regions.
 //
 // Threads share the rows or the columns, whichever leaves them less to rearrange. Each works through its part in chunks of rows,
 // groups of panels and slices of `inner` that stay in its cache together, and packs a group just before it multiplies it: what
@@ -283,7 +284,7 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight0, 
 
 // dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null.
 //
-// Threads share the longer side of dweight, so that none waits for another and sums have one order.
+// Threads share the longer side of dweight, so that none waits for another and sums have one order. There may be no rows.
 extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight0, bf16* dweight1, bf16* dweight2,
                                             bf16* dbias0, bf16* dbias1, bf16* dbias2, int64_t M, int64_t N, int64_t K) {
     const Joined<bf16> dweight{{dweight0, dweight1, dweight2}, N, K}, dbias{{dbias0, dbias1, dbias2}, N, 1};
@@ -297,13 +298,14 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
         const int64_t width = k1 - k0;
         if (first < last) {
             Tiles tiles;
-            const int64_t padded = (M + BLOCK - 1) / BLOCK * BLOCK;
+            const int64_t padded = std::max<int64_t>(1, (M + BLOCK - 1) / BLOCK) * BLOCK;
             const int64_t chunk = std::min(padded, std::clamp<int64_t>(CACHED / width / BLOCK * BLOCK, 8 * BLOCK, 16 * BLOCK));
             const int64_t count = std::clamp<int64_t>(CACHED / 2 / (chunk * BLOCK), 1, MAX_GROUP);
             auto right = scratch<bf16>(chunk * width), left = scratch<bf16>(count * chunk * BLOCK);
             auto sums = scratch<float>((n1 - n0) * width);
             auto bias_sums = scratch<float>(n1 - n0);
             memset(&bias_sums[0], 0, (n1 - n0) * sizeof(float));
+            if (M == 0) memset(&sums[0], 0, (n1 - n0) * width * sizeof(float));
             for (int64_t m0 = 0; m0 < M; m0 += chunk) {
                 const int64_t steps = (std::min(chunk, M - m0) + BLOCK - 1) / BLOCK;
                 for (int64_t s = 0; s < steps; s++) {
@@ -311,7 +313,7 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
                     const int valid = (int)std::min(BLOCK, M - m);
                     prefetch_rows(x + (m + BLOCK) * K + k0, K, std::min(BLOCK, M - m - BLOCK), width);
                     for (int64_t k = 0; k < width; k += 16)
-                        pack_rows(&right[((k / BLOCK) * steps + s) * 2 * TILE + (k / 16 % 2) * TILE], x + m * K + k0 + k, K, valid);
+                        pack_rows(&right[(k / BLOCK * steps + s) * 2 * TILE + k / 16 % 2 * TILE], x + m * K + k0 + k, K, valid);
                 }
                 for (int64_t group = n0; group < n1; group += BLOCK * count) {
                     const int64_t end = std::min(n1, group + BLOCK * count);
@@ -328,8 +330,8 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
                     }
                     for (int64_t n = group; n < end; n += BLOCK)
                         for (int64_t k = 0; k < width; k += BLOCK)
-                            multiply_block(&left[(n - group) / BLOCK * steps * 2 * TILE], &right[(k / BLOCK) * steps * 2 * TILE], steps,
-                                           &sums[(n - n0) * width + k], width, m0 > 0);
+                            multiply_block(&left[(n - group) / BLOCK * steps * 2 * TILE], &right[k / BLOCK * steps * 2 * TILE],
+                                           steps, &sums[(n - n0) * width + k], width, m0 > 0);
                 }
             }
             for (int64_t n = n0; n < n1; n++) {
@@ -339,7 +341,7 @@ extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16*
                     to.store(k, _mm512_loadu_ps(row + k), _mm512_loadu_ps(row + k + 16));
             }
             _mm_sfence();
-            if (dbias && (by_row || thread == 0))
+            if (dbias && k0 == 0)  // by rows everyone, else the one that has the first columns
                 for (int64_t n = n0; n < n1; n += 16) store_bf16(dbias[n], _mm512_loadu_ps(&bias_sums[n - n0]));
         }
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -109,6 +109,32 @@ def test_tensors_in_any_layout() -> None:
     assert not x.is_contiguous()
     assert not weight.is_contiguous()
     assert_as_exact_as_torch(lambda a, b: native_linear(a, b, None), F.linear, [x, weight], upstream)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads; undone afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 96, 64), (33, 64, 96), (1, 32, 32), (200, 96, 96)])
+def test_any_number_of_threads(
+    threads: Callable[[int], None], rows: int, inputs: int, outputs: int, count: int
+) -> None:
+    """Some have nothing to do."""
+    tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
+    threads(count)
+    assert_as_exact_as_torch(native_linear, F.linear, tensors, numbers(rows, outputs, seed=3))
+
+
+def test_no_rows() -> None:
+    tensors = [numbers(0, 96, seed=0), numbers(64, 96, seed=1), numbers(64, seed=2)]
+    output, *gradients = results(native_linear, tensors, numbers(0, 64, seed=3))
+    assert output.shape == (0, 64)
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 48), (80, 64)])
