@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clap_ds.native.library import kernel
 
@@ -41,5 +42,6 @@ class _Dropout(torch.autograd.Function):
         return _masked(x, probability, seed)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _masked(grads[0], *ctx.mask), None, None

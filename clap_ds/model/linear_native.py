@@ -39,6 +39,9 @@ def native_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual:
 
     Returns:
         (…, N) bf16, rounded once.
+
+    Raises:
+        ValueError: the tensors are not as said.
     """
     return _Linear.apply(x, residual, weight_NK, bias_N)[0]
 
@@ -98,6 +101,13 @@ def _forward(
 ) -> Tensor:
     rows, outputs, inputs = _sizes(x, weights)
     y = x.new_empty(*x.shape[:-1], outputs)
+    fits = x.shape[-1] == inputs and (residual is None or residual.shape == y.shape)
+    fits = fits and all(weight.shape == weights[0].shape for weight in weights)
+    fits = fits and all(bias is None or bias.shape == weights[0].shape[:1] for bias in biases)
+    given = [each for each in (x, residual, *weights, *biases) if each is not None]
+    if not fits or any(each.dtype != torch.bfloat16 or not each.is_cpu for each in given):
+        found = ", ".join(f"{each.dtype} {(*each.shape,)}" for each in given)
+        raise ValueError(f"native linear layers take bf16 CPU tensors that fit together, not {found}")
     run = kernel("clap_linear")
     run(x, *_three(weights), *_three(biases), residual, y, activated, rows, outputs, inputs)
     return y
@@ -132,7 +142,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        biases = parameters[1::2]
+        biases = [_contiguous(bias) for bias in parameters[1::2]]
         weights = [weight.contiguous() for weight in parameters[::2] if weight is not None]
         ctx.save_for_backward(x.contiguous(), *weights)
         ctx.has_bias, ctx.has_residual = biases[0] is not None, residual is not None
@@ -147,7 +157,7 @@ class _Linear(torch.autograd.Function):
         dy = dy.contiguous()
         dx = _backward_input(dy, weights, _contiguous(passed)) if ctx.needs_input_grad[0] else None
         dparameters: list[Tensor | None] = [None] * (2 * len(weights))
-        if ctx.needs_input_grad[2]:
+        if any(ctx.needs_input_grad[2:]):
             dparameters = _backward_weights(dy, x, weights, with_bias=ctx.has_bias)
         return dx, dy if ctx.has_residual else None, *dparameters
 
@@ -162,10 +172,10 @@ class _Mlp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows, weight1, weight2 = x.contiguous(), weight1.contiguous(), weight2.contiguous()
         activated = x.new_empty(*x.shape[:-1], len(weight1))
-        before = _forward(rows, [weight1], [bias1], activated=activated)
+        before = _forward(rows, [weight1], [bias1.contiguous()], activated=activated)
         ctx.save_for_backward(rows, weight1, weight2, before, activated)
         ctx.has_residual = residual is not None
-        return _forward(activated, [weight2], [bias2], _contiguous(residual)), x.view_as(x)
+        return _forward(activated, [weight2], [bias2.contiguous()], _contiguous(residual)), x.view_as(x)
 
     @staticmethod
     @once_differentiable
@@ -173,9 +183,17 @@ class _Mlp(torch.autograd.Function):
         if dy is None:
             return passed, *[None] * 5
         x, weight1, weight2, before, activated = ctx.saved_tensors
+        needs_dx, _, *needs = ctx.needs_input_grad
+        dx: Tensor | None = None
+        first: list[Tensor | None] = [None] * 2
+        second: list[Tensor | None] = [None] * 2
         dy = dy.contiguous()
-        second = _backward_weights(dy, activated, [weight2], with_bias=True)
-        dbefore = _backward_input(dy, [weight2], None, before)
-        first = _backward_weights(dbefore, x, [weight1], with_bias=True)
-        dx = _backward_input(dbefore, [weight1], _contiguous(passed)) if ctx.needs_input_grad[0] else None
+        if any(needs[2:]):
+            second = _backward_weights(dy, activated, [weight2], with_bias=True)
+        if needs_dx or any(needs[:2]):
+            dbefore = _backward_input(dy, [weight2], None, before)
+            if any(needs[:2]):
+                first = _backward_weights(dbefore, x, [weight1], with_bias=True)
+            if needs_dx:
+                dx = _backward_input(dbefore, [weight1], _contiguous(passed))
         return dx, dy if ctx.has_residual else None, *first, *second

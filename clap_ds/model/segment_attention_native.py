@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clap_ds.model.dropout_native import draw_seed
 from clap_ds.native import library
@@ -152,6 +153,7 @@ class _SegmentAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_sums = ctx.saved_tensors
         d_q, d_k, d_v = (_new_rows(tensor, ctx.rest[1]) for tensor in (q, k, v))
@@ -170,6 +172,7 @@ class _FusedSegmentAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, log_sums = ctx.saved_tensors
         d_qkv = _new_rows(qkv, ctx.rest[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clap_ds.native import library
 
@@ -95,6 +96,7 @@ class NativeWindowAttention(torch.autograd.Function):
         return output_BHWC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs_d_bias = ctx.needs_input_grad[1]
         d_qkv_BHWE, d_bias_ANN = _backward(*ctx.saved_tensors, grads[0].contiguous(), ctx.shift, needs_d_bias)

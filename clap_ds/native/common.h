@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -161,7 +163,12 @@ class Arena {
         }
         bytes = (bytes + 63) / 64 * 64;
         wanted_ += bytes;
-        if (used_ + bytes > size_) return aligned_alloc(64, bytes);
+        if (used_ + bytes > size_) {
+            void* apart = aligned_alloc(64, bytes);
+            if (apart) return apart;
+            fprintf(stderr, "CPU kernel: no memory for %lld bytes\n", (long long)bytes);
+            abort();
+        }
         used_ += bytes;
         return memory_ + used_ - bytes;
     }

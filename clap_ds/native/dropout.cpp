@@ -11,6 +11,7 @@ extern "C" void clap_dropout(const bf16* x, bf16* y, int64_t count, int64_t seed
     for (int64_t i = 0; i < count / 16; i++) {
         const __m512i number = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(16 * i)));
         const uint64_t part = (uint64_t)seed + ((uint64_t)(16 * i) >> 32);  // numbers have 32 bits
-        store_bf16(y + 16 * i, _mm512_maskz_mul_ps(kept(part, number, probability), load_bf16(x + 16 * i), factor));
+        const __m512 factors = _mm512_maskz_mov_ps(kept(part, number, probability), factor);
+        store_bf16(y + 16 * i, _mm512_mul_ps(load_bf16(x + 16 * i), factors));  // NaN stays, as with torch
     }
 }

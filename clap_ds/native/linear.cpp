@@ -17,10 +17,11 @@ constexpr int64_t MAX_GROUP = 16;          // panels packed at once
 constexpr int64_t PACKING = 3;             // what packing an element costs, in copies of one
 
 // Both are odd functions of x around 1/2, fitted as x · p(u), u = 2 (x/5)² − 1, on [−5, 5] by least squares at Chebyshev nodes
-// (largest error 3e-7 and 1e-5), and held at their values at ±5 beyond.
+// (largest error 3e-7 and 1e-5), then held at their value at 5 above, and 0 below. NaN gives NaN.
 inline __m512 odd_around_half(__m512 x, const float (&p)[13]) {
     const __m512 limit = _mm512_set1_ps(5.0f);
-    x = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_set1_ps(-5.0f));
+    const __mmask16 within = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-5.0f), _CMP_NLT_UQ);
+    x = _mm512_min_ps(limit, x);  // of NaN and a number the second
     __m512 u = _mm512_fmsub_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f / 25.0f)), x, _mm512_set1_ps(1.0f));
     // Estrin's scheme: the processor works on several terms at once.
     auto two = [&](int i) { return _mm512_fmadd_ps(_mm512_set1_ps(p[i]), u, _mm512_set1_ps(p[i + 1])); };
@@ -28,7 +29,7 @@ inline __m512 odd_around_half(__m512 x, const float (&p)[13]) {
     __m512 top = _mm512_fmadd_ps(_mm512_set1_ps(p[0]), u4, _mm512_fmadd_ps(two(1), u2, two(3)));
     __m512 middle = _mm512_fmadd_ps(two(5), u2, two(7)), bottom = _mm512_fmadd_ps(two(9), u2, two(11));
     __m512 y = _mm512_fmadd_ps(_mm512_fmadd_ps(top, u4, middle), u4, bottom);
-    return _mm512_fmadd_ps(x, y, _mm512_set1_ps(0.5f));
+    return _mm512_maskz_fmadd_ps(within, x, y, _mm512_set1_ps(0.5f));
 }
 
 inline __m512 gelu(__m512 x) {

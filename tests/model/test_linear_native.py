@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.model.linear_native import native_linear, native_mlp, supports
+from clap_ds.model.linear_native import _Linear, _Mlp, native_linear, native_mlp, supports
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
 
@@ -69,7 +71,11 @@ def test_linear_without_bias_keeps_leading_dimensions() -> None:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)]
-    tensors += [numbers(outputs, seed=2), numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
+    tensors += [
+        numbers(outputs, seed=2),
+        numbers(inputs, outputs, seed=3, scale=outputs**-0.5),
+        numbers(inputs, seed=4),
+    ]
     tensors += [numbers(rows, inputs, seed=5)] * residual
 
     def torchs(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -94,6 +100,75 @@ def test_gelu_and_its_slope_everywhere() -> None:
     rounding = 2**-8
     torch.testing.assert_close(y.double(), exact, rtol=rounding, atol=3e-5, check_dtype=False)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=rounding, atol=3e-5, check_dtype=False)
+
+
+def layers_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+    """Weights and biases in turn."""
+    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
+    return torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
+
+
+def mlp_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, *parameters[:2])), *parameters[2:])
+
+
+@pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
+def test_frozen_inputs_in_any_combination(kind: str) -> None:
+    """The others' gradients are what they are with nothing frozen; hooks see them, and a second backward pass adds to them."""
+    tensors = [numbers(40, 64, seed=0), numbers(64, 64, seed=1, scale=0.1), numbers(64, seed=2)]
+    if kind != "linear":
+        tensors += [numbers(64, 64, seed=3, scale=0.1), numbers(64, seed=4)]
+
+    def ours(x: Tensor, *parameters: Tensor) -> Tensor:
+        return (_Mlp if kind == "mlp" else _Linear).apply(x, None, *parameters)[0]
+
+    reference = mlp_by_torch if kind == "mlp" else layers_by_torch
+    upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
+    _, *wanted = results(reference, [x.float() for x in tensors], upstream)
+    for trained in itertools.product((False, True), repeat=len(tensors)):
+        if not any(trained):
+            continue
+        leaves = [x.clone().requires_grad_(needed) for x, needed in zip(tensors, trained, strict=True)]
+        seen: list[int] = []
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _, seen=seen, index=index: seen.append(index))
+        output = ours(*leaves)
+        output.backward(upstream, retain_graph=True)
+        assert sorted(seen) == [index for index, needed in enumerate(trained) if needed]
+        output.backward(upstream)
+        for leaf, exact in zip(leaves, wanted, strict=True):
+            if leaf.requires_grad:
+                assert leaf.grad is not None
+                assert float((leaf.grad.float() - 2 * exact).norm()) < 0.02 * float(exact.norm())
+            else:
+                assert leaf.grad is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows(value: float) -> None:
+    """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
+    x, weight, bias = numbers(35, 64, seed=0), numbers(64, 64, seed=1), numbers(64, seed=2)
+    x[33, 5] = value
+    inputs = [x, weight, bias, numbers(64, 64, seed=3), numbers(64, seed=4)]
+    upstream = numbers(35, 64, seed=5)
+    mine, theirs = (results(mlp, inputs, upstream) for mlp in (native_mlp, mlp_by_torch))
+    assert torch.equal(mine[0].isfinite().all(1), theirs[0].isfinite().all(1))
+    for index in (2, 4):
+        assert not mine[index].isfinite().all()
+    if math.isnan(value):
+        assert [bool(x.isfinite().all()) for x in mine] == [bool(x.isfinite().all()) for x in theirs]
+        assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
+
+
+def test_gelu_far_out() -> None:
+    one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
+    x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
+    x.requires_grad_()
+    y = native_mlp(x, one, zero, one, zero)
+    (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
+    assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
+    assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
 
 
 def test_results_repeat_to_the_bit() -> None:
@@ -140,6 +215,19 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 48), (80, 64)])
 def test_other_sizes_are_left_to_torch(outputs: int, inputs: int) -> None:
     assert not supports(torch.zeros(outputs, inputs, dtype=torch.bfloat16))
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    x, weight = numbers(8, 64, seed=0), numbers(96, 64, seed=1)
+    for wrong in (
+        (x.float(), weight, None),
+        (x[:, :32], weight, None),
+        (x, weight, numbers(64, seed=2)),
+        (x, weight, numbers(96, seed=2).float()),
+        (x, weight, None, numbers(8, 64, seed=3)),
+    ):
+        with pytest.raises(ValueError, match="fit together"):
+            native_linear(*wrong)
 
 
 def test_other_dtypes_are_left_to_torch() -> None:
