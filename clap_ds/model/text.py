@@ -55,34 +55,39 @@ class FirstTokenAttention(nn.Module):
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 
 
-class Layers(nn.Module):
+class Layers(RobertaEncoder):
     """RoBERTa's encoder, whose layers it keeps, under the same names: as `transformers` runs it or, told which rows are whose
     segments, by native blocks."""
 
     def __init__(self, encoder: RobertaEncoder) -> None:
-        super().__init__()
-        self.layer = encoder.layer
+        nn.Module.__init__(self)
+        self.config, self.layer = encoder.config, encoder.layer
 
     def forward(
-        self, hidden: Tensor, *args: Any, segments: Segments | None = None, last_segments: Segments | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        segments: Segments | None = None,
+        last_segments: Segments | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Without segments, `transformers`' arguments and result.
 
         Args:
-            hidden: with segments, (rows, C).
+            hidden_states: with segments, (rows, C).
             last_segments: for the last layer, when that is to give the segments' first rows alone.
 
         Returns:
             (rows, C), or (segments, C).
         """
         if segments is None:
-            return RobertaEncoder.forward(self, hidden, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         *layers, last = self.layer
         for layer in layers:
-            hidden = native_blocks.text_layer(layer, hidden, segments)
+            hidden_states = native_blocks.text_layer(layer, hidden_states, segments)
         if last_segments is None:
-            return native_blocks.text_layer(last, hidden, segments)
-        return native_blocks.text_layer(last, hidden, last_segments, first_rows=last_segments.key_start)
+            return native_blocks.text_layer(last, hidden_states, segments)
+        return native_blocks.text_layer(last, hidden_states, last_segments, first_rows=last_segments.key_start)
 
 
 class TextTower(nn.Module):
@@ -163,9 +168,11 @@ class TextTower(nn.Module):
             if packing is not None:
                 return segments_of_packed(packing.bounds, packing.num_captions if first_only else None, first_only)
             lengths = None if attention_mask is None else attention_mask.sum(dim=1)
-            return segments_of_padded(*input_ids.shape, lengths, first_only)
+            return segments_of_padded(len(input_ids), input_ids.shape[1], lengths, first_only)
 
-        first_only = self.pooling == "cls_pooler" and isinstance(self.roberta.encoder.layer[-1].attention, FirstTokenAttention)
+        first_only = self.pooling == "cls_pooler" and isinstance(
+            self.roberta.encoder.layer[-1].attention, FirstTokenAttention
+        )
         hidden_TC = self.roberta.encoder(
             hidden_TC, segments=segments(False), last_segments=segments(True) if first_only else None
         )

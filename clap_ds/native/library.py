@@ -139,7 +139,9 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Tensor | int | float | None) -> None:
         if function.argtypes is None:
-            function.argtypes = [ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments]
+            function.argtypes = [
+                ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments
+            ]
         function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
     return call

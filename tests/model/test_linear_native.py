@@ -69,7 +69,11 @@ def test_linear_without_bias_keeps_leading_dimensions() -> None:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)]
-    tensors += [numbers(outputs, seed=2), numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
+    tensors += [
+        numbers(outputs, seed=2),
+        numbers(inputs, outputs, seed=3, scale=outputs**-0.5),
+        numbers(inputs, seed=4),
+    ]
     tensors += [numbers(rows, inputs, seed=5)] * residual
 
     def torchs(x: Tensor, *parameters: Tensor) -> Tensor:

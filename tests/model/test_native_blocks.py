@@ -79,13 +79,16 @@ def assert_as_exact_as_torch(build: Callable[[str], nn.Module], torchs: str, *in
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the native blocks that run."""
     names: list[str] = []
+
+    def spied(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return real(*args, **kwargs)
+
+        return spy
+
     for name in ("swin_block", "patch_merging", "text_layer"):
-
-        def spy(*args: Any, _name: str = name, _real: Any = getattr(native_blocks, name), **kwargs: Any) -> Any:
-            names.append(_name)
-            return _real(*args, **kwargs)
-
-        monkeypatch.setattr(native_blocks, name, spy)
+        monkeypatch.setattr(native_blocks, name, spied(name, getattr(native_blocks, name)))
     return names
 
 
