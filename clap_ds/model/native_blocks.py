@@ -41,7 +41,6 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
     heads = attention.relative_position_bias.shape[1]
     return (
         attention.kernel in KERNELS
-        and not torch.compiler.is_compiling()
         and layer_norm_native.supports(tokens_BHWC)
         and linear_native.supports(attention.qkv.weight)
         and supports_windows(tokens_BHWC.dtype, tokens_BHWC.device, attention.window, tokens_BHWC.shape[-1] // heads)
@@ -50,8 +49,7 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
 
 def runs_merging(merge: PatchMerging, squares: Tensor) -> bool:
     """Whether `patch_merging` can stand in for the module."""
-    compiling = torch.compiler.is_compiling()
-    return not compiling and layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
+    return layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
 
 
 def runs_patch_embed(embed: PatchEmbed, image: Tensor) -> bool:
@@ -59,7 +57,6 @@ def runs_patch_embed(embed: PatchEmbed, image: Tensor) -> bool:
     weight, patch = embed.proj.weight, image.shape[-1] // embed.proj.kernel_size[0]
     return (
         embed.kernel in KERNELS
-        and not torch.compiler.is_compiling()
         and image.dtype == weight.dtype == torch.bfloat16
         and layer_norm_native.supports(image.new_empty(0, patch, weight.shape[0]))
     )
@@ -69,8 +66,7 @@ def runs_text(layer: Any, hidden: Tensor) -> bool:
     """Whether `text_layer` can stand in for a RoBERTa layer on these hidden states."""
     attention = layer.attention.self
     return (
-        not torch.compiler.is_compiling()
-        and layer_norm_native.supports(hidden)
+        layer_norm_native.supports(hidden)
         and linear_native.supports(attention.query.weight)
         and linear_native.supports(layer.intermediate.dense.weight)
         and segment_attention_native.supports(hidden.dtype, hidden.device, attention.attention_head_size)

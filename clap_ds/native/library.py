@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -126,6 +126,12 @@ def unavailable() -> str:
         return "switched off for the time"
     found = _load()
     return found if isinstance(found, str) else ""
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether kernels can work on this tensor: one in the CPU's memory, not one that is only being traced."""
+    plain = tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+    return plain and not torch.compiler.is_compiling() and not unavailable()
 
 
 @functools.cache
