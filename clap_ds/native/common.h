@@ -79,6 +79,10 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
+// Due before the first tile load from what ordinary code wrote, and after the last tile store to what ordinary code reads: gcc 12
+// doesn't see that these read and write memory, and moves ordinary loads and stores past them. It isn't an instruction.
+static inline void tile_fence() { asm volatile("" ::: "memory"); }
+
 // Transposes a 16 × 16 block of 32-bit lanes in registers.
 static inline void transpose16(__m512i r[16]) {
     __m512i t[16];

@@ -83,7 +83,7 @@ inline void accumulate(const bf16* a, const bf16* packed, int64_t steps) {
 // c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds.
 inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add) {
     const int64_t wide = 4 * c_stride;
-    asm volatile("" ::: "memory");  // gcc 12 doesn't see that tile instructions read and write memory
+    tile_fence();
     if (add) {
         _tile_loadd(0, c, wide);
         _tile_loadd(1, c + 16, wide);
@@ -103,7 +103,7 @@ inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, flo
     _tile_stored(1, c + 16, wide);
     _tile_stored(2, c + 16 * c_stride, wide);
     _tile_stored(3, c + 16 * c_stride + 16, wide);
-    asm volatile("" ::: "memory");
+    tile_fence();
 }
 
 // Block m of 32 rows as pairs of tiles, rows from `rows` on as zeros.

@@ -76,7 +76,7 @@ struct Operand {
 // operand, else the left. Many sums at once hide how long each takes.
 template <bool DOWN, int N>
 void multiply_strip(Operand one, Operand many, int64_t steps, float* c, int64_t c_stride, int64_t next) {
-    asm volatile("" ::: "memory");  // gcc 12 doesn't see that tile loads read memory
+    tile_fence();
 #define EACH(DO)                   \
     DO(0, 6);                      \
     if constexpr (N > 1) DO(1, 7); \
@@ -101,6 +101,7 @@ void multiply_strip(Operand one, Operand many, int64_t steps, float* c, int64_t 
         EACH(MULTIPLY)
     }
     EACH(STORE)
+    tile_fence();
 #undef EACH
 #undef ZERO
 #undef MULTIPLY

@@ -155,6 +155,7 @@ inline void pack(const Rows& rows, bf16* straight, bf16* columns, bf16* pairs, b
 // C (16 × 32·STEPS, fp32) = A · B over 64 pairs' rows: A in two tiles, B pairs as `pack` leaves them.
 template <int STEPS>
 inline void multiply(float* c, int64_t c_stride, const bf16* a0, const bf16* a1, const bf16* b) {
+    tile_fence();
     _tile_loadd(2, a0, 64);
     _tile_loadd(3, a1, 64);
     for (int step = 0; step < STEPS; step++) {
@@ -173,6 +174,7 @@ inline void multiply(float* c, int64_t c_stride, const bf16* a0, const bf16* a1,
         _tile_stored(0, c + 32 * step, c_stride * sizeof(float));
         _tile_stored(1, c + 32 * step + 16, c_stride * sizeof(float));
     }
+    tile_fence();
 }
 
 // Converts a row of a product into one head's part of a token's row.
@@ -246,6 +248,7 @@ struct alignas(64) ForwardScratch {
 
 template <int STEPS>
 inline void score(float* scores, const ForwardHead<STEPS>& head, int block) {
+    tile_fence();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -266,6 +269,7 @@ inline void score(float* scores, const ForwardHead<STEPS>& head, int block) {
     _tile_stored(1, scores + 16, N * sizeof(float));
     _tile_stored(2, scores + 32, N * sizeof(float));
     _tile_stored(3, scores + 48, N * sizeof(float));
+    tile_fence();
 }
 
 // Weights not divided by their sums. SAFE: each row's largest score is subtracted first.
@@ -333,6 +337,7 @@ struct Forward {
         _tile_dpbf16ps(0, 2, 4);
         _tile_dpbf16ps(0, 3, 4);
         _tile_stored(0, mixed + 32 * STEPS, WIDTH * sizeof(float));
+        tile_fence();
     }
 
     __m512 weight_sums(const float* mixed) {
@@ -424,6 +429,7 @@ struct alignas(64) BackwardScratch {
 // C (64 × 32) = A · B^T for the queries of a half.
 template <int STEPS>
 inline void multiply_columns(float* c, const bf16* a, const bf16* columns, int half) {
+    tile_fence();
     for (int block = 0; block < 4; block++) {
         _tile_zero(0);
         _tile_zero(1);
@@ -438,6 +444,7 @@ inline void multiply_columns(float* c, const bf16* a, const bf16* columns, int h
         _tile_stored(0, c + block * 16 * 32, 128);
         _tile_stored(1, c + block * 16 * 32 + 16, 128);
     }
+    tile_fence();
 }
 
 // Weights and gradients of scores for a half's queries, from products to bf16 tiles.
