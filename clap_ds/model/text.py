@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from clap_ds.model import native_blocks, text_attention
 from clap_ds.model.config import PAD_TOKEN_ID, TextConfig
@@ -84,10 +85,17 @@ class Layers(RobertaEncoder):
             return super().forward(hidden_states, *args, **kwargs)
         *layers, last = self.layer
         for layer in layers:
-            hidden_states = native_blocks.text_layer(layer, hidden_states, segments)
+            hidden_states = _run_native(layer, hidden_states, segments)
         if last_segments is None:
-            return native_blocks.text_layer(last, hidden_states, segments)
-        return native_blocks.text_layer(last, hidden_states, last_segments, first_rows=last_segments.key_start)
+            return _run_native(last, hidden_states, segments)
+        return _run_native(last, hidden_states, last_segments, last_segments.key_start)
+
+
+def _run_native(layer: Any, *args: Any) -> Tensor:
+    """`native_blocks.text_layer`, computed again in the backward pass where `transformers` would."""
+    if layer.gradient_checkpointing and layer.training:
+        return checkpoint(native_blocks.text_layer, layer, *args, use_reentrant=False)
+    return native_blocks.text_layer(layer, *args)
 
 
 class TextTower(nn.Module):
@@ -155,9 +163,10 @@ class TextTower(nn.Module):
 
     def _runs_native(self) -> bool:
         """Whether this project's CPU kernels compute the layers."""
-        if self.roberta.config._attn_implementation != text_attention.NAME or self.roberta.gradient_checkpointing:
-            return False
-        return native_blocks.runs_text(self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight)
+        ours = self.roberta.config._attn_implementation == text_attention.NAME
+        return ours and native_blocks.runs_text(
+            self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight
+        )
 
     def _forward_native(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         layout = None if packing is None else lay_out(packing, len(input_ids))

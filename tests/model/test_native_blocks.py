@@ -121,6 +121,17 @@ def test_recomputed_blocks_give_the_same() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_recomputed_text_layers_give_the_same(used: list[str]) -> None:
+    plain, checkpointed = (text_tower("auto", dropout=0.1).to(torch.bfloat16) for _ in range(2))
+    checkpointed.checkpoint_activations(True)
+    found = []
+    for model in (plain, checkpointed):
+        torch.manual_seed(3)
+        found.append(results(model, *captions()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert len(used) == 2 + 4  # twice each where they are recomputed
+
+
 def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     tower, (ids, mask) = text_tower("auto", "mean", dropout=0.1).to(torch.bfloat16), captions()
     torch.manual_seed(4)
