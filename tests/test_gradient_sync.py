@@ -70,7 +70,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = pytest.mark.end_to_end
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "compiled" else ()) for name in CASES])
 def test_same_weights_as_deepspeeds_own_reduction(two_ranks: RankPool, name: str) -> None:
     for difference in two_ranks.run(_largest_difference, *CASES[name]):
         assert difference <= 1e-5

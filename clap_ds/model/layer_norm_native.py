@@ -20,13 +20,12 @@ MAX_CHANNELS = 4096
 def supports(x: Tensor) -> bool:
     """Whether the functions below take `x` here: contiguous bf16 on the CPU, (..., C) with C a multiple of 16."""
     return (
-        x.device.type == "cpu"
-        and x.dtype == torch.bfloat16
+        x.dtype == torch.bfloat16
         and x.ndim > 0
         and 0 < x.shape[-1] <= MAX_CHANNELS
         and x.shape[-1] % 16 == 0
         and x.is_contiguous()
-        and not library.unavailable()
+        and library.takes(x)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import kernel, unavailable
+from clap_ds.native.library import kernel, takes
 
 BLOCK = 32
 """Inputs and outputs are a multiple of it."""
@@ -21,12 +21,7 @@ BLOCK = 32
 
 def supports(weight_NK: Tensor) -> bool:
     """Whether there are kernels for a layer with this weight, and bf16 inputs."""
-    return (
-        weight_NK.device.type == "cpu"
-        and weight_NK.dtype == torch.bfloat16
-        and not any(size % BLOCK for size in weight_NK.shape)
-        and not unavailable()
-    )
+    return weight_NK.dtype == torch.bfloat16 and not any(size % BLOCK for size in weight_NK.shape) and takes(weight_NK)
 
 
 def native_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual: Tensor | None = None) -> Tensor:

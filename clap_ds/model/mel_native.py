@@ -5,18 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clap_ds.native.library import kernel, unavailable
+from clap_ds.native.library import kernel, takes
 
 
 def supports(spectrum: Tensor) -> bool:
     """Whether `native_mel_power` takes such a spectrum: complex64 on the CPU, no gradient wanted."""
-    return (
-        spectrum.device.type == "cpu"
-        and spectrum.dtype == torch.complex64
-        and not (spectrum.requires_grad and torch.is_grad_enabled())
-        and not torch.compiler.is_compiling()
-        and not unavailable()
-    )
+    wants_gradient = spectrum.requires_grad and torch.is_grad_enabled()
+    return spectrum.dtype == torch.complex64 and not wants_gradient and takes(spectrum)
 
 
 def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:

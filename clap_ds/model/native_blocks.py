@@ -1,4 +1,4 @@
-"""Whole transformer blocks by this project's CPU kernels (`clap_ds/native`), from the weights of the modules that torch would run.
+"""Whole transformer blocks by this project's CPU kernels (`clap_ds/native`), with the weights of torch's modules.
 
 For bf16 weights on CPUs with matrix units; `swin.py` and `text.py` ask `runs_*` and else go on with torch. The results differ
 from torch's bf16 by rounding alone, and less often: sums, GELU and residuals stay in fp32 until they are stored.
@@ -6,6 +6,8 @@ from torch's bf16 by rounding alone, and less often: sums, GELU and residuals st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +41,6 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
     heads = attention.relative_position_bias.shape[1]
     return (
         attention.kernel in KERNELS
-        and not torch.compiler.is_compiling()
         and layer_norm_native.supports(tokens_BHWC)
         and linear_native.supports(attention.qkv.weight)
         and supports_windows(tokens_BHWC.dtype, tokens_BHWC.device, attention.window, tokens_BHWC.shape[-1] // heads)
@@ -48,8 +49,7 @@ def runs_swin(block: SwinBlock, tokens_BHWC: Tensor) -> bool:
 
 def runs_merging(merge: PatchMerging, squares: Tensor) -> bool:
     """Whether `patch_merging` can stand in for the module."""
-    compiling = torch.compiler.is_compiling()
-    return not compiling and layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
+    return layer_norm_native.supports(squares) and linear_native.supports(merge.reduction.weight)
 
 
 def runs_patch_embed(embed: PatchEmbed, image: Tensor) -> bool:
@@ -57,7 +57,6 @@ def runs_patch_embed(embed: PatchEmbed, image: Tensor) -> bool:
     weight, patch = embed.proj.weight, image.shape[-1] // embed.proj.kernel_size[0]
     return (
         embed.kernel in KERNELS
-        and not torch.compiler.is_compiling()
         and image.dtype == weight.dtype == torch.bfloat16
         and layer_norm_native.supports(image.new_empty(0, patch, weight.shape[0]))
     )
@@ -67,8 +66,7 @@ def runs_text(layer: Any, hidden: Tensor) -> bool:
     """Whether `text_layer` can stand in for a RoBERTa layer on these hidden states."""
     attention = layer.attention.self
     return (
-        not torch.compiler.is_compiling()
-        and layer_norm_native.supports(hidden)
+        layer_norm_native.supports(hidden)
         and linear_native.supports(attention.query.weight)
         and linear_native.supports(layer.intermediate.dense.weight)
         and segment_attention_native.supports(hidden.dtype, hidden.device, attention.attention_head_size)
@@ -81,16 +79,11 @@ def swin_block(block: SwinBlock, tokens_BHWC: Tensor) -> Tensor:
     normed, tokens_BHWC = _norm_and_pass(tokens_BHWC, block.norm1)
     qkv_BHWE = native_linear(normed, attention.qkv.weight, attention.qkv.bias)
     mixed = native_window_attention(qkv_BHWE, attention.position_bias(), attention.window, block.shift)
-    weights = attention.proj.weight, attention.proj.bias
-    if _drops(block.drop_path):
-        tokens_BHWC = tokens_BHWC + block.drop_path(native_linear(mixed, *weights))
-    else:
-        tokens_BHWC = native_linear(mixed, *weights, residual=tokens_BHWC)
+    project = partial(native_linear, mixed, attention.proj.weight, attention.proj.bias)
+    tokens_BHWC = _add_branch(block.drop_path, project, tokens_BHWC)
     normed, tokens_BHWC = _norm_and_pass(tokens_BHWC, block.norm2)
-    weights = mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias
-    if _drops(block.drop_path):
-        return tokens_BHWC + block.drop_path(native_mlp(normed, *weights))
-    return native_mlp(normed, *weights, residual=tokens_BHWC)
+    feed = partial(native_mlp, normed, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+    return _add_branch(block.drop_path, feed, tokens_BHWC)
 
 
 def patch_embed(embed: PatchEmbed, image_B1HW: Tensor) -> Tensor:
@@ -129,7 +122,8 @@ def text_layer(layer: Any, hidden_TC: Tensor, segments: Segments, first_rows: Te
         kv_TE, hidden_TC = native_joined_linears(hidden_TC, attention.key, attention.value)
         hidden_TC = hidden_TC.index_select(0, first_rows)
         query = native_linear(hidden_TC, attention.query.weight, attention.query.bias)
-        mixed = native_segment_attention(query, *kv_TE.chunk(2, dim=1), heads, segments, scale, dropout)
+        key, value = kv_TE.chunk(2, dim=1)
+        mixed = native_segment_attention(query, key, value, heads, segments, scale, dropout)
     branch = native_linear(mixed, output.dense.weight, output.dense.bias)
     hidden_TC = _add_and_norm(branch, hidden_TC, output)
     first, second = layer.intermediate.dense, layer.output.dense
@@ -148,5 +142,8 @@ def _norm_and_pass(tokens: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return native_layer_norm_residual(tokens, norm.weight, norm.bias, norm.eps)
 
 
-def _drops(drop_path: DropPath) -> bool:
-    return drop_path.training and drop_path.probability > 0.0
+def _add_branch(drop_path: DropPath, branch: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    """`tokens` plus the branch, whose own pass adds them unless it is dropped here and there."""
+    if drop_path.training and drop_path.probability > 0.0:
+        return tokens + drop_path(branch())
+    return branch(residual=tokens)

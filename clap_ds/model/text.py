@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from clap_ds.model import native_blocks, text_attention
 from clap_ds.model.config import PAD_TOKEN_ID, TextConfig
@@ -55,34 +56,46 @@ class FirstTokenAttention(nn.Module):
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 
 
-class Layers(nn.Module):
+class Layers(RobertaEncoder):
     """RoBERTa's encoder, whose layers it keeps, under the same names: as `transformers` runs it or, told which rows are whose
     segments, by native blocks."""
 
     def __init__(self, encoder: RobertaEncoder) -> None:
-        super().__init__()
-        self.layer = encoder.layer
+        nn.Module.__init__(self)
+        self.config, self.layer = encoder.config, encoder.layer
 
     def forward(
-        self, hidden: Tensor, *args: Any, segments: Segments | None = None, last_segments: Segments | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        segments: Segments | None = None,
+        last_segments: Segments | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Without segments, `transformers`' arguments and result.
 
         Args:
-            hidden: with segments, (rows, C).
+            hidden_states: with segments, (rows, C).
             last_segments: for the last layer, when that is to give the segments' first rows alone.
 
         Returns:
             (rows, C), or (segments, C).
         """
         if segments is None:
-            return RobertaEncoder.forward(self, hidden, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         *layers, last = self.layer
         for layer in layers:
-            hidden = native_blocks.text_layer(layer, hidden, segments)
+            hidden_states = _run_native(layer, hidden_states, segments)
         if last_segments is None:
-            return native_blocks.text_layer(last, hidden, segments)
-        return native_blocks.text_layer(last, hidden, last_segments, first_rows=last_segments.key_start)
+            return _run_native(last, hidden_states, segments)
+        return _run_native(last, hidden_states, last_segments, last_segments.key_start)
+
+
+def _run_native(layer: Any, *args: Any) -> Tensor:
+    """`native_blocks.text_layer`, computed again in the backward pass where `transformers` would."""
+    if layer.gradient_checkpointing and layer.training:
+        return checkpoint(native_blocks.text_layer, layer, *args, use_reentrant=False)
+    return native_blocks.text_layer(layer, *args)
 
 
 class TextTower(nn.Module):
@@ -150,9 +163,10 @@ class TextTower(nn.Module):
 
     def _runs_native(self) -> bool:
         """Whether this project's CPU kernels compute the layers."""
-        if self.roberta.config._attn_implementation != text_attention.NAME or self.roberta.gradient_checkpointing:
-            return False
-        return native_blocks.runs_text(self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight)
+        ours = self.roberta.config._attn_implementation == text_attention.NAME
+        return ours and native_blocks.runs_text(
+            self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight
+        )
 
     def _forward_native(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         layout = None if packing is None else lay_out(packing, len(input_ids))
@@ -163,9 +177,11 @@ class TextTower(nn.Module):
             if packing is not None:
                 return segments_of_packed(packing.bounds, packing.num_captions if first_only else None, first_only)
             lengths = None if attention_mask is None else attention_mask.sum(dim=1)
-            return segments_of_padded(*input_ids.shape, lengths, first_only)
+            return segments_of_padded(len(input_ids), input_ids.shape[1], lengths, first_only)
 
-        first_only = self.pooling == "cls_pooler" and isinstance(self.roberta.encoder.layer[-1].attention, FirstTokenAttention)
+        first_only = self.pooling == "cls_pooler" and isinstance(
+            self.roberta.encoder.layer[-1].attention, FirstTokenAttention
+        )
         hidden_TC = self.roberta.encoder(
             hidden_TC, segments=segments(False), last_segments=segments(True) if first_only else None
         )

@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -128,6 +128,12 @@ def unavailable() -> str:
     return found if isinstance(found, str) else ""
 
 
+def takes(tensor: Tensor) -> bool:
+    """Whether kernels can work on this tensor: one in the CPU's memory, not one that is only being traced."""
+    plain = tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+    return plain and not torch.compiler.is_compiling() and not unavailable()
+
+
 @functools.cache
 def kernel(name: str) -> Callable[..., Any]:
     """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats."""
@@ -139,7 +145,9 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Tensor | int | float | None) -> None:
         if function.argtypes is None:
-            function.argtypes = [ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments]
+            function.argtypes = [
+                ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments
+            ]
         function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
     return call

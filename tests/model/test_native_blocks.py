@@ -79,13 +79,16 @@ def assert_as_exact_as_torch(build: Callable[[str], nn.Module], torchs: str, *in
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the native blocks that run."""
     names: list[str] = []
+
+    def spied(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return real(*args, **kwargs)
+
+        return spy
+
     for name in ("swin_block", "patch_merging", "text_layer"):
-
-        def spy(*args: Any, _name: str = name, _real: Any = getattr(native_blocks, name), **kwargs: Any) -> Any:
-            names.append(_name)
-            return _real(*args, **kwargs)
-
-        monkeypatch.setattr(native_blocks, name, spy)
+        monkeypatch.setattr(native_blocks, name, spied(name, getattr(native_blocks, name)))
     return names
 
 
@@ -116,6 +119,17 @@ def test_recomputed_blocks_give_the_same() -> None:
         torch.manual_seed(3)
         found.append(results(model, mels()))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_recomputed_text_layers_give_the_same(used: list[str]) -> None:
+    plain, checkpointed = (text_tower("auto", dropout=0.1).to(torch.bfloat16) for _ in range(2))
+    checkpointed.checkpoint_activations(True)
+    found = []
+    for model in (plain, checkpointed):
+        torch.manual_seed(3)
+        found.append(results(model, *captions()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert len(used) == 2 + 4  # twice each where they are recomputed
 
 
 def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:

@@ -58,6 +58,7 @@ def shifted_place(row: int, column: int, grid: int, shift: int) -> tuple[int, in
     return (row - shift) % grid, (column - shift) % grid
 
 
+@pytest.mark.end_to_end
 def test_the_triton_kernel_agrees_under_the_interpreter() -> None:
     script = Path(cases.__file__)
     done = subprocess.run(
