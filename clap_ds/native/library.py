@@ -11,14 +11,16 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,8 @@ FLAGS = (
     *("-mavx512bf16", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
 )
 COMPILE_TIMEOUT_S = 300
+NEEDED = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+"""Of the processor's features, by their names in /proc/cpuinfo."""
 
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
 _switched_off = False
@@ -58,54 +62,109 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if not compiler:
+def _why_not_this_processor() -> str:
+    """What it lacks; empty where it can run the kernels."""
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
+    features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
+    lacking = [name for name in NEEDED if name not in features]
+    if not has_tiles() if has_tiles else NEEDED[0] in lacking:
+        return "this CPU has no bf16 matrix units (AMX)"
+    return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
+
+
+def _compiler() -> list[str]:
+    """The compiler's command, which `$CXX` may give with arguments."""
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
+    if not shutil.which(command[0]):
         raise UnavailableError("no C++ compiler found (g++, or what $CXX names)")
-    return compiler
+    return command
 
 
 def _build() -> Path:
     """The library for this machine and these sources, compiled unless it is there."""
     compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, _processor(), *FLAGS]
-    parts += [path.read_text() for path in [*sorted(HERE.glob("*.h")), *_sources()]]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
+    ).stdout
+    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
+    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *_sources()]]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     directory = cache_directory()
     library = directory / f"native-{digest}.so"
-    if library.exists():
+    if _is_whole(library):
         return library
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"native-{digest}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of a host: one compiles
-        if not library.exists():
-            _compile(compiler, library)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"native-{digest}.lock").open("w") as lock:
+            _wait_for(lock)  # ranks of a host: one compiles
+            if not _is_whole(library):
+                _compile(compiler, library)
+    except OSError as error:
+        raise UnavailableError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
     return library
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _wait_for(lock: IO[str]) -> None:
+    """Locks the file, as long as this process has it open; not where the file system has no locks."""
+    end = time.monotonic() + 1.2 * COMPILE_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise UnavailableError(f"another process still compiles them (it holds {lock.name})") from None
+            time.sleep(0.05)
+        except OSError:
+            return
+        else:
+            return
+
+
+def _compile(compiler: list[str], library: Path) -> None:
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [compiler, *FLAGS, *map(str, _sources()), "-o", str(made)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        made, said = Path(folder) / library.name, Path(folder) / "messages"
+        command = [*compiler, *FLAGS, *map(str, _sources()), "-o", str(made)]
+        with said.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
+            result = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=messages,
+                stderr=messages,
+                timeout=COMPILE_TIMEOUT_S,
+                check=False,
+            )
         if result.returncode != 0:
-            raise UnavailableError(f"{compiler} can't compile them: {result.stderr.strip().splitlines()[:1]}")
+            lines = said.read_text(errors="replace").splitlines() or [f"exit status {result.returncode}"]
+            first = next((line for line in lines if "error" in line.lower()), lines[0])
+            raise UnavailableError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(library)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is all that `_compile` wrote, which ends in a checksum of the rest: opening another file may crash."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    if not torch.cpu._is_amx_tile_supported():
-        return "this CPU has no bf16 matrix units (AMX)"
     try:
+        if problem := _why_not_this_processor():
+            return problem
         library = ctypes.CDLL(str(_build()))  # its OpenMP is torch's: loaded before, under the same name
-    except (UnavailableError, OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    if library.clap_request_amx() != 0:
-        return "the kernel doesn't let processes use AMX"
+        if library.clap_request_amx() != 0:
+            return "the kernel doesn't let processes use AMX"
+    except Exception as error:  # whatever it is, torch can do without
+        problem = str(error) or type(error).__name__
+        log.warning("no CPU kernels, torch's operations instead: %s", problem)
+        return problem
     return library
 
 
@@ -136,7 +195,11 @@ def takes(tensor: Tensor) -> bool:
 
 @functools.cache
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats."""
+    """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats.
+
+    It runs in as many threads as torch's operations, and like them, with more than one, not in a process forked from one that
+    had threads already.
+    """
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"no native CPU kernels: {library}")
@@ -148,6 +211,7 @@ def kernel(name: str) -> Callable[..., Any]:
             function.argtypes = [
                 ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments
             ]
+        torch.get_num_threads()  # has a thread that is new to torch take over torch's number
         function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
     return call

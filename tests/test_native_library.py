@@ -1,0 +1,200 @@
+"""Compiling, keeping and opening the library of CPU kernels, with a source that takes no time, on any processor."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from clap_ds.native import library
+
+SOURCE = 'extern "C" int clap_request_amx() { return 0; }\n'
+WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only source, in place of the kernels'."""
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    path = tmp_path / "only.cpp"
+    path.write_text(SOURCE)
+    monkeypatch.setattr(library, "_sources", lambda: [path])
+    monkeypatch.setattr(library, "FLAGS", ("-O0", "-shared", "-fPIC"))
+    monkeypatch.setattr(library, "_why_not_this_processor", str)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return path
+
+
+@pytest.fixture
+def use_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], int]]:
+    """Has a shell script stand for the compiler; returns what counts how often it has compiled."""
+
+    def use(script: str) -> Callable[[], int]:
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        calls = Path(f"{path}.calls")
+        return lambda: sum(" -o " in line for line in calls.read_text().splitlines())
+
+    return use
+
+
+def load() -> ctypes.CDLL | str:
+    return library._load.__wrapped__()
+
+
+def reason() -> str:
+    found = load()
+    assert isinstance(found, str)
+    return found
+
+
+def kept() -> Path:
+    (path,) = library.cache_directory().glob("*.so")
+    return path
+
+
+def test_compiled_once_and_again_for_other_sources(
+    source: Path, use_compiler: Callable[..., Callable[[], int]]
+) -> None:
+    compiled = use_compiler(WORKING_COMPILER)
+    assert not isinstance(load(), str)
+    assert not isinstance(load(), str)
+    assert compiled() == 1
+    source.write_text(SOURCE + "// changed\n")
+    assert not isinstance(load(), str)
+    assert compiled() == 2
+
+
+def test_one_compiles_while_others_wait(source: Path, use_compiler: Callable[..., Callable[[], int]]) -> None:
+    compiled = use_compiler("sleep 0.1; " + WORKING_COMPILER)
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(isinstance(found.result(), str) for found in [pool.submit(load) for _ in range(4)])
+    assert compiled() == 1
+
+
+def test_compiler_with_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.write_text(SOURCE.replace("0", "WANTED"))
+    monkeypatch.setenv("CXX", "env g++ -DWANTED=0")
+    assert not isinstance(load(), str)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "/no/such/compiler -O2"])
+def test_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert "no C++ compiler" in reason()
+
+
+def test_unbalanced_quotes_in_the_compilers_name(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "'g++")
+    assert reason()
+
+
+def test_sources_that_do_not_compile_give_the_first_error(source: Path) -> None:
+    header = source.with_name("wrong.h")
+    header.write_text("int wrong = missing;\n")
+    source.write_text('#include "wrong.h"\n')
+    assert "error: 'missing' was not declared" in reason().replace("\N{LEFT SINGLE QUOTATION MARK}", "'").replace(
+        "\N{RIGHT SINGLE QUOTATION MARK}", "'"
+    )
+    assert not [*library.cache_directory().glob("*.so")]
+
+
+def test_silent_compiler_and_one_that_is_killed(source: Path, use_compiler: Callable[..., object]) -> None:
+    use_compiler("exit 3")
+    assert "exit status 3" in reason()
+    use_compiler("kill -9 $$")
+    assert "exit status -9" in reason()
+
+
+def test_slow_compiler(source: Path, use_compiler: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.2)
+    use_compiler('case "$*" in *-o*) sleep 3 & wait;; esac')
+    assert "timed out" in reason()
+
+
+def test_lock_that_nobody_holds_and_one_that_is_held(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not isinstance(load(), str)
+    lock = kept().with_suffix(".lock")
+    assert lock.exists()
+    kept().unlink()
+    assert not isinstance(load(), str)
+    kept().unlink()
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
+    with lock.open() as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert str(lock) in reason()
+
+
+def test_file_system_without_locks(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not isinstance(load(), str)
+
+
+@pytest.mark.parametrize("damage", [lambda x: b"", lambda x: x[:5000], lambda x: x[:-100] + bytes(100)])
+def test_damaged_library_is_compiled_again(source: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = library._build()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert not isinstance(load(), str)
+    assert kept().read_bytes() == whole
+
+
+def test_cache_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "XDG_CACHE_HOME" in reason()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert "/proc/nowhere" in reason()
+
+
+def test_no_home(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert "home directory" in reason()
+
+
+def test_library_without_the_kernels(source: Path) -> None:
+    source.write_text("\n")
+    assert "clap_request_amx" in reason()
+
+
+def test_kernel_that_refuses_tiles(source: Path) -> None:
+    source.write_text(SOURCE.replace("0", "-1"))
+    assert "AMX" in reason()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_processors(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """With and without torch's own answer."""
+    if known:
+        monkeypatch.setattr(
+            torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in library._processor(), raising=False
+        )
+    else:
+        monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+    for features, problem in (
+        (library.NEEDED, ""),
+        (library.NEEDED[:-1], "avx512_bf16"),
+        (library.NEEDED[1:], "matrix units"),
+        ((), "matrix units"),
+    ):
+        monkeypatch.setattr(library, "_processor", lambda features=features: f"flags : {' '.join(features)}")
+        found = library._why_not_this_processor()
+        assert problem in found
+        assert bool(problem) == bool(found)
