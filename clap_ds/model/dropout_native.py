@@ -22,7 +22,14 @@ def native_dropout(x: Tensor, probability: float) -> Tensor:
     Args:
         x: bf16 on the CPU, a multiple of 16 elements.
         probability: of an element to become 0; below 1.
+
+    Raises:
+        ValueError: `x` or the probability is another.
     """
+    if x.dtype != torch.bfloat16 or not x.is_cpu or x.numel() % 16 or not 0 <= probability < 1:
+        raise ValueError(
+            f"native dropout can't take {x.dtype} {(*x.shape,)} on {x.device.type}, probability {probability}"
+        )
     if probability == 0.0:
         return x
     return _Dropout.apply(x, probability, draw_seed())

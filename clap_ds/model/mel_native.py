@@ -26,6 +26,8 @@ def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
     """
     spectrum_BTK = spectrum_BTK.contiguous()
     B, T, K = spectrum_BTK.shape
+    assert filters_FK.shape[1] == K
+    assert filters_FK.dtype == torch.float32
     used = (filters_FK != 0).int()
     first, end = used.argmax(dim=1).int(), (K - used.flip(1).argmax(dim=1)).int()
     mel_BTF = filters_FK.new_empty(B, T, len(filters_FK))

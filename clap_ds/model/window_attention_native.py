@@ -117,6 +117,8 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shi
     """
     _, H, W, _ = qkv_BHWE.shape
     assert supports(qkv_BHWE.dtype, qkv_BHWE.device, window, qkv_BHWE.shape[3] // (3 * len(bias_ANN)))
+    assert qkv_BHWE.shape[3] % (3 * len(bias_ANN)) == 0
+    assert bias_ANN.shape[1:] == (window**2, window**2)
     assert H == W
     assert H % window == 0
     assert 0 <= shift < window

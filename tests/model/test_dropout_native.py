@@ -23,3 +23,10 @@ def test_others_are_kept_and_scaled_or_zero_and_gradients_alike() -> None:
     assert 0.24 < float((y == 0).float().mean()) < 0.26
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient, y)
+
+
+def test_what_it_cannot_take_is_refused() -> None:
+    x = torch.ones(64, dtype=torch.bfloat16)
+    for wrong, probability in ((x.float(), 0.5), (x[:15], 0.5), (x, 1.0)):
+        with pytest.raises(ValueError, match="native dropout"):
+            native_dropout(wrong, probability)
