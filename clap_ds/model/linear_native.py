@@ -51,7 +51,7 @@ def native_joined_linears(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, Tensor
         (…, layers·N), their outputs one after the other in each row, and `x` itself, whose other gradient is then added on the
         way; not to be changed in place.
     """
-    assert len({layer.weight.shape for layer in layers}) == 1
+    assert len({(layer.weight.shape, layer.bias is None) for layer in layers}) == 1
     return _Linear.apply(x, None, *(parameter for layer in layers for parameter in (layer.weight, layer.bias)))
 
 
