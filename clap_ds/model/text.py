@@ -20,8 +20,8 @@ from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transfor
 from transformers import RobertaConfig, RobertaModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention, RobertaEncoder  # isort: skip
 
-TextAttention = Literal["auto", "sdpa"]
-ATTENTION: TextAttention = "sdpa"
+TextAttention = Literal["auto", "torch", "sdpa"]
+ATTENTION = "sdpa"
 _SIZES = {
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
@@ -105,7 +105,8 @@ class TextTower(nn.Module):
     Args:
         config: sizes.
         dropout: of hidden states and of attention weights.
-        attention: `sdpa`, PyTorch's; or `auto`, this project's (`text_attention.py`), which packed captions need.
+        attention: `sdpa`, PyTorch's; `torch`, this project's with torch's operations (`text_attention.py`); or `auto`, that or,
+            where they run, native blocks. Packed captions need one of the last two.
         from_hub: start from the pretrained weights `config.hub_name` names (hub, local cache or folder; safetensors only).
 
     Raises:
@@ -118,7 +119,8 @@ class TextTower(nn.Module):
         super().__init__()
         self.pooling = config.pooling
         self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
-        if attention == "auto":
+        self.may_run_native = attention == "auto"
+        if attention != "sdpa":
             self.roberta.config._attn_implementation = text_attention.NAME
         self.roberta.encoder = Layers(self.roberta.encoder)
         if self.pooling == "cls_pooler":
@@ -163,8 +165,7 @@ class TextTower(nn.Module):
 
     def _runs_native(self) -> bool:
         """Whether this project's CPU kernels compute the layers."""
-        ours = self.roberta.config._attn_implementation == text_attention.NAME
-        return ours and native_blocks.runs_text(
+        return self.may_run_native and native_blocks.runs_text(
             self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight
         )
 
@@ -194,7 +195,9 @@ class TextTower(nn.Module):
         return mean_over_tokens(hidden_TC.unflatten(0, input_ids.shape), attention_mask)
 
     def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
-        assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention='auto'"
+        assert self.roberta.config._attn_implementation == text_attention.NAME, (
+            "packed captions need attention 'auto' or 'torch'"
+        )
         layout = lay_out(packing, len(input_ids_T))
         output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
         if self.pooling == "cls_pooler":

@@ -158,5 +158,6 @@ def test_other_kernels_and_dtypes_leave_blocks_to_torch(used: list[str]) -> None
     audio_tower("matmul").to(torch.bfloat16)(mels())
     audio_tower("auto")(mels())
     text_tower("sdpa").to(torch.bfloat16)(*captions())
+    text_tower("torch").to(torch.bfloat16)(*captions())
     text_tower("auto")(*captions())
     assert used == []
