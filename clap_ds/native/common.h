@@ -23,15 +23,6 @@ static inline __m512 from_bf16(__m256i low) {
 static inline __m512 load_bf16(const bf16* from) { return from_bf16(_mm256_loadu_si256((const __m256i*)from)); }
 static inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 static inline void store_bf16(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, to_bf16(x)); }
-static inline float to_float(bf16 low) {
-    uint32_t bits = (uint32_t)low << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-static inline bf16 to_low(float x) {
-    return (bf16)_mm_extract_epi16((__m128i)_mm512_castsi512_si128(_mm512_castsi256_si512(to_bf16(_mm512_set1_ps(x)))), 0);
-}
 
 // 2^x for x < 128; relative error below 2e-7. Very negative x gives less than 1.2e-38, NaN gives NaN.
 static inline __m512 exp2_ps(__m512 x) {
@@ -48,10 +39,7 @@ static inline __m512 exp2_ps(__m512 x) {
     return _mm512_scalef_ps(y, whole);
 }
 
-// e^x for x ≤ 88, as `exp2_ps`.
-static inline __m512 exp_ps(__m512 x) { return exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f))); }
-
-// 32 random bits for each number, which a run of numbers with one seed may be taken by (two rounds of a multiplicative hash).
+// 32 random bits for each number and seed, by a multiplicative hash.
 static inline __m512i random_bits(uint64_t seed, __m512i number) {
     __m512i x = _mm512_xor_si512(number, _mm512_set1_epi32((int)seed));
     x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7feb352d));
@@ -112,19 +100,18 @@ static inline void transpose16(__m512i r[16]) {
     }
 }
 
-// Interleaves two rows of 16: lane n is the pair (even[n], odd[n]).
-static inline __m512i interleave(__m256i even, __m256i odd) {
+// Rows 2i and 2i + 1 of 32 rows of 16 bf16, `stride` elements apart, as pairs: lane n is (rows[2i][n], rows[2i + 1][n]). Rows
+// from `valid` on count as 0.
+static inline __m512i load_pairs(const bf16* rows, int64_t stride, int i, int valid) {
+    __m256i even = _mm256_setzero_si256(), odd = even;
+    if (2 * i < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * i * stride));
+    if (2 * i + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * i + 1) * stride));
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
-// B tile of B[k][n] = rows[k][n]: 32 rows of 16 bf16, `stride` elements apart; rows from `valid` on count as 0.
+// B tile of B[k][n] = rows[k][n], of rows as in `load_pairs`.
 static inline void pack_rows(bf16* tile, const bf16* rows, int64_t stride, int valid = 32) {
-    for (int r = 0; r < 16; r++) {
-        __m256i even = _mm256_setzero_si256(), odd = even;
-        if (2 * r < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * r * stride));
-        if (2 * r + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * r + 1) * stride));
-        _mm512_storeu_si512(tile + 32 * r, interleave(even, odd));
-    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, load_pairs(rows, stride, i, valid));
 }
 
 // B tile of B[k][n] = columns[n][k]: 16 rows of 32 bf16, `stride` elements apart.
@@ -135,15 +122,10 @@ static inline void pack_transposed(bf16* tile, const bf16* columns, int64_t stri
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
 }
 
-// A tile (16 × 32, row-major) of A[n][k] = rows[k][n]: 32 rows of 16 bf16, as in `pack_rows`.
+// A tile (16 × 32, row-major) of A[n][k] = rows[k][n], of rows as in `load_pairs`.
 static inline void pack_rows_as_a(bf16* tile, const bf16* rows, int64_t stride, int valid = 32) {
     __m512i r[16];
-    for (int i = 0; i < 16; i++) {
-        __m256i even = _mm256_setzero_si256(), odd = even;
-        if (2 * i < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * i * stride));
-        if (2 * i + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * i + 1) * stride));
-        r[i] = interleave(even, odd);
-    }
+    for (int i = 0; i < 16; i++) r[i] = load_pairs(rows, stride, i, valid);
     transpose16(r);
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(tile + 32 * i, r[i]);
 }

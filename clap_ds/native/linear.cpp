@@ -188,10 +188,7 @@ inline __m512 pack_and_add(bf16* tile, const bf16* rows, int64_t stride, int val
     __m512 others = _mm512_setzero_ps();
     __m512i r[16];
     for (int i = 0; i < 16; i++) {
-        __m256i even = _mm256_setzero_si256(), odd = even;
-        if (2 * i < valid) even = _mm256_loadu_si256((const __m256i*)(rows + 2 * i * stride));
-        if (2 * i + 1 < valid) odd = _mm256_loadu_si256((const __m256i*)(rows + (2 * i + 1) * stride));
-        r[i] = interleave(even, odd);
+        r[i] = load_pairs(rows, stride, i, valid);
         __m512& half = i % 2 ? others : sum;
         half = _mm512_dpbf16_ps(half, (__m512bh)r[i], ones);
     }
