@@ -14,12 +14,12 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=find_packages(include=["clap_ds", "clap_ds.*", "analysis", "launch"]),
+    packages=find_packages(include=["clap_ds", "clap_ds.*"]),
     package_data={
         "clap_ds.model": ["presets/*.json"],
         "clap_ds.native": ["*.cpp", "*.h"],
-        "analysis": ["published/*.csv"],
-        "launch": ["clusters/*.json", "*.sbatch"],
+        "clap_ds.analysis": ["published/*.csv"],
+        "clap_ds.launch": ["clusters/*.json", "*.sbatch"],
     },
     install_requires=[
         "torch>=2.11,<2.14",

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from analysis.intervals import median_interval, outliers, two_sigma
-from analysis.published import published_mfu_percent
-from analysis.runs import BREAKDOWN_PARTS, Run
-from analysis.table import Row, significant
+from clap_ds.analysis.intervals import median_interval, outliers, two_sigma
+from clap_ds.analysis.published import published_mfu_percent
+from clap_ds.analysis.runs import BREAKDOWN_PARTS, Run
+from clap_ds.analysis.table import Row, significant
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""

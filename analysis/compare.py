@@ -19,11 +19,11 @@ from statistics import median
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.efficiency import scaling_table
-from analysis.intervals import bootstrap_ratio, ratio_uncertainty
-from analysis.runs import BREAKDOWN_PARTS, InputError, Run, run_command
-from analysis.table import Row, format_cell, markdown_table, series_title
-from analysis.throughput import add_input_options, given_of, read_all
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.intervals import bootstrap_ratio, ratio_uncertainty
+from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run, run_command
+from clap_ds.analysis.table import Row, format_cell, markdown_table, series_title
+from clap_ds.analysis.throughput import add_input_options, given_of, read_all
 
 FEWEST_WINDOWS = 5
 """Below this a bootstrap over windows says little; the intervals' own widths are used."""

@@ -17,9 +17,9 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.runs import InputError, run_command
-from analysis.table import Row, markdown_table, read_table, series_title, significant
-from analysis.throughput import positive_float
+from clap_ds.analysis.runs import InputError, run_command
+from clap_ds.analysis.table import Row, markdown_table, read_table, series_title, significant
+from clap_ds.analysis.throughput import positive_float
 
 
 @dataclass(frozen=True)

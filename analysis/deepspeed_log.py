@@ -24,8 +24,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from analysis.log_state import TIMER_START_STEP, Attempt, LogScan
-from analysis.runs import InputError
+from clap_ds.analysis.log_state import TIMER_START_STEP, Attempt, LogScan
+from clap_ds.analysis.runs import InputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -3,7 +3,7 @@ loss.
 
     python analysis/efficiency.py RUN_OR_LOG… [--baseline_nodes N] [--csv table.csv] [--markdown table.md]
 
-Reads through `analysis.throughput`; plotting, comparing and projecting start from the table written here. Scaling
+Reads through `clap_ds.analysis.throughput`; plotting, comparing and projecting start from the table written here. Scaling
 efficiency is samples/s/GPU over that of the baseline scale: the smallest node count, with all the GPUs used on it.
 """
 
@@ -19,12 +19,12 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.combine import combine_repeats, differing_settings
-from analysis.intervals import ratio_uncertainty
-from analysis.published import FORWARD_GFLOPS, claim_follows, published_mfu_percent, rate_bounds
-from analysis.runs import InputError, Run, run_command
-from analysis.table import Row, format_cell, markdown_table, series_title, write_csv, write_text
-from analysis.throughput import add_input_options, given_of, positive_int, read_all
+from clap_ds.analysis.combine import combine_repeats, differing_settings
+from clap_ds.analysis.intervals import ratio_uncertainty
+from clap_ds.analysis.published import FORWARD_GFLOPS, claim_follows, published_mfu_percent, rate_bounds
+from clap_ds.analysis.runs import InputError, Run, run_command
+from clap_ds.analysis.table import Row, format_cell, markdown_table, series_title, write_csv, write_text
+from clap_ds.analysis.throughput import add_input_options, given_of, positive_int, read_all
 
 BATCH_UNKNOWN_NOTE = "batch not stated: weak or strong scaling can't be told"
 

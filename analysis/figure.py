@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.page import HOVER_CLASS, page
-from analysis.runs import InputError
+from clap_ds.analysis.page import HOVER_CLASS, page
+from clap_ds.analysis.runs import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""What `analysis.deepspeed_log` keeps while it reads: bounded however long the log is."""
+"""What `clap_ds.analysis.deepspeed_log` keeps while it reads: bounded however long the log is."""
 
 from __future__ import annotations
 

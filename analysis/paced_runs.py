@@ -1,4 +1,4 @@
-"""The real runs that `analysis.validate_projection` evaluates: `clap_ds.measure.paced_bench` on 1 to 4 shaped hosts."""
+"""The real runs that `clap_ds.analysis.validate_projection` evaluates: `clap_ds.measure.paced_bench` on 1 to 4 shaped hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.runs import InputError
+from clap_ds.analysis.runs import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("deepspeed", "overlapped")
@@ -24,7 +24,7 @@ def run_trials(folder: Path, rates_mbit: Sequence[float], pause_s: float, window
     Raises:
         InputError: no root, no iproute2, or a rank failed.
     """
-    from launch.shaped_hosts import ShapedHostsError, run_on_all, shaped_hosts
+    from clap_ds.launch.shaped_hosts import ShapedHostsError, run_on_all, shaped_hosts
 
     _write_preset(folder / "presets")
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from analysis.figure import HoverPoints, new_figure
-from analysis.runs import BREAKDOWN_PARTS
-from analysis.table import Row
+from clap_ds.analysis.figure import HoverPoints, new_figure
+from clap_ds.analysis.runs import BREAKDOWN_PARTS
+from clap_ds.analysis.table import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Command: where the forward cost goes, as stacked bars: both published models at 77 and at 514 text tokens.
 
-    python -m analysis.plot_flops [--output results/flops/components.png] [--convention published]
+    python -m clap_ds.analysis.plot_flops [--output results/flops/components.png] [--convention published]
 
 The closed form of `clap_ds.measure.flops_analytic` drawn; distinguishable in greyscale by lightness and hatching.
 """
@@ -88,7 +88,7 @@ def draw(convention: Convention) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="analysis.plot_flops", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog="clap_ds.analysis.plot_flops", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE", help=f"default: {OUTPUT}")
     parser.add_argument("--convention", choices=CONVENTIONS, default="published")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.figure import SERIES_STYLES, HoverPoints, gpu_axis, new_figure, save
-from analysis.page import html_table
-from analysis.projection import Measured, Setting, fit_measured, prediction_bands
-from analysis.step_model import TERMS
+from clap_ds.analysis.figure import SERIES_STYLES, HoverPoints, gpu_axis, new_figure, save
+from clap_ds.analysis.page import html_table
+from clap_ds.analysis.projection import Measured, Setting, fit_measured, prediction_bands
+from clap_ds.analysis.step_model import TERMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

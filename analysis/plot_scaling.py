@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.efficiency import scaling_table
-from analysis.figure import (
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.figure import (
     SERIES_STYLES,
     HoverPoints,
     SeriesStyle,
@@ -29,10 +29,10 @@ from analysis.figure import (
     new_figure,
     save,
 )
-from analysis.page import html_table
-from analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from analysis.runs import InputError, run_command
-from analysis.table import Row, format_cell, read_table, read_table_runs, series_title
+from clap_ds.analysis.page import html_table
+from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
+from clap_ds.analysis.runs import InputError, run_command
+from clap_ds.analysis.table import Row, format_cell, read_table, read_table_runs, series_title
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

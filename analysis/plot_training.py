@@ -3,7 +3,7 @@
     python analysis/plot_training.py RUN_DIRECTORY [RUN_DIRECTORY …] --output curves.png
 
 Several runs, such as one and its continuations or one and its control, share the axes. Throughput is the matter of
-`analysis.plot_run` and `analysis.plot_scaling`. matplotlib is imported only when a figure is made.
+`clap_ds.analysis.plot_run` and `clap_ds.analysis.plot_scaling`. matplotlib is imported only when a figure is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.figure import SERIES_STYLES
-from analysis.runs import InputError, non_negative, run_command
+from clap_ds.analysis.figure import SERIES_STYLES
+from clap_ds.analysis.runs import InputError, non_negative, run_command
 
 PANELS = (
     ("loss", "loss", False),

@@ -2,7 +2,7 @@
 
     python analysis/project.py TABLE.csv [OTHER.csv…] [--fit_nodes 16] [--output projection.png|svg|html]
 
-Fits `analysis.step_model` to the first table; says how well it fits, how well a fit on the small scales foretells the
+Fits `clap_ds.analysis.step_model` to the first table; says how well it fits, how well a fit on the small scales foretells the
 large ones, and how well its delays, unchanged, describe the other tables. Then projects, with 95 % bands, and asks what if.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.figure import check_format
-from analysis.projection import (
+from clap_ds.analysis.figure import check_format
+from clap_ds.analysis.projection import (
     Measured,
     Setting,
     at_rate,
@@ -32,11 +32,11 @@ from analysis.projection import (
     transfer,
     what_ifs,
 )
-from analysis.published import GH200_PEAK_TFLOPS
-from analysis.runs import run_command
-from analysis.step_model import TERMS, Machine, Method, StepModel
-from analysis.table import markdown_table, write_text
-from analysis.throughput import positive_float, positive_int
+from clap_ds.analysis.published import GH200_PEAK_TFLOPS
+from clap_ds.analysis.runs import run_command
+from clap_ds.analysis.step_model import TERMS, Machine, Method, StepModel
+from clap_ds.analysis.table import markdown_table, write_text
+from clap_ds.analysis.throughput import positive_float, positive_int
 
 PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
 OTHER_TAILS = (1.6, 3.0)
@@ -210,7 +210,7 @@ def main() -> None:
     if options.markdown:
         write_text(options.markdown, text)
     if options.output:
-        from analysis.plot_projection import save_projection
+        from clap_ds.analysis.plot_projection import save_projection
 
         save_projection(options.output, found, setting, options.fit_nodes, max(options.project_gpus))
 

@@ -1,4 +1,4 @@
-"""What `analysis.project` works out: fits, hold-outs, transfers, bands and what-ifs of `analysis.step_model`."""
+"""What `project.py` works out: fits, hold-outs, transfers, bands and what-ifs of `clap_ds.analysis.step_model`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
 
-from analysis.efficiency import scaling_table
-from analysis.runs import InputError
-from analysis.step_model import BACKWARD_SHARE, TAIL_INDEX, WORKLOADS, Machine, Method, StepModel, Workload, fit
-from analysis.table import Row, read_table_runs, series_title
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.step_model import BACKWARD_SHARE, TAIL_INDEX, WORKLOADS, Machine, Method, StepModel, Workload, fit
+from clap_ds.analysis.table import Row, read_table_runs, series_title
 
 BAND_TAILS = (1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0)
 RESAMPLES = 400

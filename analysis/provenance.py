@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.runs import Run
-from analysis.table import markdown_table
+from clap_ds.analysis.runs import Run
+from clap_ds.analysis.table import markdown_table
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from analysis.intervals import median_interval
-from analysis.runs import BREAKDOWN_PARTS, InputError, Run, non_negative, positive, whole
+from clap_ds.analysis.intervals import median_interval
+from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run, non_negative, positive, whole
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis import cost, efficiency
-from analysis.page import from_markdown, page
-from analysis.project import FIT_NODES, add_machine_options, machine_of
-from analysis.provenance import provenance_gaps, read_provenance, render_provenance
-from analysis.report_parts import (
+from clap_ds.analysis import cost, efficiency
+from clap_ds.analysis.page import from_markdown, page
+from clap_ds.analysis.project import FIT_NODES, add_machine_options, machine_of
+from clap_ds.analysis.provenance import provenance_gaps, read_provenance, render_provenance
+from clap_ds.analysis.report_parts import (
     by_series,
     changes_with_scale,
     gaps,
@@ -31,15 +31,15 @@ from analysis.report_parts import (
     published_comparison,
     step_table,
 )
-from analysis.runs import InputError, Run, run_command
-from analysis.step_model import Machine
-from analysis.table import Row, series_title, write_csv, write_text
-from analysis.throughput import add_input_options, given_of, positive_float, positive_int, read_all
+from clap_ds.analysis.runs import InputError, Run, run_command
+from clap_ds.analysis.step_model import Machine
+from clap_ds.analysis.table import Row, series_title, write_csv, write_text
+from clap_ds.analysis.throughput import add_input_options, given_of, positive_float, positive_int, read_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from analysis.figure import HoverPoints
+    from clap_ds.analysis.figure import HoverPoints
 
 TITLE = "CLAP training: throughput and scaling"
 
@@ -82,7 +82,7 @@ def build(runs: Sequence[Run], rows: Sequence[Row], machine: Machine, table: Pat
         table: the rows as CSV, for the plots.
         budget: for the costs.
     """
-    from analysis import plot_breakdown, plot_scaling
+    from clap_ds.analysis import plot_breakdown, plot_scaling
 
     report = Report()
     report.add(f"# {TITLE}", headline(runs, rows))
@@ -114,7 +114,7 @@ def build(runs: Sequence[Run], rows: Sequence[Row], machine: Machine, table: Pat
 
 
 def _add_projection(report: Report, number: int, members: Sequence[Row], runs: Sequence[Run], machine: Machine) -> None:
-    from analysis import plot_projection
+    from clap_ds.analysis import plot_projection
 
     try:
         found = projected(members, runs, machine)
@@ -140,7 +140,7 @@ def write(report: Report, folder: Path) -> None:
     Raises:
         InputError: the folder can't be written.
     """
-    from analysis.figure import figure_svg, save
+    from clap_ds.analysis.figure import figure_svg, save
 
     drawings = {}
     for number, (name, (figure, hover)) in enumerate(report.figures.items()):

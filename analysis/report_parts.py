@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis import project
-from analysis.efficiency import scaling_table
-from analysis.projection import Measured, Setting, measured_of
-from analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES, PublishedTable
-from analysis.runs import BREAKDOWN_PARTS, InputError, Run
-from analysis.step_model import Machine, Method
-from analysis.table import Row, format_cell, markdown_table, read_table_runs, series_title, significant
+from clap_ds.analysis import project
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.projection import Measured, Setting, measured_of
+from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES, PublishedTable
+from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run
+from clap_ds.analysis.step_model import Machine, Method
+from clap_ds.analysis.table import Row, format_cell, markdown_table, read_table_runs, series_title, significant
 
 FEWEST_SCALES = 2
 GH200_NAME = PublishedTable.device_name

@@ -1,7 +1,7 @@
 """One measured run as the rest of `analysis` sees it, whatever it was read from.
 
 Holds only the typed record, the error class and the small helpers that keep NaN and zero out of it. Reading is the
-business of `analysis.record` (run directories), `analysis.deepspeed_log` (logs) and `analysis.table` (CSV tables).
+business of `record` (run directories), `deepspeed_log` (logs) and `table` (CSV tables).
 """
 
 from __future__ import annotations

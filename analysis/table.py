@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from analysis.published import PublishedTable, rate_bounds, read_facts, rounding_bounds
-from analysis.runs import BREAKDOWN_PARTS, InputError, Run
+from clap_ds.analysis.published import PublishedTable, rate_bounds, read_facts, rounding_bounds
+from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run
 
 
 @dataclass(frozen=True)

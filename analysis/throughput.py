@@ -20,10 +20,10 @@ from statistics import median
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.deepspeed_log import scan_log
-from analysis.log_state import Attempt, LogScan
-from analysis.record import interval_fields, is_record, read_record
-from analysis.runs import InputError, Run, run_command, warn
+from clap_ds.analysis.deepspeed_log import scan_log
+from clap_ds.analysis.log_state import Attempt, LogScan
+from clap_ds.analysis.record import interval_fields, is_record, read_record
+from clap_ds.analysis.runs import InputError, Run, run_command, warn
 
 GIB = 1024**3
 LOG_NOTE = "DeepSpeed's timer: leaves out data loading"
@@ -82,7 +82,7 @@ def read_path(path: Path, given: Given) -> list[Run]:
             raise InputError(f"{path}: neither a run directory nor a folder of them")
         return [_complete(read_record(folder), given) for folder in records]
     if path.suffix == ".csv":
-        from analysis.table import read_table_runs
+        from clap_ds.analysis.table import read_table_runs
 
         return [_complete(run, given) for run in read_table_runs(path)]
     return [_complete(run, given) for run in read_log(path, given.warmup_steps)]

@@ -4,7 +4,7 @@
 
 Hosts are network namespaces whose links `tc` shapes (root needed). Each runs one rank of `clap_ds.measure.paced_bench`: the
 project's engine, loss and gradient synchronisation on a small model, whose blocks sleep as if a GPU worked. With
-`--runs FOLDER` the run directories are kept there, and evaluated again when they are there already. `analysis.step_model` gets
+`--runs FOLDER` the run directories are kept there, and evaluated again when they are there already. `step_model` gets
 the bytes from the model, the bandwidth from `tc`, and nothing from 3 or 4 hosts.
 """
 
@@ -24,12 +24,12 @@ from typing import Any
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from analysis.paced_runs import BUCKET_MB, JOINT_DIM, METHODS, MICRO_BATCH, run_trials
-from analysis.record import is_record, read_record
-from analysis.runs import InputError, Run, run_command
-from analysis.step_model import Machine, Method, StepModel, Workload, fit
-from analysis.table import markdown_table, write_text
-from analysis.throughput import positive_float, positive_int
+from clap_ds.analysis.paced_runs import BUCKET_MB, JOINT_DIM, METHODS, MICRO_BATCH, run_trials
+from clap_ds.analysis.record import is_record, read_record
+from clap_ds.analysis.runs import InputError, Run, run_command
+from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, fit
+from clap_ds.analysis.table import markdown_table, write_text
+from clap_ds.analysis.throughput import positive_float, positive_int
 
 FITTED_HOSTS = (1, 2)
 GOAL_PERCENT = 15.0

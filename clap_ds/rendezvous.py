@@ -29,7 +29,7 @@ def adopt_slurm_step() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if os.environ.get("RANK") or not tasks.isdecimal() or int(tasks) < 2 or "SLURM_PROCID" not in os.environ:
         return
-    from launch.hostfile import expand
+    from clap_ds.launch.hostfile import expand
 
     hosts = expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(
@@ -106,7 +106,7 @@ def _shown(ranks: list[int]) -> str:
 
 def _hosts_of(ranks: list[int], world_size: int) -> str:
     """Hosts of ranks that never spoke, as far as SLURM's environment tells."""
-    from launch.hostfile import expand
+    from clap_ds.launch.hostfile import expand
 
     try:
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")

@@ -30,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
+from clap_ds.launch.agents import Agents  # noqa: E402
+from clap_ds.launch.hostfile import read_hostfile  # noqa: E402
+from clap_ds.launch.launchers import launch_command  # noqa: E402
 from clap_ds.measure.record import RunDirectory, State  # noqa: E402
-from launch.agents import Agents  # noqa: E402
-from launch.hostfile import read_hostfile  # noqa: E402
-from launch.launchers import launch_command  # noqa: E402
 
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""

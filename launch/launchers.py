@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from launch.agents import this_host
+from clap_ds.launch.agents import this_host
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,8 +21,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.hostfile import write_atomically
-from launch.run_config import read_config, with_field
+from clap_ds.launch.hostfile import write_atomically
+from clap_ds.launch.run_config import read_config, with_field
 
 STEP = 8
 LARGEST = 2**20

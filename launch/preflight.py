@@ -28,10 +28,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.agents import this_host
-from launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
-from launch.launchers import master_port
-from launch.sites import LAUNCHERS, ROOT, SiteError, load_site, rank_environment
+from clap_ds.launch.agents import this_host
+from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
+from clap_ds.launch.launchers import master_port
+from clap_ds.launch.sites import LAUNCHERS, ROOT, SiteError, load_site, rank_environment
 
 MAX_SKEW_S = 1.0
 MIN_FREE_GB = 5.0

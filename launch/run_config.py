@@ -17,7 +17,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.hostfile import told, write_atomically
+from clap_ds.launch.hostfile import told, write_atomically
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.hostfile import write_atomically
-from launch.run_config import parse_assignment, read_config, with_field
-from launch.sites import LAUNCHERS, ROOT, Site, SiteError, load_site
+from clap_ds.launch.hostfile import write_atomically
+from clap_ds.launch.run_config import parse_assignment, read_config, with_field
+from clap_ds.launch.sites import LAUNCHERS, ROOT, Site, SiteError, load_site
 
 DONE = ("completed", "out_of_memory")
 """States that another attempt would not change."""

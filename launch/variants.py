@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
-from analysis.table import markdown_table  # noqa: E402
-from launch.hostfile import told, write_atomically  # noqa: E402
-from launch.run_config import parse_assignment, read_config, with_field  # noqa: E402
+from clap_ds.analysis.table import markdown_table  # noqa: E402
+from clap_ds.launch.hostfile import told, write_atomically  # noqa: E402
+from clap_ds.launch.run_config import parse_assignment, read_config, with_field  # noqa: E402
 
 CONFIG = "{config}"
 """Stands in a command for the JSON of a combination."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from analysis import plot_flops
 from clap_ds import flops
+from clap_ds.analysis import plot_flops
 from clap_ds.distributed import UserError
 from clap_ds.measure import flops_counters, flops_profile
 from clap_ds.measure.flops_analytic import (

@@ -5,7 +5,7 @@
 Everything is the project's own: engine, loss, gradient synchronisation, protocol, run directory. Only time is added: each
 block sleeps for its share of `--pause_s` in forward and, twice as long, in backward, as if a GPU worked; meanwhile the core
 is free for communication. What the small model really computes comes on top. Several configurations run one after the
-other in one process. `analysis.validate_projection` starts this on several hosts.
+other in one process. `clap_ds.analysis.validate_projection` starts this on several hosts.
 """
 
 from __future__ import annotations

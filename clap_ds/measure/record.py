@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from launch.hostfile import write_atomically
+from clap_ds.launch.hostfile import write_atomically
 
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
 

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clap_ds.launch.shaped_hosts import ShapedHosts, ShapedHostsError, run_on_all, shaped_hosts
 from clap_ds.measure.clock import median_interval
 from clap_ds.settings import ClapSettings
-from launch.shaped_hosts import ShapedHosts, ShapedHostsError, run_on_all, shaped_hosts
 
 SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""

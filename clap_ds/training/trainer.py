@@ -206,7 +206,7 @@ def _conclude(session: Session, start: TrainingStart, log: TrainingLog, target: 
 def _draw_page(run_directory: Path) -> None:
     """Curves of the run, where matplotlib is installed."""
     try:
-        from analysis.plot_training import draw, read_training
+        from clap_ds.analysis.plot_training import draw, read_training
 
         draw([read_training(run_directory)], run_directory / "run.png")
         print(f"curves: {run_directory / 'run.png'}", flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from analysis.deepspeed_log import scan_log
+from clap_ds.analysis.deepspeed_log import scan_log
 from tests.analysis.logs import throughput_line
 
 BREAKDOWN = "[Rank 0] time (ms) | fwd: 0.45 | bwd: 2.25 | bwd_inner: 0.78 | bwd_allreduce: 1.46 | step: 2.45\n"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from analysis.compare import compare, part_changes, render, verdict
-from analysis.published import PUBLISHED_DIR
-from analysis.runs import InputError, Run
-from analysis.table import read_table_runs
-from analysis.throughput import Given, read_path
+from clap_ds.analysis.compare import compare, part_changes, render, verdict
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.runs import InputError, Run
+from clap_ds.analysis.table import read_table_runs
+from clap_ds.analysis.throughput import Given, read_path
 
 DATA = Path(__file__).parent / "data"
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis import cost
-from analysis.cost import cheapest, costs, render
-from analysis.published import PUBLISHED_DIR
-from analysis.runs import InputError
-from analysis.table import Row, read_table
+from clap_ds.analysis import cost
+from clap_ds.analysis.cost import cheapest, costs, render
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.table import Row, read_table
 
 TINY = PUBLISHED_DIR / "jupiter_htsat_tiny.csv"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import deepspeed_log
-from analysis.deepspeed_log import scan_log
-from analysis.log_state import MAX_WINDOWS, WindowSeries
-from analysis.runs import InputError
+from clap_ds.analysis import deepspeed_log
+from clap_ds.analysis.deepspeed_log import scan_log
+from clap_ds.analysis.log_state import MAX_WINDOWS, WindowSeries
+from clap_ds.analysis.runs import InputError
 from tests.analysis.logs import running_log, throughput_line, write
 
 DATA = Path(__file__).parent / "data"

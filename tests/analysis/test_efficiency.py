@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from analysis import efficiency
-from analysis.efficiency import render, scaling_table, split_scaling
-from analysis.runs import InputError, Run
-from analysis.table import read_table, read_table_runs, write_csv
+from clap_ds.analysis import efficiency
+from clap_ds.analysis.efficiency import render, scaling_table, split_scaling
+from clap_ds.analysis.runs import InputError, Run
+from clap_ds.analysis.table import read_table, read_table_runs, write_csv
 
 DATA = Path(__file__).parent / "data"
 

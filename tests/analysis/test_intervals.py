@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from analysis.intervals import bootstrap_ratio, median_interval, outliers, ratio_uncertainty, two_sigma
+from clap_ds.analysis.intervals import bootstrap_ratio, median_interval, outliers, ratio_uncertainty, two_sigma
 
 
 @pytest.mark.parametrize("n", range(1, 13))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis.plot_run import RunError, draw, read_run
+from clap_ds.analysis.plot_run import RunError, draw, read_run
 
 
 def _write(folder: Path, **changes: Any) -> Path:

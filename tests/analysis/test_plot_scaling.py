@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis import plot_scaling
-from analysis.figure import COLUMN_WIDTH_INCHES, SERIES_STYLES
-from analysis.plot_scaling import draw, read_curves
-from analysis.published import PUBLISHED_DIR
-from analysis.runs import InputError
-from analysis.table import Row, write_csv
+from clap_ds.analysis import plot_scaling
+from clap_ds.analysis.figure import COLUMN_WIDTH_INCHES, SERIES_STYLES
+from clap_ds.analysis.plot_scaling import draw, read_curves
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.table import Row, write_csv
 
 TINY, BASE = (PUBLISHED_DIR / f"jupiter_htsat_{size}.csv" for size in ("tiny", "base"))
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from analysis import plot_run, plot_training
-from analysis.combine import combine_repeats
-from analysis.record import read_record
-from analysis.runs import InputError
-from analysis.table import read_table, write_csv
+from clap_ds.analysis import plot_run, plot_training
+from clap_ds.analysis.combine import combine_repeats
+from clap_ds.analysis.record import read_record
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.table import read_table, write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 

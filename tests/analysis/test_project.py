@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis import project
-from analysis.plot_projection import draw
-from analysis.projection import Setting, fit_measured, read_measured
-from analysis.published import PUBLISHED_DIR
-from analysis.step_model import Machine, Method
+from clap_ds.analysis import project
+from clap_ds.analysis.plot_projection import draw
+from clap_ds.analysis.projection import Setting, fit_measured, read_measured
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.step_model import Machine, Method
 
 TINY, BASE = (PUBLISHED_DIR / f"jupiter_htsat_{size}.csv" for size in ("tiny", "base"))
 

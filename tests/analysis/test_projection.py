@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.projection import (
+from clap_ds.analysis.projection import (
     Setting,
     at_rate,
     engine_methods,
@@ -18,10 +18,10 @@ from analysis.projection import (
     transfer,
     what_ifs,
 )
-from analysis.published import PUBLISHED_DIR
-from analysis.runs import InputError
-from analysis.step_model import Machine, Method, StepModel
-from analysis.table import Row, write_csv
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.step_model import Machine, Method, StepModel
+from clap_ds.analysis.table import Row, write_csv
 
 SETTING = Setting(Machine(), Method())
 TINY, BASE = (read_measured(PUBLISHED_DIR / f"jupiter_htsat_{size}.csv") for size in ("tiny", "base"))

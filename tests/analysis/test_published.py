@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.efficiency import scaling_table
-from analysis.published import (
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.published import (
     PUBLISHED_DIR,
     claim_follows,
     published_mfu_percent,
@@ -15,7 +15,7 @@ from analysis.published import (
     read_facts,
     rounding_bounds,
 )
-from analysis.table import format_cell, read_table_runs
+from clap_ds.analysis.table import format_cell, read_table_runs
 
 COST = {"jupiter_htsat_tiny": Decimal("111.20"), "jupiter_htsat_base": Decimal("130.09")}
 NOT_FOLLOWING = {

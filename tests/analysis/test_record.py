@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from analysis.record import read_record
-from analysis.runs import InputError
+from clap_ds.analysis.record import read_record
+from clap_ds.analysis.runs import InputError
 
 RECORD = Path(__file__).parent / "data" / "record_2ranks"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis import report
-from analysis.published import PUBLISHED_DIR
-from analysis.report_parts import by_series, gaps, headline, method_of
-from analysis.runs import Run
-from analysis.table import Row
+from clap_ds.analysis import report
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.report_parts import by_series, gaps, headline, method_of
+from clap_ds.analysis.runs import Run
+from clap_ds.analysis.table import Row
 from tests.analysis.browser import rendered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "analysis.report_parts" in imported
+    assert "clap_ds.analysis.report_parts" in imported
     assert not {"torch", "deepspeed", "transformers"} & imported
     return output
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from analysis.step_model import (
+from clap_ds.analysis.step_model import (
     Machine,
     Method,
     StepModel,

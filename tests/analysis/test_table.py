@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.runs import InputError
-from analysis.table import (
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.table import (
     COLUMNS,
     Row,
     format_cell,

@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from analysis.runs import InputError
-from analysis.throughput import Given, read_all, read_path
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.throughput import Given, read_all, read_path
 from tests.analysis.logs import running_log, write
 
 DATA = Path(__file__).parent / "data"
@@ -108,7 +108,7 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         read_path(tmp_path, Given())
 
 
-@pytest.mark.parametrize("how", [["analysis/throughput.py"], ["-m", "analysis.throughput"]])
+@pytest.mark.parametrize("how", [["analysis/throughput.py"], ["-m", "clap_ds.analysis.throughput"]])
 def test_the_command_works_as_script_and_module_without_torch(how: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *how, str(DATA / "deepspeed_2ranks.log")],

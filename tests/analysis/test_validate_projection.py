@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from analysis.runs import InputError
-from analysis.validate_projection import JOINT_DIM, MICRO_BATCH, PAYLOAD_SHARE, Trial, foretell, read_trials, render
+from clap_ds.analysis.runs import InputError
+from clap_ds.analysis.validate_projection import (
+    JOINT_DIM,
+    MICRO_BATCH,
+    PAYLOAD_SHARE,
+    Trial,
+    foretell,
+    read_trials,
+    render,
+)
 
 PARAMETERS, RATE_MBIT = 4_000_000, 80.0
 

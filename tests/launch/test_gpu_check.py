@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import gpu_check
-from launch.gpu_check import Outcome, Step, keep, plan, report, run_step
+from clap_ds.launch import gpu_check
+from clap_ds.launch.gpu_check import Outcome, Step, keep, plan, report, run_step
 
 
 def _python(code: str, name: str = "step", limit_s: float = 20.0) -> Step:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.host_agent import processes_of, ranks_of
+from clap_ds.launch.host_agent import processes_of, ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = f"test{os.getpid()}.1"

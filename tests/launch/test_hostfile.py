@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.hostfile import expand, format_hostfile, hosts_from_slurm, main, read_hostfile, slots_from_slurm
+from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, main, read_hostfile, slots_from_slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -217,7 +217,8 @@ def test_command_inside_an_allocation() -> None:
 
 
 def test_uses_the_standard_library_only() -> None:
-    probe = "import sys, launch.hostfile; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'pydantic', 'numpy')])"
+    heavy = ("torch", "pydantic", "numpy")
+    probe = f"import sys, clap_ds.launch.hostfile; print([m for m in sys.modules if m.split('.')[0] in {heavy}])"
     result = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

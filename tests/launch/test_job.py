@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from launch.launchers import launch_command, master_port
-from launch.run_config import main as write_config
-from launch.run_config import parse_assignment, with_field
+from clap_ds.launch.launchers import launch_command, master_port
+from clap_ds.launch.run_config import main as write_config
+from clap_ds.launch.run_config import parse_assignment, with_field
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.micro_batch import format_table, largest_that_fits, main
+from clap_ds.launch.micro_batch import format_table, largest_that_fits, main
 from tests.conftest import micro_run
 
 

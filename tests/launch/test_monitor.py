@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launch.monitor import CHECKS, cpu_sampler, flagged_share, main, nvml_sampler, report, watch
+from clap_ds.launch.monitor import CHECKS, cpu_sampler, flagged_share, main, nvml_sampler, report, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.preflight import Report, judge_hosts, judge_ranks
-from launch.preflight_host import code_digest, port_is_free, versions
+from clap_ds.launch.preflight import Report, judge_hosts, judge_ranks
+from clap_ds.launch.preflight_host import code_digest, port_is_free, versions
 
 
 def _answer(**changes: Any) -> dict[str, Any]:

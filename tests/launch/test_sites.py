@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.sites import SiteError, load_site, main, rank_environment
+from clap_ds.launch.sites import SiteError, load_site, main, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep import Sweep, gpus_of_partition, main
+from clap_ds.launch.sweep import Sweep, gpus_of_partition, main
 from tests.conftest import micro_run
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.variants import combinations, format_table, main, parse_varied
+from clap_ds.launch.variants import combinations, format_table, main, parse_varied
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """

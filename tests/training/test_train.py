@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from analysis.record import read_record
+from clap_ds.analysis.record import read_record
 from clap_ds.training.stop import REPEAT_S
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.record import read_record
+from clap_ds.analysis.record import read_record
 from tests.training import training_commands as commands
 
 pytestmark = pytest.mark.end_to_end
