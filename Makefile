@@ -49,14 +49,17 @@ lint: $(READY)
 	$(PYTHON) -m ruff format --config .ci/ruff.toml --check .
 	$(PYTHON) -m mypy --config-file .ci/mypy.ini
 
+# A worker per core, each running whole modules; the longest work first (tests/conftest.py).
+PYTEST := $(PYTHON) -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+
 unit: $(READY)
-	$(PYTHON) -m pytest -q -m 'not end_to_end and not gpu' tests
+	$(PYTEST) -m 'not end_to_end and not gpu' tests
 
 end-to-end: $(READY)
-	$(PYTHON) -m pytest -q -m end_to_end tests
+	$(PYTEST) -m 'end_to_end and not gpu' tests
 
 test: lint $(READY)
-	$(PYTHON) -m pytest -q -m 'not gpu' --durations 15 tests
+	$(PYTEST) -m 'not gpu' --durations 15 tests
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }

@@ -34,7 +34,15 @@ setup(
     extras_require={
         "train": ["webdataset>=1.0", "braceexpand", "fsspec>=2024.6", "soundfile>=0.13", "nvidia-ml-py"],
         "analysis": ["matplotlib>=3.9"],
-        "test": ["pytest>=8", "ruff", "mypy", "hypothesis", "scikit-learn", "triton; platform_system == 'Linux'"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist[psutil]>=3.6",
+            "ruff",
+            "mypy",
+            "hypothesis",
+            "scikit-learn",
+            "triton; platform_system == 'Linux'",
+        ],
     },
     entry_points={
         "console_scripts": [

@@ -9,19 +9,48 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests import needs, processes  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "end_to_end: starts launchers and several processes; tens of seconds")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several workers (`--dist loadgroup`): what takes longest starts first, and a module's tests share its fixtures.
+
+    The cluster is one for all of its tests. Of the other end-to-end tests each is work of its own, unless its module has
+    something to share.
+    """
+    for item in items:
+        module = item.nodeid.split("::")[0]
+        alone = item.get_closest_marker("end_to_end") and not getattr(item.module, "SHARED", False)
+        group = "cluster" if _on_cluster(item) else item.nodeid if alone else module
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (not _on_cluster(item), item.get_closest_marker("end_to_end") is None))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was not tested for want of a program, and the command that installs it, after everything else."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
+    for line in needs.summary(
+        [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
+    ):
+        terminalreporter.line(line)
+
+
+def _on_cluster(item: pytest.Item) -> bool:
+    return item.nodeid.startswith("tests/cluster/")
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +75,12 @@ def one_gpu() -> Iterator[RankPool]:
     pool = RankPool(1, gpu=True)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    processes.end_all()
 
 
 def micro_run(**changes: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import socket
@@ -12,15 +11,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.processes import warm_context
+
 TIMEOUT_S = 180
 
 
 def free_port() -> int:
     """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
     draw = random.SystemRandom()
+    # By default the kernel's own begin at 32768. Workers side by side (pytest-xdist's gw0, gw1, …) have ranges of their own.
+    first = 20000 + 2000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 6)
     for _ in range(100):
         with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.randrange(20000, 32000)  # by default the kernel's own begin at 32768
+            port = draw.randrange(first, first + 2000)
             listener.bind(("127.0.0.1", port))
             return port
     raise AssertionError("no free port among a hundred")
@@ -36,7 +39,7 @@ class RankPool:
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
         port = free_port()
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.ranks import free_port
+from tests.training.training_commands import environment, make_sounds, shard_data
 
-ROOT = Path(__file__).resolve().parents[1]
 BENCH = "clap_ds/bench.py"
 WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
@@ -32,13 +32,13 @@ def _launcher(name: str) -> list[str]:
     }[name]
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def _bench(config: Path, launcher: str = "python", *options: str) -> subprocess.CompletedProcess[str]:
-    command = [*_launcher(launcher), BENCH, "--deepspeed_config", str(config), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=_environment())
+def _bench(config: Path, launcher: str = "forked", *options: str) -> subprocess.CompletedProcess[str]:
+    """On two ranks under a launcher, on one otherwise."""
+    arguments = [BENCH, "--deepspeed_config", str(config), *options]
+    if launcher == "forked":
+        return run(arguments, env=environment())
+    command = [*_launcher(launcher), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
 
 
 def _run_directory(config: Path) -> Path:
@@ -92,15 +92,19 @@ def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
     )
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "python"])
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("launcher", "changes", "message"),
     [
-        ({"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ({"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "DeepSpeed refuses the configuration"),
+        ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
+        ("deepspeed", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
+        ("python", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
+        ("forked", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
+        (
+            "forked",
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+            "DeepSpeed refuses the configuration",
+        ),
     ],
-    ids=["clap section", "DeepSpeed section", "DeepSpeed optimizer"],
 )
 def test_bad_settings_give_one_message_and_exit_code_2(
     write_run: WriteRun, launcher: str, changes: dict[str, Any], message: str
@@ -154,10 +158,7 @@ def test_exhausted_gpu_memory_is_recorded_with_the_micro_batch(write_run: WriteR
 @pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "timeout")])
 def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.Signals, state: str) -> None:
     config = write_run(clap={"bench": {"warmup_steps": 100000}})
-    command = [sys.executable, BENCH, "--deepspeed_config", str(config)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()
-    )
+    process = Command([BENCH, "--deepspeed_config", str(config)], env=environment())
     deadline = time.monotonic() + 120
     while not list(config.parent.glob("runs/*/metrics.jsonl")):
         assert process.poll() is None
@@ -173,34 +174,11 @@ def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of real encoded audio with captions and their tokenizer."""
     folder = tmp_path_factory.mktemp("sounds") / "data"
-    command = [
-        sys.executable,
-        "-m",
-        "clap_ds.data.sounds",
-        str(folder),
-        "--clips",
-        "24",
-        "--shards",
-        "4",
-        "--seconds",
-        "1-2",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=_environment())
-    return folder
-
-
-def _shard_data(folder: Path, pattern: str) -> dict[str, Any]:
-    return {
-        "source": "shards",
-        "shards": str(folder / pattern),
-        "tokenizer": str(folder / "tokenizer"),
-        "num_workers": 1,
-        "shuffle_buffer": 4,
-    }
+    return make_sounds(folder, "--clips", "24", "--shards", "4", "--seconds", "1-2")
 
 
 def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
-    config = write_run(clap={"data": _shard_data(sounds, "*.tar")})
+    config = write_run(clap={"data": shard_data(sounds)})
     result = _bench(config, "deepspeed")
     assert result.returncode == 0, result.stderr
     summary = _summary(config)
@@ -211,7 +189,7 @@ def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
 def test_shards_that_are_all_broken_end_the_run(write_run: WriteRun, sounds: Path, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"broken-{number}.tar").write_bytes(b"this is not a tar file" * 100)
-    data = _shard_data(sounds, "") | {"shards": [str(tmp_path / f"broken-{number}.tar") for number in range(2)]}
+    data = shard_data(sounds) | {"shards": [str(tmp_path / f"broken-{number}.tar") for number in range(2)]}
     result = _bench(write_run(clap={"data": data}), "deepspeed")
     assert result.returncode in (1, 2)
     assert "broken-" in result.stderr

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, Command
 from tests.ranks import free_port
-
-ROOT = Path(__file__).resolve().parents[1]
 
 STALLED = """
 import sys, time
@@ -42,24 +41,15 @@ def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
     script.write_text(STALLED)
     began = time.strftime("%F")
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
+        Command([script, tmp_path], env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]  # fmt: skip
-    try:
-        _, stderr = processes[0].communicate(timeout=120)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert processes[0].returncode == 1, stderr
-    assert "Timed out" in stderr
+    assert processes[0].wait() == 1, processes[0].stderr
+    assert "Timed out" in processes[0].stderr
     stacks = [(tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert all("because rank 0: RuntimeError: " in stack for stack in stacks)
     assert "in waits_elsewhere" in stacks[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from clap_ds.measure.flops_analytic import (
 )
 from clap_ds.measure.flops_tables import disagreements
 from clap_ds.model.config import load_preset
-from tests.ranks import free_port
+from tests import processes
+from tests.training.training_commands import RunningRanks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY, BASE = "htsat_tiny_roberta_base", "htsat_base_roberta_base"
@@ -102,9 +102,7 @@ def test_impossible_peak_is_refused(write_run: Callable[..., Path], value: objec
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "clap_ds.flops", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    return processes.run(["-m", "clap_ds.flops", *arguments])
 
 
 def test_exit_codes_and_messages(tmp_path: Path) -> None:
@@ -156,13 +154,8 @@ def test_profiler_section_in_a_bench_run(write_run: Callable[..., Path], tmp_pat
             "hardware": {"peak_tflops": 3.0},
         },
     )
-    port = str(free_port())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    result = subprocess.run(
-        [*command, "clap_ds/bench.py", "--deepspeed_config", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    ranks = RunningRanks(path, 2, "clap_ds/bench.py")
+    assert ranks.wait() == [0, 0], ranks.outputs
     (directory,) = (tmp_path / "runs").iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     report = (directory / "flops_profile.txt").read_text()
@@ -177,7 +170,7 @@ def test_profiler_section_in_a_bench_run(write_run: Callable[..., Path], tmp_pat
     assert summary["mfu_published_percent"] == pytest.approx(
         100 * 3 * published_flops(load_preset("micro")) * rate / 3.0e12
     )
-    assert "MFU, work really done" in result.stdout
-    assert "no MFU" not in result.stdout
+    assert "MFU, work really done" in ranks.outputs[0]
+    assert "no MFU" not in ranks.outputs[0]
     # The engine itself doesn't profile: that would print every step's phases.
     assert "time (ms)" not in (directory / "rank0.log").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from clap_ds.native import library
+from tests import needs
 
 SOURCE = 'extern "C" int clap_request_amx() { return 0; }\n'
 WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
@@ -21,8 +21,7 @@ WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only source, in place of the kernels'."""
-    if not shutil.which("g++"):
-        pytest.skip("needs g++")
+    needs.programs("g++")
     path = tmp_path / "only.cpp"
     path.write_text(SOURCE)
     monkeypatch.setattr(library, "_sources", lambda: [path])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from clap_ds.distributed import Ranks
 from clap_ds.rendezvous import adopt_slurm_step
+from tests.processes import Command
 from tests.ranks import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
 STEP = {
     "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
     "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_NODELIST": "n[08-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
@@ -58,26 +55,26 @@ MEET = """
 import sys
 from clap_ds import rendezvous
 from clap_ds.distributed import Ranks, initialize, run_command
-rendezvous.CONNECT_S = 10.0
+rendezvous.CONNECT_S = 4.0
 run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
 """
 
 
-def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> subprocess.Popen[str]:
+def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> Command:
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": "0",
+        **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": "0",
         "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_NODELIST": "n[1-3]",
     }  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", MEET], env=environment, stderr=subprocess.PIPE, text=True)
+    return Command(["-c", MEET], env=environment)
 
 
 @pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named_with_its_host() -> None:
     port = free_port()
     processes = [_start(rank, 3, port) for rank in (0, 2)]
-    outputs = [process.communicate(timeout=90)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
-    assert "error: rank 1 of 3 (n2) didn't connect within 10 s" in outputs[0]
+    assert [process.wait() for process in processes] == [1, 1]
+    outputs = [process.stderr for process in processes]
+    assert "error: rank 1 of 3 (n2) didn't connect within 4 s" in outputs[0]
     assert all("Traceback" not in output for output in outputs)
 
 
@@ -85,6 +82,5 @@ def test_rank_that_never_comes_is_named_with_its_host() -> None:
 def test_missing_first_rank_is_named_with_its_address() -> None:
     port = free_port()
     process = _start(1, 2, port)
-    output = process.communicate(timeout=90)[1]
-    assert process.returncode == 1
-    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{port} within 10 s" in output
+    assert process.wait() == 1
+    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{port} within 4 s" in process.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.slurm_cluster import OVER, SlurmCluster, obstacle
+from tests import needs
+from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SlurmCluster]:
     """Three nodes and a controller."""
-    problem = obstacle()
-    if problem:
-        if os.environ.get("CI") or os.geteuid() == 0:
-            pytest.fail(problem)
-        pytest.skip(problem)
+    needs.programs(*needs.CLUSTER)
+    needs.namespaces()
     cluster = SlurmCluster(3)
     yield cluster
     cluster.close()

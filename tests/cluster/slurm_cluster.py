@@ -3,7 +3,7 @@ network.
 
 A host is a `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it takes everything on that host
 along. The nodes hang on a bridge inside the controller's network namespace, which has no way out, so nothing touches
-the machine's own interfaces, /etc, /run or ports. Needs root, and the Debian packages in `PACKAGES`.
+the machine's own interfaces, /etc, /run or ports. Needs root and the programs in `tests.needs.CLUSTER`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-PACKAGES = (
-    "slurm-wlm", "slurm-wlm-basic-plugins", "munge", "pdsh", "openssh-server", "openssh-client", "iproute2", "procps",
-    "util-linux", "numactl",
-)  # fmt: skip
-_PROGRAMS = (
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "srun",
-    "munged",
-    "pdsh",
-    "sshd",
-    "ssh-keygen",
-    "ip",
-    "unshare",
-    "setpriv",
-    "nsenter",
-    "pkill",
-)
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
@@ -57,18 +38,6 @@ OVER = (
     "DEADLINE",
 )
 """States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
-
-
-def obstacle() -> str | None:
-    """Why no cluster can be brought up here; None when one can."""
-    if os.geteuid() != 0:
-        return "a cluster of namespaces needs root"
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    missing = [program for program in _PROGRAMS if not shutil.which(program, path=path)]
-    if missing:
-        return f"missing programs: {', '.join(missing)}; apt-get install --no-install-recommends {' '.join(PACKAGES)}"
-    trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
-    return f"namespaces can't be made here: {trial.stderr.strip()}" if trial.returncode else None
 
 
 class SlurmCluster:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 
@@ -136,6 +137,7 @@ def test_loud_float_audio_is_clipped() -> None:
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
         (encode(np.array([0.1, -np.inf]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
     ],
+    ids=itertools.count(),  # encoded audio may hold the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
     with pytest.raises(BrokenItemError, match=reason):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import load_preset
 from clap_ds.model.weights import save_safetensors
 from clap_ds.settings import load_run
+from tests import processes
 from tests.evaluation.conftest import tell_captions_apart
 from tests.ranks import free_port
+from tests.training.training_commands import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 WriteClips = Callable[..., list[str]]
@@ -101,10 +102,11 @@ LAUNCHERS = {
 
 def evaluate(*options: str, launcher: str = "python") -> subprocess.CompletedProcess[str]:
     """On two ranks, unless by plain python."""
-    port = [] if launcher == "python" else [str(free_port())]
-    command = [sys.executable, *LAUNCHERS[launcher], *port, "clap_ds/evaluate.py", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
+    command = ["clap_ds/evaluate.py", *options]
+    if launcher == "python":
+        return processes.run(command, env=environment())
+    command = [sys.executable, *LAUNCHERS[launcher], str(free_port()), *command]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment())
 
 
 @pytest.fixture

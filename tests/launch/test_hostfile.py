@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, main, read_hostfile, slots_from_slurm
+from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,8 +120,7 @@ def test_agrees_with_an_independent_expansion(case: tuple[str, list[str]]) -> No
 
 
 def test_agrees_with_scontrol(tmp_path: Path) -> None:
-    if not shutil.which("scontrol"):
-        pytest.skip("no scontrol here; tests/cluster compares on a machine that has one")
+    needs.programs("scontrol")
     config = tmp_path / "slurm.conf"
     config.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n CPUs=1\nPartitionName=p Nodes=ALL\n")
     lists = [

@@ -1,6 +1,5 @@
 """Killed at any moment, a run leaves every checkpoint it reported as saved, or a newer one, whole."""
 
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from clap_ds.training import checkpoint_files
 from clap_ds.training.manifest import Manifest
+from tests.processes import warm_context
 from tests.ranks import RankPool
 
 NUM_KILLS = 20
@@ -19,8 +19,7 @@ TIMEOUT_S = 180
 @pytest.mark.end_to_end
 def test_a_kill_at_any_moment_leaves_the_last_good_one_loadable(tmp_path: Path) -> None:
     random_moments = random.Random(5)
-    context = multiprocessing.get_context("forkserver")  # imports torch and DeepSpeed once for all
-    context.set_forkserver_preload(["clap_ds.training.checkpoint"])
+    context = warm_context()
     half_written, one_save_s = 0, 0.0
     for kill in range(NUM_KILLS):
         ours, theirs = context.Pipe(duplex=False)

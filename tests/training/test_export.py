@@ -1,8 +1,6 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from clap_ds.model import export
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.config import load_preset
 from clap_ds.model.weights import save_safetensors, to_safetensors
+from tests import processes
 
 import transformers  # isort: skip
 
@@ -138,11 +137,11 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
 @pytest.mark.end_to_end
 def test_the_command(tokenizer: Path, tmp_path: Path) -> None:
     path = checkpoint_of(random_model(1), tmp_path / "run", tokenizer)
-    command = [sys.executable, "-m", "clap_ds.model.weights", "export"]
-    done = subprocess.run([*command, str(path), str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    command = ["-m", "clap_ds.model.weights", "export"]
+    done = processes.run([*command, path, tmp_path / "out"])
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
-    refused = subprocess.run([*command, str(tmp_path / "no"), "x"], capture_output=True, text=True, timeout=120)
+    refused = processes.run([*command, tmp_path / "no", "x"])
     assert refused.returncode == 2
     assert refused.stderr.strip().splitlines()[-1] == f"error: {tmp_path / 'no'}: no such file or folder"
     assert "Traceback" not in refused.stderr

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from clap_ds.data.captions import load_tokenizer, tokenize
 from clap_ds.training.initial_weights import load_weights
+from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands
 
@@ -50,9 +50,11 @@ def commands_in_readme() -> list[list[str]]:
 
 
 def run(folder: Path, command: list[str], *more: str) -> str:
-    launcher = {"python": [sys.executable], "deepspeed": commands.deepspeed_launcher()}[command[0]]
+    program, *arguments = command
+    if program == "python":
+        return processes.run([*arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
     result = subprocess.run(
-        [*launcher, *command[1:], *more],
+        [*commands.deepspeed_launcher(), *arguments, *more],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -27,16 +27,7 @@ RANDOM = {"preset": "micro", "drop_path": 0.2, "text_dropout": 0.2, "spec_augmen
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sounds") / "data"
-    command = [sys.executable, "-m", "clap_ds.data.sounds", str(folder), "--clips", "60", "--shards", "4"]
-    subprocess.run(
-        [*command, "--seconds", "1-2"],
-        cwd=commands.ROOT,
-        check=True,
-        capture_output=True,
-        env=commands.environment(),
-        timeout=120,
-    )
-    return folder
+    return commands.make_sounds(folder, "--clips", "60", "--shards", "4", "--seconds", "1-2")
 
 
 def _on_shards(sounds: Path, world_size: int = 2, **train: Any) -> dict[str, Any]:

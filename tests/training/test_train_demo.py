@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,8 @@ NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 20 * len(KINDS), 5 * len(KINDS), 8
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     for name, clips, seed in (("train", NUM_TRAIN, 0), ("held_out", NUM_HELD_OUT, 1)):
-        command = [sys.executable, "-m", "clap_ds.data.sounds", str(folder / name), "--wordings", name]
-        command += ["--clips", str(clips), "--seed", str(seed), "--seconds", "1-3"]
-        subprocess.run(
-            [*command, "--sample_rate", "16000", "--format", "wav"],
-            cwd=commands.ROOT, env=commands.environment(), check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+        options = ["--wordings", name, "--clips", str(clips), "--seed", str(seed), "--seconds", "1-3"]
+        commands.make_sounds(folder / name, *options, "--sample_rate", "16000", "--format", "wav")
     return folder
 
 

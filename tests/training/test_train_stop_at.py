@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,7 @@ pytestmark = pytest.mark.end_to_end
 @pytest.mark.parametrize(("wanted", "steps"), [(0.0, 3), (1.0, 6)])
 def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, wanted: float, steps: int) -> None:
     sounds = tmp_path / "sounds"
-    make = [
-        sys.executable,
-        "-m",
-        "clap_ds.data.sounds",
-        str(sounds),
-        "--clips",
-        "40",
-        "--shards",
-        "1",
-        "--seconds",
-        "1",
-    ]
-    subprocess.run(make, cwd=commands.ROOT, check=True, capture_output=True, env=commands.environment(), timeout=120)
+    commands.make_sounds(sounds, "--clips", "40", "--shards", "1", "--seconds", "1")
     config = commands.write_training(
         tmp_path,
         train_micro_batch_size_per_gpu=4,
@@ -40,16 +26,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, wanted: 
             "evaluation": {"every_steps": 3, "zero_shot": {"shards": str(sounds / "*.tar")}},
         },
     )
-    command = [sys.executable, commands.TRAIN, "--deepspeed_config", str(config)]
-    result = subprocess.run(
-        command,
-        cwd=commands.ROOT,
-        env=commands.environment(),
-        capture_output=True,
-        text=True,
-        timeout=commands.TIMEOUT_S,
-    )
-    assert result.returncode == 0, result.stderr
+    commands.train(config, world_size=1)
     summary: dict[str, Any]
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", steps)

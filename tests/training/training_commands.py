@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import micro_run
+from tests.processes import ROOT as ROOT
+from tests.processes import TIMEOUT_S, Command, run
 from tests.ranks import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "clap_ds/train.py"
-TIMEOUT_S = 180
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -61,6 +60,12 @@ def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
     return path
 
 
+def make_sounds(folder: Path, *options: str) -> Path:
+    """Shards of synthetic sounds and their tokenizer."""
+    run(["-m", "clap_ds.data.sounds", folder, *options], env=environment(), check=True)
+    return folder
+
+
 def shard_data(sounds: Path) -> dict[str, Any]:
     """The `data` section for shards in a folder of `clap_ds.data.sounds`."""
     return {
@@ -73,20 +78,22 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run, each a process of ours, so that one can be signalled alone."""
+    """Ranks of one run, each a process of ours, so that one can be signalled alone.
 
-    def __init__(self, config: Path, world_size: int) -> None:
+    No launcher ends them when the first has ended, so none waits long for rank 0 to speak.
+    """
+
+    def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
         self.config = config
         port = str(free_port())
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, TRAIN, "--deepspeed_config", str(config)],
-                cwd=ROOT,
+            Command(
+                [file, "--deepspeed_config", str(config)],
                 env=environment(
                     RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                 ),
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                constants={"clap_ds.distributed.RANK_0_SPEAKS_S": 1.0},
             )
             for rank in range(world_size)
         ]  # fmt: skip
@@ -104,8 +111,9 @@ class RunningRanks:
 
     def wait(self) -> list[int]:
         """Exit codes by rank."""
-        self.outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in self.processes]
-        return [process.returncode for process in self.processes]
+        codes = [process.wait() for process in self.processes]
+        self.outputs = [process.stdout + process.stderr for process in self.processes]
+        return codes
 
 
 def train(config: Path, world_size: int = 2) -> str:

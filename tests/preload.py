@@ -1,0 +1,22 @@
+"""What the commands under test import, once for all processes forked from it (`tests/processes.py`).
+
+Imports alone: nothing here may start a thread, which a fork would lose.
+"""
+
+import gc
+
+import deepspeed
+import matplotlib.pyplot  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+
+import clap_ds.analysis.plot_training
+import clap_ds.data.sounds
+import clap_ds.evaluation.command
+import clap_ds.measure.flops_profile
+import clap_ds.measure.throughput
+import clap_ds.session
+import clap_ds.training.trainer  # noqa: F401
+
+dict(deepspeed.ops.__compatible_ops__)  # asks a compiler
+gc.collect()
+gc.freeze()  # collections look at what a process makes itself
