@@ -45,9 +45,9 @@ train-demo: $(READY)
 	$(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
 
 lint: $(READY)
-	$(PYTHON) -m ruff check --config .ci/ruff.toml .
-	$(PYTHON) -m ruff format --config .ci/ruff.toml --check .
-	$(PYTHON) -m mypy --config-file .ci/mypy.ini
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 unit: $(READY)
 	$(PYTHON) -m pytest -q -m 'not end_to_end and not gpu' tests

@@ -1,4 +1,4 @@
-"""Markers, shared fixtures, and what keeps a test run the same on every machine."""
+"""Shared fixtures, and what keeps a test run the same on every machine."""
 
 import json
 import os
@@ -17,11 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.ranks import RankPool  # noqa: E402
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "end_to_end: starts launchers and several processes; tens of seconds")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 @pytest.fixture(scope="session")
