@@ -10,13 +10,15 @@ from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
 PLACES = runpy.run_path(str(HERE / "clap_ds" / "places.py"))
+COMMIT = PLACES["commit"]()  # before building puts files beside the sources
 
 
 def record_commit(folder: Path) -> None:
     """Write down what `places.commit` reads where there is no checkout."""
-    (folder / "clap_ds" / PLACES["COMMIT_FILE"]).unlink(missing_ok=True)
-    if commit := PLACES["commit"]():
-        (folder / "clap_ds" / PLACES["COMMIT_FILE"]).write_text(commit + "\n")
+    path = folder / "clap_ds" / PLACES["COMMIT_FILE"]
+    path.unlink(missing_ok=True)
+    if COMMIT:
+        path.write_text(COMMIT + "\n")
 
 
 class BuildPy(build_py):

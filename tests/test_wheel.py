@@ -31,15 +31,14 @@ class Installed:
 
     wheel: Path
     commit: str
+    source: Path
     site: Path
     work: Path
 
-    def run(self, command: str, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-        """A console command of the wheel in the working folder."""
-        return self.call(str(self.site / "bin" / command), *arguments, PATH=f"{path}:{os.environ['PATH']}")
-
     def call(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", **variables}
+        """Run a command in the working folder, with the wheel's own first on the path."""
+        path = f"{self.site / 'bin'}:{variables.pop('PATH', os.environ['PATH'])}"
+        environment = {**os.environ, "PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", **variables, "PATH": path}
         return subprocess.run(command, cwd=self.work, capture_output=True, text=True, timeout=180, env=environment)
 
 
@@ -72,7 +71,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (other / "work").mkdir(parents=True)
     _pip("install", "--no-deps", "--no-compile", "--target", str(other / "site"), str(wheel))
     _repository(other)
-    return Installed(wheel, commit, other / "site", other / "work")
+    return Installed(wheel, commit, source, other / "site", other / "work")
 
 
 def test_holds_every_file_of_the_package_and_no_other_package(installed: Installed) -> None:
@@ -84,6 +83,17 @@ def test_holds_every_file_of_the_package_and_no_other_package(installed: Install
         if "__pycache__" not in folder and not name.endswith(".md")
     }
     assert found == ours | {"clap_ds/commit.txt"}
+
+
+def test_source_archive_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=installed.source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(archive))
+    (wheel,) = tmp_path.glob("*.whl")
+    first, second = zipfile.ZipFile(installed.wheel), zipfile.ZipFile(wheel)
+    assert sorted(second.namelist()) == sorted(first.namelist())
+    assert second.read("clap_ds/commit.txt") == first.read("clap_ds/commit.txt") == f"{installed.commit}\n".encode()
 
 
 def test_declares_what_it_imports(installed: Installed) -> None:
@@ -120,7 +130,7 @@ def _imported(path: Path) -> set[str]:
 
 def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed) -> None:
     (installed.work / "micro.json").write_text(json.dumps(micro_run()))
-    result = installed.run("clap-bench", "--deepspeed_config", "micro.json")
+    result = installed.call("clap-bench", "--deepspeed_config", "micro.json")
     assert result.returncode == 0, result.stderr
     (run,) = (installed.work / "runs").glob("micro-*")
     assert json.loads((run / "summary.json").read_text())["state"] == "completed"
@@ -142,7 +152,7 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
     ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites"],
 )  # fmt: skip
 def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, told: str) -> None:
-    result = installed.run(*command)
+    result = installed.call(*command)
     output = result.stdout + result.stderr
     assert result.returncode == code, output
     assert told in output
@@ -150,23 +160,27 @@ def test_commands_find_what_is_packaged(installed: Installed, command: list[str]
 
 
 def test_sweep_runs_its_jobs_in_the_working_folder(installed: Installed) -> None:
-    """Submits to an `sbatch` that only answers; then the script runs as SLURM would run it, from a copy elsewhere."""
-    sbatch = installed.work / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\necho 7\n")
-    sbatch.chmod(0o755)
-    (installed.work / "quick.json").write_text(
-        json.dumps(micro_run(clap={"bench": {"warmup_steps": 1, "windows": 2, "steps_per_window": 1}}))
-    )
-    options = ("--config", "quick.json", "--gpus", "1", "--launcher", "pdsh")
-    submitted = installed.run("clap-sweep", *options, path=str(sbatch.parent))
+    """SLURM's part is played: `sbatch` only answers, then the script runs from a copy elsewhere, and `srun` on this host."""
+    programs = {
+        "sbatch": "echo 7",
+        "srun": 'while :; do case $1 in --nodelist) shift 2 ;; --*) shift ;; *) exec "$@" ;; esac; done',
+    }
+    bin_folder = installed.work / "bin"
+    bin_folder.mkdir()
+    for name, script in programs.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_folder / name).chmod(0o755)
+    quick = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
+    (installed.work / "quick.json").write_text(json.dumps(micro_run(clap={"bench": quick})))
+    slurm = {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    submitted = installed.call("clap-sweep", "--config", "quick.json", "--gpus", "1", "--launcher", "srun", **slurm)
     assert submitted.returncode == 0, submitted.stderr
-    (script,) = (installed.work / "runs" / "sweeps").glob("quick-*/n001.sbatch")
+    (script_file,) = (installed.work / "runs" / "sweeps").glob("quick-*/n001.sbatch")
     copy = installed.work.parent / "slurm_script"
-    copy.write_text(script.read_text())
-    host = os.uname().nodename
-    job = installed.call("bash", str(copy), SLURM_JOB_ID="7", SLURM_JOB_NODELIST=host, SLURMD_NODENAME=host)
+    copy.write_text(script_file.read_text())
+    slurm |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": os.uname().nodename, "SLURMD_NODENAME": os.uname().nodename}
+    job = installed.call("bash", str(copy), **slurm)
     assert job.returncode == 0, job.stdout + job.stderr
-    told = json.loads((script.parent / "n001" / "job.json").read_text())
+    told = json.loads((script_file.parent / "n001" / "job.json").read_text())
     assert told["state"] == "completed"
-    assert Path(told["run_directory"]).parent == script.parent / "runs"
+    assert Path(told["run_directory"]).parent == script_file.parent / "runs"
