@@ -68,7 +68,7 @@ gpu-check: $(READY)
 # This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
 WHEELHOUSE := wheelhouse
 THERE := torch|torchaudio|transformers|triton
-PIP = $(if $(READY),$${BASE_PYTHON:-python3},$(PYTHON)) -m pip --quiet --disable-pip-version-check
+PIP = $(if $(READY),$(or $(BASE_PYTHON),python3),$(PYTHON)) -m pip --quiet --disable-pip-version-check
 TARGET_PYTHON ?= $(shell $(firstword $(PIP)) -c 'import platform; print(platform.python_version())')
 TARGET_MACHINE ?= $(patsubst arm64,aarch64,$(shell uname -m))
 PLATFORMS = $(patsubst %,--platform %_$(TARGET_MACHINE),manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux2014)

@@ -87,7 +87,7 @@ setup(
         "s3": ["s3fs>=2024.6"],
         "gcs": ["gcsfs>=2024.6"],
         "analysis": ["matplotlib>=3.9"],
-        "test": ["pytest>=8", "ruff", "mypy", "hypothesis", "scikit-learn", "triton; platform_system == 'Linux'"],
+        "test": ["pytest>=9", "ruff", "mypy", "hypothesis", "scikit-learn", "triton; platform_system == 'Linux'"],
     },
     entry_points={
         "console_scripts": [
