@@ -4,7 +4,7 @@
 # make lint        ruff and mypy
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
 # make gpu-check   GPU tests and benchmarks of one GPU, kept under results/
-# make wheelhouse  wheels for a machine without an index
+# make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one
 # Each sets up .venv by itself. PYTHON=… uses another interpreter's packages instead, installing nothing.
 
 SHELL := bash
@@ -21,7 +21,7 @@ PYTHON := $(BIN)python
 READY := .venv/.ready
 endif
 
-.venv/.ready: setup.py constraints.txt clap_ds/__init__.py
+.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/__init__.py
 	@echo "setting up .venv (once)"
 	test -x .venv/bin/python || $${BASE_PYTHON:-python3} -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -45,9 +45,9 @@ train-demo: $(READY)
 	$(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
 
 lint: $(READY)
-	$(PYTHON) -m ruff check --config .ci/ruff.toml .
-	$(PYTHON) -m ruff format --config .ci/ruff.toml --check .
-	$(PYTHON) -m mypy --config-file .ci/mypy.ini
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 # A worker per core, each running whole modules; the longest work first (tests/conftest.py).
 PYTEST := $(PYTHON) -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
@@ -68,15 +68,20 @@ report: $(READY)
 gpu-check: $(READY)
 	$(PYTHON) launch/gpu_check.py
 
-# What a GPU machine that has torch, torchaudio, transformers and triton still needs.
+# This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
+WHEELHOUSE := wheelhouse
+THERE := torch|torchaudio|transformers|triton
+PIP = $(if $(READY),$(or $(BASE_PYTHON),python3),$(PYTHON)) -m pip --quiet --disable-pip-version-check
+TARGET_PYTHON ?= $(shell $(firstword $(PIP)) -c 'import platform; print(platform.python_version())')
+TARGET_MACHINE ?= $(patsubst arm64,aarch64,$(shell uname -m))
+PLATFORMS = $(patsubst %,--platform %_$(TARGET_MACHINE),manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux2014)
+
 wheelhouse:
-	rm -rf wheelhouse
-	python3 -m pip wheel --no-deps --quiet --wheel-dir wheelhouse "$$(grep ^deepspeed== constraints.txt)"
-	grep -hE '^(hjson|pydantic|pydantic_core|annotated-types|webdataset|braceexpand|soundfile|nvidia-ml-py)==' constraints.txt \
-	| xargs python3 -m pip download --no-deps --quiet --dest wheelhouse --only-binary=:all: --implementation cp \
-	    --python-version $(or $(TARGET_PYTHON),3.12) --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-	    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
-	du -sh wheelhouse
+	rm -rf $(WHEELHOUSE) build
+	$(PIP) wheel --no-deps --wheel-dir $(WHEELHOUSE) . "$$(grep ^deepspeed== constraints.txt)"
+	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(THERE)|deepspeed)==' | xargs $(PIP) download --no-deps \
+	    --dest $(WHEELHOUSE) --only-binary=:all: --implementation cp --python-version $(TARGET_PYTHON) $(PLATFORMS)
+	du -sh $(WHEELHOUSE)
 
 clean:
 	rm -rf .venv runs wheelhouse build *.egg-info

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clap_ds.analysis.runs import InputError
+from clap_ds.places import PACKAGE
 
-ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("deepspeed", "overlapped")
 NUM_HOSTS = 4
 BUCKET_MB = 1.0
@@ -52,7 +52,7 @@ def _free_port() -> int:
 
 def _write_preset(folder: Path) -> None:
     """A CLAP with many parameters and wide features for its FLOPs, so that sending takes longer than computing."""
-    preset = json.loads((ROOT / "clap_ds" / "model" / "presets" / "micro.json").read_text())
+    preset = json.loads((PACKAGE / "model" / "presets" / "micro.json").read_text())
     preset["audio"]["num_samples"] = 24000
     preset["text"] |= {
         "vocab_size": 1000,

@@ -176,5 +176,10 @@ def main() -> None:
     print(f"wrote {options.output / 'report.html'}, report.md and table.csv beside it")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Console command `clap-report`."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -85,7 +85,7 @@ def parse_run_arguments(prog: str, description: str, argv: list[str] | None = No
     """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="JSON that describes the run"
+        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="the run's JSON, or a packaged one's name"
     )
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it

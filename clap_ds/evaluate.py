@@ -62,7 +62,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_workers", type=int, metavar="N", help="decoding processes per rank (default: 0)")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: the configuration's, else fp32")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="JSON of a run, for clap.evaluation")
+    parser.add_argument(
+        "--deepspeed_config",
+        type=Path,
+        metavar="FILE",
+        help="a run's JSON or a packaged one's name, for clap.evaluation",
+    )
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser.parse_args(argv)

@@ -41,7 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="clap_ds.flops", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="JSON that describes a run"
+        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="a run's JSON, or a packaged one's name"
     )
     parser.add_argument(
         "--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from clap_ds.model.config import ClapConfig, load_preset, preset_names
+from clap_ds.places import find_config
 from clap_ds.settings_check import (
     NonNegativeInt,
     PositiveFloat,
@@ -240,14 +241,17 @@ class RunSettings:
 
 
 def load_run(path: str | Path) -> RunSettings:
-    """Read and check a run's JSON.
+    """Read and check a run's JSON, by its path or by the name of a packaged one.
 
     Raises:
         SettingsError: the file is missing or isn't JSON (with line and column), a field is unknown, misplaced, of the
         wrong
             type or of an impossible value.
     """
-    path = Path(path)
+    try:
+        path = find_config(Path(path))
+    except FileNotFoundError as error:
+        raise SettingsError(str(error)) from None
     content = read_json(path)
     clap_section = content.pop("clap", {})
     problems = check_deepspeed(content, list(ClapSettings.model_fields))

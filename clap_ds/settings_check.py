@@ -79,9 +79,6 @@ DEEPSPEED_FIELDS = (
 def read_json(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        nearby = [str(other) for other in sorted(path.parent.glob("*.json"))] if path.parent.is_dir() else []
-        raise SettingsError(f"{path}: no such file{did_you_mean(str(path), nearby)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: can't be read: {error}") from None
     try:

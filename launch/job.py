@@ -26,14 +26,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-ROOT = Path(__file__).resolve().parents[1]
 if __package__ in (None, ""):
-    sys.path[0] = str(ROOT)
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.launch.agents import Agents  # noqa: E402
-from clap_ds.launch.hostfile import read_hostfile  # noqa: E402
-from clap_ds.launch.launchers import launch_command  # noqa: E402
-from clap_ds.measure.record import RunDirectory, State  # noqa: E402
+from clap_ds.launch.agents import Agents
+from clap_ds.launch.hostfile import read_hostfile
+from clap_ds.launch.launchers import launch_command
+from clap_ds.measure.record import RunDirectory, State
+from clap_ds.places import work_folder
 
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""
@@ -105,7 +106,7 @@ class Job:
         if self.arguments.launcher == "pdsh":
             environment["DS_ENV_FILE"] = str(self._environment_file())
         process = subprocess.Popen(
-            launch_command(self.arguments, self.slots, self.name), cwd=ROOT, env=environment,
+            launch_command(self.arguments, self.slots, self.name), cwd=work_folder(), env=environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):

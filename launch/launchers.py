@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clap_ds.launch.agents import this_host
 
-ROOT = Path(__file__).resolve().parents[1]
+WITH_ENVIRONMENT = Path(__file__).resolve().parent / "with_environment.py"
 
 
 def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: str) -> list[str]:
@@ -37,7 +37,7 @@ def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: st
     if arguments.launcher == "slurm":
         # The file is `srun --export`'s stand-in, which would cut values at commas.
         if arguments.environment:
-            command = [str(ROOT / "launch" / "with_environment.py"), str(arguments.environment), *command]
+            command = [str(WITH_ENVIRONMENT), str(arguments.environment), *command]
         return [
             *runner,
             *first,

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
 from clap_ds.launch.hostfile import write_atomically
 from clap_ds.launch.run_config import read_config, with_field

@@ -31,8 +31,10 @@ if __package__ in (None, ""):
 from clap_ds.launch.agents import this_host
 from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
 from clap_ds.launch.launchers import master_port
-from clap_ds.launch.sites import LAUNCHERS, ROOT, SiteError, load_site, rank_environment
+from clap_ds.launch.sites import LAUNCHERS, SiteError, load_site, rank_environment
+from clap_ds.places import work_folder
 
+HERE = Path(__file__).resolve().parent
 MAX_SKEW_S = 1.0
 MIN_FREE_GB = 5.0
 MIN_OPEN_FILES = 4096
@@ -64,7 +66,7 @@ class Report:
 
 def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, through: str) -> dict[str, dict[str, Any]]:
     """Every host's answer, with the seconds its clock is off; `{"error": …}` for one that gives none."""
-    script = [python, str(ROOT / "launch" / "preflight_host.py"), run_root, str(port)]
+    script = [python, str(HERE / "preflight_host.py"), run_root, str(port)]
 
     def ask(host: str) -> dict[str, Any]:
         command = [*script, host]
@@ -155,19 +157,21 @@ def run_ranks(
 ) -> None:
     """Start the ranks as a run would, and judge what they measured."""
     site = load_site(arguments.site)
-    root = Path(site.run_root if Path(site.run_root).is_absolute() else ROOT / site.run_root)
+    root = work_folder() / site.run_root
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=root))
     write_atomically(str(folder / "hostfile"), format_hostfile(hosts, slots))
     lines = [f"{name}={value}" for name, value in rank_environment(site, dict(os.environ)).items()]
     write_atomically(str(folder / "site_environment"), "\n".join(lines) + "\n")
     command = [
-        python, str(ROOT / "launch" / "job.py"), "--hostfile", str(folder / "hostfile"), "--folder", str(folder),
+        python, str(HERE / "job.py"), "--hostfile", str(folder / "hostfile"), "--folder", str(folder),
         "--launcher", launcher,
         "--environment", str(folder / "site_environment"), "--python", python,
-        "--", "launch/preflight_rank.py", str(folder / "ranks.json"), str(arguments.megabytes),
+        "--", str(HERE / "preflight_rank.py"), str(folder / "ranks.json"), str(arguments.megabytes),
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **site.environment})
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=work_folder(), env={**os.environ, **site.environment}
+    )
     path = folder / "ranks.json"
     if result.returncode or not path.exists():
         told = json.loads((folder / "job.json").read_text()) if (folder / "job.json").exists() else {}

@@ -20,17 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = next(folder / "clap_ds" for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 PACKAGES = ("torch", "torchaudio", "deepspeed", "transformers", "pydantic", "webdataset")
 
 
 def code_digest() -> str:
-    """Short hash of this checkout's Python files and presets, names included."""
+    """Short hash of the package's Python files, presets and scripts, names included."""
     digest = hashlib.sha256()
-    for folder in ("clap_ds", "launch"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".json", ".sbatch") and path.is_file():
-                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    found = (Path(folder, name) for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names)
+    for path in sorted(found):
+        if path.suffix in (".py", ".json", ".sbatch") and path.is_file():
+            digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
 from clap_ds.distributed import Ranks, initialize, run_command
 

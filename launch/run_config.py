@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
 from clap_ds.launch.hostfile import told, write_atomically
+from clap_ds.places import find_config
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's JSON, as it stands.
+    """A run's JSON, as it stands, by its path or by the name of a packaged one.
 
     Raises:
-        ValueError: not there, or not a JSON object.
+        FileNotFoundError: neither.
+        ValueError: can't be read, or not a JSON object.
     """
+    path = find_config(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,7 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+
+from clap_ds.places import PACKAGE
 
 SUBNET = "10.98.0"
 
@@ -109,7 +110,7 @@ def run_on_all(
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            "PYTHONPATH": str(PACKAGE.parent),
         }
         processes.append(hosts.start(rank + 1, command, {**variables, **environment}))
     try:

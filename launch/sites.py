@@ -21,8 +21,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
+
+from clap_ds.places import CHECKOUT
+
 FOLDER = Path(__file__).resolve().parent / "clusters"
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("pdsh", "slurm", "srun")
 
 # What a rank on another host needs of the batch step's environment, where ssh starts with a bare one.
@@ -59,7 +64,8 @@ class Site:
     """How ranks start: `pdsh` and `slurm` are DeepSpeed's launchers, `srun` is SLURM's own; null takes pdsh where
     there is one, else srun."""
     run_root: str = "runs"
-    """Folder for runs and jobs, on a file system all nodes share; relative to the checkout."""
+    """Folder for runs and jobs, on a file system all nodes share; relative to the checkout, or, installed
+    without one, to the folder a job was submitted from."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
     warning_s: int = 60
@@ -76,8 +82,8 @@ class Site:
     def interpreter(self) -> str:
         if self.python:
             return os.path.expandvars(self.python)
-        local = ROOT / ".venv" / "bin" / "python"
-        return str(local) if local.exists() else "python3"
+        local = CHECKOUT / ".venv" / "bin" / "python" if CHECKOUT else None
+        return str(local) if local and local.exists() else "python3"
 
 
 _KINDS: dict[str, tuple[str, Any]] = {

@@ -28,8 +28,10 @@ if __package__ in (None, ""):
 
 from clap_ds.launch.hostfile import write_atomically
 from clap_ds.launch.run_config import parse_assignment, read_config, with_field
-from clap_ds.launch.sites import LAUNCHERS, ROOT, Site, SiteError, load_site
+from clap_ds.launch.sites import LAUNCHERS, Site, SiteError, load_site
+from clap_ds.places import CHECKOUT, find_config, work_folder
 
+BENCH = Path(__file__).resolve().parent / "bench.sbatch"
 DONE = ("completed", "out_of_memory")
 """States that another attempt would not change."""
 
@@ -113,7 +115,7 @@ class Sweep:
         }
         lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in header.items() if value is not None)]
         lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in self.site.sbatch), ""]
-        lines += ["set -euo pipefail", f"export CLAP_ROOT={shlex.quote(str(ROOT))}", 'cd "$CLAP_ROOT"']
+        lines += ["set -euo pipefail", f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
         if array:
             names = [job.name for job in self.jobs if job.nodes == jobs[0].nodes]
             lines += [f"jobs=({' '.join(names)})", "job=${jobs[$SLURM_ARRAY_TASK_ID]}"]
@@ -128,7 +130,9 @@ class Sweep:
         options += [f'--folder {folder}/"$job"', f"--slots {self.options['gpus']}"]
         options += [f"--launcher {self.options['launcher']}"] if self.options["launcher"] else []
         options += [f"--micro_batch {jobs[0].micro_batch}"] if jobs[0].micro_batch else []
-        return "\n".join([*lines, "exec bash launch/bench.sbatch \\", "    " + " \\\n    ".join(options)]) + "\n"
+        if not (CHECKOUT or self.site.python):
+            options += [f"--python {shlex.quote(sys.executable)}"]  # the one that has this package
+        return "\n".join([*lines, f"exec bash {shlex.quote(str(BENCH))} \\", "    " + " \\\n    ".join(options)]) + "\n"
 
     def submit(self, jobs: list[Job]) -> None:
         """Hand jobs to SLURM; each id is on record before the next one is submitted."""
@@ -219,10 +223,10 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
 
 def start(arguments: argparse.Namespace) -> int:
     site: Site = load_site(arguments.site)
-    config = arguments.config.resolve()
+    config = find_config(arguments.config).resolve()
     read_config(config)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = arguments.folder or ROOT / site.run_root / "sweeps" / f"{config.stem}-{stamp}"
+    folder = arguments.folder or work_folder() / site.run_root / "sweeps" / f"{config.stem}-{stamp}"
     if (folder / "sweep.json").exists():
         raise ValueError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
     options = {
@@ -279,7 +283,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         return parser.parse_args(argv)
     parser.set_defaults(what="start")
     parser.add_argument("--site", default="generic", help="name under launch/clusters/, or a file")
-    parser.add_argument("--config", type=Path, required=True, help="the run's JSON")
+    parser.add_argument("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     parser.add_argument("--nodes", type=_positive, nargs="+", default=[1])
     parser.add_argument("--repeats", type=_positive, default=1)
     parser.add_argument(

@@ -24,17 +24,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __package__ in (None, ""):
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.analysis.table import markdown_table  # noqa: E402
-from clap_ds.launch.hostfile import told, write_atomically  # noqa: E402
-from clap_ds.launch.run_config import parse_assignment, read_config, with_field  # noqa: E402
+from clap_ds.analysis.table import markdown_table
+from clap_ds.launch.hostfile import told, write_atomically
+from clap_ds.launch.run_config import parse_assignment, read_config, with_field
+from clap_ds.places import PACKAGE, work_folder
 
 CONFIG = "{config}"
 """Stands in a command for the JSON of a combination."""
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "clap_ds/bench.py", "--deepspeed_config", CONFIG]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config", CONFIG]
 SHORT = (
     "clap.bench.warmup_steps=5",
     "clap.bench.windows=6",
@@ -104,7 +104,7 @@ def run_one(content: dict[str, Any], settings: Choice, folder: Path, command: li
     began_s, late = time.monotonic(), False
     with (folder / "output.log").open("wb") as log:
         process = subprocess.Popen(
-            words, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            words, cwd=work_folder(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
             process.wait(limit_s)
@@ -201,7 +201,7 @@ def try_all(arguments: argparse.Namespace, command: list[str], rows: list[Row]) 
         content = with_field(content, *parse_assignment(assignment))
     varied = [parse_varied(text) for text in arguments.vary]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = arguments.folder or ROOT / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
+    folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--folder {folder}: expected a new or empty folder")
     choices = combinations(varied)

@@ -1,4 +1,4 @@
-"""Markers, shared fixtures, and what keeps a test run the same on every machine."""
+"""Shared fixtures, and what keeps a test run the same on every machine."""
 
 import json
 import os
@@ -20,23 +20,11 @@ from tests import needs, processes  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "end_to_end: starts launchers and several processes; tens of seconds")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several workers (`--dist loadgroup`): what takes longest starts first, and a module's tests share its fixtures.
-
-    The cluster is one for all of its tests. Of the other end-to-end tests each is work of its own, unless its module has
-    something to share.
-    """
+    """For several workers (`--dist loadgroup`): a module's tests, and all of the cluster's, run on one; the longest start first."""
     for item in items:
-        module = item.nodeid.split("::")[0]
-        alone = item.get_closest_marker("end_to_end") and not getattr(item.module, "SHARED", False)
-        group = "cluster" if _on_cluster(item) else item.nodeid if alone else module
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group("cluster" if _on_cluster(item) else item.nodeid.split("::")[0]))
     items.sort(key=lambda item: (not _on_cluster(item), item.get_closest_marker("end_to_end") is None))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections import Counter
 
 PACKAGES = {
@@ -57,6 +59,17 @@ def namespaces() -> None:
     trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
     if trial.returncode:
         _do_without(f"{PREFIX}namespaces: {trial.stderr.strip()}")
+
+
+def package_index() -> None:
+    """Skip the test, or fail it, where pip reaches no package index."""
+    with tempfile.TemporaryDirectory() as folder:
+        probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
+        asked = subprocess.run(
+            [*probe, "--no-cache-dir", "--dest", folder, "annotated-doc"], capture_output=True, text=True
+        )
+    if asked.returncode:
+        _do_without(f"{PREFIX}a package index: {asked.stderr.strip().splitlines()[-1]}")
 
 
 def _do_without(reason: str) -> None:

@@ -7,13 +7,14 @@ import os
 import platform
 import resource
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import clap_ds
+from clap_ds import places
 from clap_ds.native.library import unavailable
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
@@ -40,7 +41,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device, driver, host and commit of this process, for the run's record."""
     return {
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {"clap_ds": clap_ds.__version__, **{name: _version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
@@ -50,7 +51,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels() if device.type == "cpu" else None,
-        "git_commit": _git_commit(),
+        "git_commit": places.commit(),
         "command": [sys.executable, *sys.argv],
     }
 
@@ -76,14 +77,3 @@ def _driver() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:
         return None
-
-
-def _git_commit() -> str | None:
-    """Commit of the code that runs, with a `+` when files differ from it; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+" if changed.strip() else "")

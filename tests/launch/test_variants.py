@@ -101,7 +101,7 @@ def test_mistakes_are_told_before_anything_runs(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--vary", "clap.compile=off", config="no.json") == 2
-    assert "no.json: No such file" in capsys.readouterr().err
+    assert "no.json: no such file" in capsys.readouterr().err
     assert run("--vary", "clap.compile=off", "--vary", "x") == 2
     assert "expected NAME=VALUE" in capsys.readouterr().err
     assert main([str(tmp_path / "config.json"), "--vary", "a=1", "--", "true"]) == 2

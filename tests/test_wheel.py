@@ -1,0 +1,186 @@
+"""The wheel: what is in it, and its commands in a folder that is no checkout but lies inside somebody else's repository."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from email.parser import Parser
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import micro_run
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs")
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+pytestmark = pytest.mark.end_to_end
+
+
+@dataclass
+class Installed:
+    """A wheel and where it is installed: by `pip install --target`, with every other package taken from this environment."""
+
+    wheel: Path
+    commit: str
+    source: Path
+    site: Path
+    work: Path
+
+    def call(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the working folder, with the wheel's own first on the path."""
+        path = f"{self.site / 'bin'}:{variables.pop('PATH', os.environ['PATH'])}"
+        environment = {**os.environ, "PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", **variables, "PATH": path}
+        return subprocess.run(command, cwd=self.work, capture_output=True, text=True, timeout=180, env=environment)
+
+
+def _repository(folder: Path) -> str:
+    """Make the folder a git repository with everything in it committed; the commit."""
+    git = ["git", "-C", str(folder), "-c", "user.name=test", "-c", "user.email=test@example.invalid"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "--allow-empty", "-m", str(folder)]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    root = tmp_path_factory.mktemp("wheel")
+    source, other = root / "source", root / "other"
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
+    for file in FILES:
+        shutil.copy(ROOT / file, source)
+    commit = _repository(source)
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), str(source))
+    (wheel,) = root.glob("*.whl")
+    (other / "work").mkdir(parents=True)
+    _pip("install", "--no-deps", "--no-compile", "--target", str(other / "site"), str(wheel))
+    _repository(other)
+    return Installed(wheel, commit, source, other / "site", other / "work")
+
+
+def test_holds_every_file_of_the_package_and_no_other_package(installed: Installed) -> None:
+    found = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
+    ours = {
+        str(Path(folder, name).relative_to(ROOT))
+        for folder, _, names in os.walk(ROOT / "clap_ds", followlinks=True)
+        for name in names
+        if "__pycache__" not in folder and not name.endswith(".md")
+    }
+    assert found == ours | {"clap_ds/commit.txt"}
+
+
+def test_source_archive_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=installed.source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(archive))
+    (wheel,) = tmp_path.glob("*.whl")
+    first, second = zipfile.ZipFile(installed.wheel), zipfile.ZipFile(wheel)
+    assert sorted(second.namelist()) == sorted(first.namelist())
+    assert second.read("clap_ds/commit.txt") == first.read("clap_ds/commit.txt") == f"{installed.commit}\n".encode()
+
+
+def test_declares_what_it_imports(installed: Installed) -> None:
+    declared = {
+        re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower().replace("_", "-")
+        for requirement in _metadata(installed.wheel).get_all("Requires-Dist") or []
+    }
+    owners = packages_distributions()
+    undeclared = {}
+    for path in (installed.site / "clap_ds").rglob("*.py"):
+        for name in _imported(path) - set(sys.stdlib_module_names) - {"clap_ds"}:
+            names = {owner.lower().replace("_", "-") for owner in owners.get(name, [name])}
+            if not names & declared:
+                undeclared[name] = str(path.relative_to(installed.site))
+    assert not undeclared
+
+
+def _metadata(wheel: Path) -> object:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names of all imports of a file, those inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed) -> None:
+    (installed.work / "micro.json").write_text(json.dumps(micro_run()))
+    result = installed.call("clap-bench", "--deepspeed_config", "micro.json")
+    assert result.returncode == 0, result.stderr
+    (run,) = (installed.work / "runs").glob("micro-*")
+    assert json.loads((run / "summary.json").read_text())["state"] == "completed"
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["git_commit"] == installed.commit
+    assert environment["versions"]["clap_ds"] == _metadata(installed.wheel)["Version"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        (["clap-flops", "--counters", "analytic", "--json", "--deepspeed_config", "htsat_tiny"], 0, '"text_tokens": 77'),
+        (["clap-train", "--deepspeed_config", "htsat_base"], 2, "htsat_base.json: clap.train: missing samples or epochs"),
+        (["clap-evaluate", "none", "--deepspeed_config", "htsat_base"], 2, "htsat_base.json has no clap.evaluation"),
+        (["clap-bench", "--deepspeed_config", "htsat_tny"], 2, "htsat_tny: no such file; did you mean 'htsat_tiny'?"),
+        (["clap-train", "--deepspeed_config", "mine"], 2, "packaged configurations: htsat_base, htsat_base_amp, htsat_tiny"),
+        (["clap-sites", "check", "generic"], 0, ""),
+    ],
+    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites"],
+)  # fmt: skip
+def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, told: str) -> None:
+    result = installed.call(*command)
+    output = result.stdout + result.stderr
+    assert result.returncode == code, output
+    assert told in output
+    assert "Traceback" not in output
+
+
+def test_sweep_runs_its_jobs_in_the_working_folder(installed: Installed) -> None:
+    """SLURM's part is played: `sbatch` only answers, then the script runs from a copy elsewhere, and `srun` on this host."""
+    programs = {
+        "sbatch": "echo 7",
+        "srun": 'while :; do case $1 in --nodelist) shift 2 ;; --*) shift ;; *) exec "$@" ;; esac; done',
+    }
+    bin_folder = installed.work / "bin"
+    bin_folder.mkdir()
+    for name, script in programs.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_folder / name).chmod(0o755)
+    quick = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
+    (installed.work / "quick.json").write_text(json.dumps(micro_run(clap={"bench": quick})))
+    slurm = {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    submitted = installed.call("clap-sweep", "--config", "quick.json", "--gpus", "1", "--launcher", "srun", **slurm)
+    assert submitted.returncode == 0, submitted.stderr
+    (script_file,) = (installed.work / "runs" / "sweeps").glob("quick-*/n001.sbatch")
+    copy = installed.work.parent / "slurm_script"
+    copy.write_text(script_file.read_text())
+    slurm |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": os.uname().nodename, "SLURMD_NODENAME": os.uname().nodename}
+    job = installed.call("bash", str(copy), **slurm)
+    assert job.returncode == 0, job.stdout + job.stderr
+    told = json.loads((script_file.parent / "n001" / "job.json").read_text())
+    assert told["state"] == "completed"
+    assert Path(told["run_directory"]).parent == script_file.parent / "runs"
