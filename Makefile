@@ -1,6 +1,7 @@
 # make bench       the main job on what this machine has
 # make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes)
 # make test        lint, unit tests and end-to-end tests
+# make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
 # make lint        ruff and mypy
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
 # make gpu-check   GPU tests and benchmarks of one GPU, kept under results/
@@ -10,7 +11,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := bench
-.PHONY: bench train-demo test lint unit end-to-end report gpu-check wheelhouse clean
+.PHONY: bench train-demo test test-processors lint unit end-to-end report gpu-check wheelhouse clean
 
 ifdef PYTHON
 BIN := $(dir $(shell command -v $(PYTHON)))
@@ -60,6 +61,9 @@ end-to-end: $(READY)
 
 test: lint $(READY)
 	$(PYTEST) -m 'not gpu' --durations 15 tests
+
+test-processors: $(READY)
+	$(PYTHON) .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }

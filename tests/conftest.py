@@ -22,7 +22,7 @@ from tests.ranks import RankPool  # noqa: E402
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several workers (`--dist loadgroup`): a module's tests, and all of the cluster's, run on one; the longest start first."""
+    """For several workers (`--dist loadgroup`): a module's tests run on one, the cluster's too; the longest start first."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group("cluster" if _on_cluster(item) else item.nodeid.split("::")[0]))
     items.sort(key=lambda item: (not _on_cluster(item), item.get_closest_marker("end_to_end") is None))

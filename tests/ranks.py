@@ -72,7 +72,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if grouped:
         from clap_ds import distributed

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,6 +175,19 @@ def test_no_home(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_library_without_the_kernels(source: Path) -> None:
     source.write_text("\n")
     assert "clap_request_amx" in reason()
+
+
+def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a machine: what is made is kept where a run looks for it."""
+    monkeypatch.delenv("CXX", raising=False)
+    targets = [*(flag for flag in library.FLAGS if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
+    if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
+        pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
+    made = library._build().read_bytes()
+    modules = "".join(path.read_text() for path in library.HERE.parent.rglob("*.py"))
+    names = set(re.findall(r'kernel\(\s*"(clap_\w+)"', modules))
+    assert len(names) > 5
+    assert not [name for name in names if f"\0{name}\0".encode() not in made]
 
 
 def test_kernel_that_refuses_tiles(source: Path) -> None:

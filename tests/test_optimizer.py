@@ -14,10 +14,9 @@ from clap_ds.adamw_native import native_adamw, supports
 from clap_ds.engine import takes_flat_adamw
 from clap_ds.optimizer import FlatAdamW
 from clap_ds.settings import load_run
+from tests.kernels import needs_amx
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-
-needs_kernels = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
 
 
 def masters() -> list[torch.nn.Parameter]:
@@ -108,7 +107,7 @@ def assert_same(ours: Trained, reference: Trained) -> None:
             torch.testing.assert_close(mine_state[key][name], value, rtol=2e-6, atol=1e-7)
 
 
-@needs_kernels
+@needs_amx
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float, dtype: torch.dtype) -> None:
@@ -121,7 +120,7 @@ def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float, 
     assert_same(ours, reference)
 
 
-@needs_kernels
+@needs_amx
 @pytest.mark.parametrize("native_first", [True, False])
 def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPatch, native_first: bool) -> None:
     first, second, reference = Trained(), Trained(), Trained()
@@ -139,7 +138,7 @@ def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPat
     assert_same(second, reference)
 
 
-@needs_kernels
+@needs_amx
 def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
     ours, plain = masters(), masters()
     low = [torch.zeros(100, dtype=torch.bfloat16), torch.zeros(7)]
@@ -156,7 +155,7 @@ def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
         assert torch.equal(copied, p.detach().to(copied.dtype))
 
 
-@needs_kernels
+@needs_amx
 def test_native_step_of_many_parameters_at_any_address() -> None:
     torch.manual_seed(0)
     sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]
@@ -180,7 +179,7 @@ def test_native_step_of_many_parameters_at_any_address() -> None:
         assert torch.equal(rounded, q.bfloat16())
 
 
-@needs_kernels
+@needs_amx
 def test_what_the_native_step_takes() -> None:
     low, fp32 = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)
     assert supports(low, low, fp32)

@@ -10,6 +10,7 @@ import torch
 
 from clap_ds.measure import cost_table, peers
 from clap_ds.model.config import load_preset
+from tests.kernels import needs_amx
 
 SMALL = ["--preset", "micro", "--micro-batch", "3", "--text-tokens", "12", "--rounds", "2", "--device", "cpu"]
 
@@ -54,9 +55,7 @@ def test_ratios_are_the_peers_time_over_ours_round_by_round() -> None:
         peers.MasterAdamW,
         pytest.param(
             peers.NativeMasterAdamW,
-            marks=pytest.mark.skipif(
-                not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)"
-            ),
+            marks=needs_amx,
         ),
     ],
 )

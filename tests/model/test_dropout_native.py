@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from clap_ds.model.dropout_native import native_dropout
+from tests.kernels import needs_amx
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+pytestmark = needs_amx
 
 
 def test_what_is_not_a_number_stays_even_where_dropped() -> None:

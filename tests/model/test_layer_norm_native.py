@@ -15,8 +15,9 @@ from clap_ds.model.layer_norm_native import (
     native_layer_norm_residual,
     supports,
 )
+from tests.kernels import needs_amx
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+pytestmark = needs_amx
 
 EPS = 1e-5
 SHAPES = [(1, 16), (7, 96), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096), (2, 3, 11, 48)]

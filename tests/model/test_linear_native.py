@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.model.linear_native import _Linear, _Mlp, native_linear, native_mlp, supports
+from tests.kernels import needs_amx
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+pytestmark = needs_amx
 
 SHAPES = [
     *((1, 32, 32), (31, 64, 96), (33, 96, 64)),  # fewer rows than a block, one more than one

@@ -15,8 +15,9 @@ from clap_ds.model.htsat import HTSAT
 from clap_ds.model.packed import pack
 from clap_ds.model.text import TextTower
 from clap_ds.native import library
+from tests.kernels import needs_amx
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+pytestmark = needs_amx
 
 DEMO = load_preset("demo")
 LENGTHS = torch.tensor([24, 3, 17, 1])

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from clap_ds.model import segment_attention_native as native
 from clap_ds.model.segment_attention_native import Segments, segments_of_packed, segments_of_padded
+from tests.kernels import needs_amx
 
 # Where there are matrix units, a library that doesn't compile fails.
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+pytestmark = needs_amx
 
 HEADS = 3
 Attention = Callable[[Tensor, Tensor, Tensor, int, Segments, float], Tensor]

@@ -13,8 +13,7 @@ from clap_ds.model.swin import shifted_window_mask
 from clap_ds.model.window_attention import Kernel, attend_windows, resolve_kernel
 from clap_ds.model.window_attention_native import native_window_attention, supports
 from clap_ds.native import library
-
-needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix units (AMX)")
+from tests.kernels import needs_amx
 
 STAGES = [(64, 4), (32, 8), (16, 16), (8, 32)]
 CASES = [
