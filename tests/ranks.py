@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import random
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clap_ds.rendezvous import free_port
+
+__all__ = ["RankPool", "free_port", "in_group_of"]
 TIMEOUT_S = 180
-
-
-def free_port() -> int:
-    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
-    draw = random.SystemRandom()
-    for _ in range(100):
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.randrange(20000, 32000)  # by default the kernel's own begin at 32768
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port among a hundred")
 
 
 class RankPool:
