@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
+from clap_ds import accelerator
 from clap_ds.rendezvous import (
     PortTakenError,
     UnreachableError,
@@ -135,12 +136,13 @@ def initialize(
         first use).
 
     Raises:
-        UserError: the host has fewer GPUs than local ranks, or the port to meet at is taken.
+        UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
+    device = _choose_device(ranks)
+
     import deepspeed
     import torch
 
-    device = _choose_device(ranks)
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
@@ -176,10 +178,25 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
+def choose_accelerator() -> Literal["cuda", "cpu"]:
+    """GPU or CPU, for this process and for DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
+
+    Raises:
+        UserError: there is a GPU that torch can't use.
+    """
+    try:
+        chosen = accelerator.choose()
+    except accelerator.UnusableGpuError as error:
+        raise UserError(str(error)) from None
+    if chosen == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return chosen
+
+
 def _choose_device(ranks: Ranks) -> torch.device:
     import torch
 
-    if not torch.cuda.is_available():
+    if choose_accelerator() == "cpu":
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise UserError(
