@@ -103,7 +103,7 @@ def evaluate(*options: str, launcher: str = "python") -> subprocess.CompletedPro
     """On two ranks, unless by plain python."""
     port = [] if launcher == "python" else [str(free_port())]
     command = [sys.executable, *LAUNCHERS[launcher], *port, "clap_ds/evaluate.py", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
 
 
