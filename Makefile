@@ -1,3 +1,4 @@
+# make setup       .venv, with the exact versions of constraints.txt
 # make bench       the main job on what this machine has
 # make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes)
 # make test        lint, unit tests and end-to-end tests
@@ -11,7 +12,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := bench
-.PHONY: bench train-demo test test-processors lint unit end-to-end report gpu-check wheelhouse clean
+.PHONY: setup bench train-demo test test-processors lint unit end-to-end report gpu-check wheelhouse clean
 
 ifdef PYTHON
 BIN := $(dir $(shell command -v $(PYTHON)))
@@ -23,18 +24,24 @@ READY := .venv/.ready
 endif
 
 .venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/__init__.py
-	@echo "setting up .venv (once)"
-	test -x .venv/bin/python || $${BASE_PYTHON:-python3} -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
-	touch $@
+	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
+	@test -x .venv/bin/python || $${BASE_PYTHON:-python3} -m venv .venv
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
+	@touch $@
+
+setup: $(READY)
+
+# DeepSpeed's launcher without its page of lines, and on a port of its own, so that two runs don't meet. Errors are still told.
+PORT = $(PYTHON) -c 'from clap_ds.rendezvous import free_port; print(free_port())'
+LAUNCH = $(PYTHON) -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
 
 bench: $(READY)
-	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then \
-	    set -x; $(PYTHON) -m deepspeed.launcher.runner clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json; \
-	else \
-	    set -x; $(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json; \
-	fi
+	@case "$$($(PYTHON) -m clap_ds.accelerator)" in \
+	cuda) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
+	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
+	*) exit 2 ;; \
+	esac; echo "deepspeed $$*"; $(LAUNCH) "$$@"
 
 SOUNDS := -m clap_ds.data.sounds
 DEMO := runs/train_demo_data
@@ -43,7 +50,7 @@ train-demo: $(READY)
 	rm -rf $(DEMO) runs/train_demo-checkpoints
 	$(PYTHON) $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
 	$(PYTHON) $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
-	$(PYTHON) -m deepspeed.launcher.runner --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
+	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -15,9 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from clap_ds.rendezvous import UnreachableError, adopt_slurm_step, meet, set_collective_timeout
+from clap_ds import accelerator
+from clap_ds.rendezvous import (
+    PortTakenError,
+    UnreachableError,
+    adopt_slurm_step,
+    free_port,
+    meet,
+    set_collective_timeout,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -128,15 +136,16 @@ def initialize(
         first use).
 
     Raises:
-        UserError: the host has fewer GPUs than local ranks.
+        UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
+    device = _choose_device(ranks)
+
     import deepspeed
     import torch
 
-    device = _choose_device(ranks)
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
     if device.type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
@@ -147,7 +156,10 @@ def initialize(
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
-        meet(ranks.rank, ranks.world_size, backend)
+        try:
+            meet(ranks.rank, ranks.world_size, backend)
+        except PortTakenError as error:
+            raise AgreedError(str(error)) from None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     set_collective_timeout(collective_timeout_s)
     return device
@@ -166,10 +178,25 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
+def choose_accelerator() -> Literal["cuda", "cpu"]:
+    """GPU or CPU, for this process and for DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
+
+    Raises:
+        UserError: there is a GPU that torch can't use.
+    """
+    try:
+        chosen = accelerator.choose()
+    except accelerator.UnusableGpuError as error:
+        raise UserError(str(error)) from None
+    if chosen == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return chosen
+
+
 def _choose_device(ranks: Ranks) -> torch.device:
     import torch
 
-    if not torch.cuda.is_available():
+    if choose_accelerator() == "cpu":
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -178,12 +205,6 @@ def _choose_device(ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(ranks.local_rank)
     return torch.device("cuda", ranks.local_rank)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def agree(problem: str | None) -> None:

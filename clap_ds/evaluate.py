@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from pydantic import ValidationError
 
-from clap_ds.distributed import Ranks, UserError, check_hostfile, run_command
+from clap_ds.distributed import Ranks, UserError, check_hostfile, choose_accelerator, run_command
 from clap_ds.model.config import preset_names
 from clap_ds.settings import RunSettings, load_run
 from clap_ds.settings_train import EvaluationSettings
@@ -91,6 +91,7 @@ def main(ranks: Ranks) -> None:
         check_hostfile(arguments.hostfile, ranks)
 
     # Loading torch takes seconds: only for an evaluation that can start.
+    choose_accelerator()
     from clap_ds.evaluation.command import Options, evaluate_checkpoint
 
     options = Options(

@@ -7,7 +7,10 @@ to `clap_ds.distributed`. Top-level imports stay light.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import random
 import socket
 from datetime import timedelta
 
@@ -17,6 +20,25 @@ CONNECT_S = 45.0
 
 class UnreachableError(RuntimeError):
     """A rank or its host can't be reached; the message names it."""
+
+
+class PortTakenError(RuntimeError):
+    """Something else, perhaps another run, listens where this run's ranks were to meet."""
+
+
+def free_port() -> int:
+    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then.
+
+    Raises:
+        OSError: a hundred ports in turn are taken.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            port = draw.randrange(20000, 32000)  # by default the kernel's own begin at 32768
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, "no free port among a hundred between 20000 and 32000")
 
 
 def adopt_slurm_step() -> None:
@@ -57,6 +79,7 @@ def meet(rank: int, world_size: int, backend: str) -> None:
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
+        PortTakenError: something else listens at the address; on the ranks that notice.
     """
     import torch.distributed as dist
 
@@ -67,6 +90,8 @@ def meet(rank: int, world_size: int, backend: str) -> None:
         store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
+        if not _is_of_this_job(store, rank, limit):
+            raise PortTakenError(_taken(address, port))
         store.set(f"clap/host/{rank}", socket.gethostname())
         problem = _gather(store, world_size, limit) if rank == 0 else ""
         if rank == 0:
@@ -74,7 +99,11 @@ def meet(rank: int, world_size: int, backend: str) -> None:
         else:
             store.wait(["clap/problem"], limit * 1.2)
             problem = store.get("clap/problem").decode()
+    except PortTakenError:
+        raise
     except RuntimeError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise PortTakenError(_taken(address, port)) from None
         reason = str(error).splitlines()[0]
         raise UnreachableError(
             f"{here} can't reach rank 0 at {address}:{port} within {CONNECT_S:.0f} s: {reason}"
@@ -85,6 +114,26 @@ def meet(rank: int, world_size: int, backend: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
+
+
+def _taken(address: str, port: int) -> str:
+    return (
+        f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
+        " give the launcher a free one by --master_port"
+    )
+
+
+def _is_of_this_job(store: object, rank: int, limit: timedelta) -> bool:
+    """Whether rank 0 is one of ours, as far as jobs can be told apart: of two runs that start at once on one port, the later
+    one's ranks would meet the earlier one's rank 0, and break both."""
+    job = os.environ.get("CLAP_JOB", "")
+    if not job and os.environ.get("CROSS_SIZE") == "1":
+        job = str(os.getppid())  # DeepSpeed's launcher on a single host is the parent of all ranks
+    if rank == 0:
+        store.set("clap/job", job)  # type: ignore[attr-defined]
+        return True
+    store.wait(["clap/job"], limit)  # type: ignore[attr-defined]
+    return bool(store.get("clap/job").decode() == job)  # type: ignore[attr-defined]
 
 
 def _gather(store: object, world_size: int, limit: timedelta) -> str:

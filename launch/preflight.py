@@ -2,9 +2,9 @@
 
     python launch/preflight.py --site jupiter [--launcher srun] [--megabytes 315] [--no_ranks]
 
-Asks every host for its clock, code, versions, GPUs, disk, limits and ports, and compares; then has all ranks all-reduce
-a buffer of the gradient's size, checks the sum, and measures each host's links. A table; the exit code is 1 when
-something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
+Asks every host for its clock, code, versions, GPUs and driver, compilers, disk, limits and ports, and compares; then
+has all ranks all-reduce a buffer of the gradient's size, checks the sum, and measures each host's links. A table; the
+exit code is 1 when something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
 `preflight_host.py` and the ranks' to `preflight_rank.py`.
 """
 
@@ -28,6 +28,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from clap_ds.accelerator import OLDEST_DRIVER, is_too_old
 from clap_ds.launch.agents import this_host
 from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
 from clap_ds.launch.launchers import master_port
@@ -93,8 +94,10 @@ def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, throug
         return dict(zip(hosts, pool.map(ask, hosts), strict=True))
 
 
-def judge_hosts(answers: dict[str, dict[str, Any]], slots: dict[str, int], report: Report) -> None:
-    """Compare the hosts with each other and with what a run needs."""
+def judge_hosts(
+    answers: dict[str, dict[str, Any]], slots: dict[str, int], report: Report, *, on_cpu: bool = False
+) -> None:
+    """Compare the hosts with each other and with what a run needs, on their GPUs unless `on_cpu`."""
     for host, answer in answers.items():
         report.put(host, "reachable", "no" if "error" in answer else "yes")
         if "error" in answer:
@@ -113,6 +116,8 @@ def judge_hosts(answers: dict[str, dict[str, Any]], slots: dict[str, int], repor
     _compare(there, "gpu", kinds, report)
     for host, answer in there.items():
         _judge_host(host, answer, slots[host], report)
+        if answer["has_gpu"] and not on_cpu:
+            _judge_gpu_software(host, answer, report)
 
 
 def _compare(there: dict[str, Any], what: str, values: dict[str, str], report: Report, shown: bool = True) -> None:
@@ -150,6 +155,21 @@ def _judge_host(host: str, answer: dict[str, Any], slots: int, report: Report) -
         report.warnings.append(f"{host}: ulimit -l is {answer['locked_memory']} bytes; InfiniBand needs it unlimited")
     if not answer["port_free"]:
         report.problems.append(f"{host}: the port for rank 0 is taken")
+
+
+def _judge_gpu_software(host: str, answer: dict[str, Any], report: Report) -> None:
+    torch, cuda, driver = answer["versions"]["torch"], answer["torch_cuda"], answer["driver"]
+    if torch and cuda is None:
+        report.problems.append(f"{host}: torch {torch} is built without CUDA, and the host has a GPU")
+    elif driver is None:
+        report.problems.append(f"{host}: there is a GPU, but no NVIDIA driver is running")
+    elif cuda and is_too_old(driver, cuda):
+        # Not surely a problem: a cuda-compat module makes up for it. The ranks will tell.
+        oldest = OLDEST_DRIVER[int(cuda.partition(".")[0])]
+        report.warnings.append(f"{host}: driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}")
+    for what, is_there in answer["compilers"].items():
+        if not is_there:
+            report.warnings.append(f"{host}: no {what}: Triton (clap.compile, clap.model.attention 'triton') needs it")
 
 
 def run_ranks(
@@ -232,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     report = Report()
     through = "ssh" if launcher == "pdsh" else "srun"
     answers = ask_hosts(hosts, site.interpreter(), site.run_root, port, through=through)
-    judge_hosts(answers, dict(zip(hosts, slots, strict=True)), report)
+    on_cpu = rank_environment(site, dict(os.environ)).get("DS_ACCELERATOR") == "cpu"
+    judge_hosts(answers, dict(zip(hosts, slots, strict=True)), report, on_cpu=on_cpu)
     if not report.problems and not arguments.no_ranks:
         run_ranks(arguments, hosts, slots, site.interpreter(), launcher, report)
     print(report.format())

@@ -1,5 +1,5 @@
-"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk, limits
-and ports.
+"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs and driver, compilers,
+disk, limits and ports.
 
 Standard library only, and torch is not imported: versions come from the installed packages' metadata.
 """
@@ -14,13 +14,19 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
-PACKAGE = next(folder / "clap_ds" for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
+if __package__ in (None, ""):
+    # By its path, as job scripts start it: of a checkout or of an installed package.
+    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
+
+from clap_ds.accelerator import are_there, driver_version, nvidia_smi, torch_cuda
+from clap_ds.places import PACKAGE
+
 PACKAGES = ("torch", "torchaudio", "deepspeed", "transformers", "pydantic", "webdataset")
 
 
@@ -44,14 +50,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def gpus() -> list[str]:
-    """Name, memory and driver of each GPU, as nvidia-smi tells; empty where there is none."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        shown = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in shown.splitlines() if line.strip()]
+def compilers() -> dict[str, bool]:
+    """Whether there is what Triton compiles its launchers with, at the first use of each kernel."""
+    compiler = os.environ.get("CC") or "gcc"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return {"C compiler": bool(shutil.which(compiler) or shutil.which("clang")), "Python.h": header.exists()}
 
 
 def free_bytes(folder: str) -> int | None:
@@ -83,7 +86,11 @@ def main() -> None:
         "time": now,
         "code": code_digest(),
         "versions": versions(),
-        "gpus": gpus(),
+        "gpus": nvidia_smi(),
+        "has_gpu": are_there(),
+        "driver": driver_version(),
+        "torch_cuda": torch_cuda()[1],
+        "compilers": compilers(),
         "free_bytes": {folder: free_bytes(folder) for folder in (run_root, "/tmp")},
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clap_ds.rendezvous import free_port
 from tests.processes import warm_context
 
+__all__ = ["RankPool", "free_port", "in_group_of"]
 TIMEOUT_S = 180
-
-
-def free_port() -> int:
-    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
-    draw = random.SystemRandom()
-    # By default the kernel's own begin at 32768. Workers side by side (pytest-xdist's gw0, gw1, …) have ranges of their own.
-    first = 20000 + 2000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 6)
-    for _ in range(100):
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.randrange(first, first + 2000)
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port among a hundred")
 
 
 class RankPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -84,3 +85,48 @@ def test_missing_first_rank_is_named_with_its_address() -> None:
     process = _start(1, 2, port)
     assert process.wait() == 1
     assert f"rank 1 can't reach rank 0 at 127.0.0.1:{port} within 4 s" in process.stderr
+
+
+@pytest.mark.end_to_end
+def test_taken_port_is_told_once_with_the_option_that_chooses_another() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port()))
+        other.listen()
+        port = other.getsockname()[1]
+        process = _start(0, 2, port)
+        assert process.wait() == 2
+    assert process.stderr.startswith(f"error: port {port} of 127.0.0.1, where the ranks are to meet, is taken")
+    assert "--master_port" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+JOB_OF_TWO = """
+import os, sys
+from clap_ds import rendezvous
+rendezvous.CONNECT_S = 30.0
+try:
+    rendezvous.meet(int(os.environ["RANK"]), 2, "gloo")
+except rendezvous.PortTakenError as error:
+    print(error)
+else:
+    print("met")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def _start_of_job(job: str, rank: int, port: int) -> Command:
+    variables = {"CLAP_JOB": job, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return Command(["-c", JOB_OF_TWO], env={**os.environ, **variables})
+
+
+@pytest.mark.end_to_end
+def test_rank_of_another_job_on_the_same_port_stays_out() -> None:
+    port = free_port()
+    first = _start_of_job("1", 0, port)
+    stranger = _start_of_job("2", 1, port)
+    stranger.wait()  # before the place it would have taken is
+    second = _start_of_job("1", 1, port)
+    assert stranger.stdout.startswith(f"port {port} of 127.0.0.1, where the ranks are to meet, is taken")
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert [first.stdout, second.stdout] == ["met\n", "met\n"]

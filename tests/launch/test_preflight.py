@@ -14,6 +14,7 @@ def _answer(**changes: Any) -> dict[str, Any]:
     usual = {
         "skew_s": 0.0, "code": "abc", "versions": {"python": "3.11.7", "torch": "2.13.0"}, "gpus": ["H100, 81559 MiB, 570"] * 4,
         "free_bytes": {"runs": 10**12, "/tmp": 10**11}, "open_files": 65536, "locked_memory": -1, "port_free": True,
+        "has_gpu": True, "driver": "580.65.06", "torch_cuda": "13.0", "compilers": {"C compiler": True, "Python.h": True},
     }  # fmt: skip
     return {**usual, **changes}
 
@@ -42,6 +43,8 @@ def test_nothing_to_say() -> None:
         ({"skew_s": -1.5}, "n2: the clock is off by -1.5 s"),
         ({"free_bytes": {"runs": 10**9, "/tmp": 10**11}}, "n2: 1.0 GB free for runs"),
         ({"port_free": False}, "n2: the port for rank 0 is taken"),
+        ({"torch_cuda": None}, "n2: torch 2.13.0 is built without CUDA, and the host has a GPU"),
+        ({"driver": None}, "n2: there is a GPU, but no NVIDIA driver is running"),
         ({"error": "No route to host"}, "n2 can't be reached: No route to host"),
     ],
 )
@@ -56,6 +59,29 @@ def test_limits_are_warnings() -> None:
     assert report.problems == []
     assert ["ulimit -n" in report.warnings[0], "ulimit -l" in report.warnings[1]] == [True, True]
     assert _judge(open_files=-1).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"driver": "550.54.15"}, "n2: driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580"),
+        ({"compilers": {"C compiler": False, "Python.h": True}}, "n2: no C compiler: Triton ("),
+        ({"compilers": {"C compiler": True, "Python.h": False}}, "n2: no Python.h: Triton ("),
+    ],
+)
+def test_what_the_ranks_will_tell_for_sure_is_a_warning(changes: dict[str, Any], warning: str) -> None:
+    report = _judge(**changes)
+    assert report.problems == []
+    assert len(report.warnings) == 1
+    assert report.warnings[0].startswith(warning)
+
+
+def test_software_for_gpus_matters_only_where_they_are_used() -> None:
+    answer = _answer(driver=None, torch_cuda=None, compilers={"C compiler": False, "Python.h": False})
+    for answers, on_cpu in (({"n1": answer}, True), ({"n1": answer | {"has_gpu": False, "gpus": []}}, False)):
+        report = Report()
+        judge_hosts(answers, {"n1": 4}, report, on_cpu=on_cpu)
+        assert (report.problems, report.warnings) == ([], [])
 
 
 def test_hosts_without_any_answer() -> None:

@@ -20,7 +20,7 @@ TRAIN = "clap_ds/train.py"
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
 
 
 def deepspeed_launcher() -> list[str]:
