@@ -56,6 +56,10 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     result = _bench(config, launcher)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
+    # What a launcher says is its own; the ranks say nothing but what the run is, how far it got and what came of it.
+    said = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+    assert launcher == "deepspeed" or said[0].startswith("run directory: "), said[:3]
+    assert not any("WARNING" in line for line in said if launcher != "deepspeed"), said
 
     summary = _summary(config)
     assert summary["state"] == "completed"
