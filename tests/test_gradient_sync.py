@@ -75,8 +75,8 @@ SLOW = pytest.mark.end_to_end
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "compiled" else ()) for name in CASES])
 def test_same_weights_as_deepspeeds_own_reduction(two_ranks: RankPool, name: str) -> None:
-    for difference in two_ranks.run(_largest_difference, *CASES[name]):
-        assert difference <= 1e-5
+    # Exactly: the engine is the same otherwise, a sum of two has one order, and every factor here is a power of two.
+    assert two_ranks.run(_largest_difference, *CASES[name]) == [0.0, 0.0]
 
 
 def _resumed() -> tuple[list[float], list[float], bool]:

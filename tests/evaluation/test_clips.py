@@ -33,9 +33,9 @@ def test_clips_are_listed_in_order_with_all_captions(write_clips: WriteClips) ->
     clips, broken = list_clips(write_clips(2, 1))
     assert [clip.key for clip in clips] == ["0000", "0001", "0002"]
     assert [clip.captions for clip in clips] == [
-        ["a hum number 0", "hum again"],
+        ["a hum number 0", "hum again, 0"],
         ["a click number 1"],
-        ["a hiss number 2", "hiss again"],
+        ["a hiss number 2", "hiss again, 2"],
     ]
     assert [classes_of(clip, "kind") for clip in clips] == [["hum"], ["click"], ["hiss"]]
     assert not broken

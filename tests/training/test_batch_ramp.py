@@ -49,4 +49,5 @@ def _differences(sync: str, accumulation: str) -> list[float]:
 @pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
 def test_weights_follow_plain_torch_through_a_ramp(two_ranks: RankPool, sync: str, accumulation: str) -> None:
     for differences in two_ranks.run(_differences, sync, accumulation):
-        assert max(differences) < 1e-5
+        # Weights of size 1 are stepped four times, by gradients that are the same but for fp32's rounding.
+        assert max(differences) < 32 * torch.finfo(torch.float32).eps

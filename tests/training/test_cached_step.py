@@ -19,7 +19,9 @@ from tests.training import reference_steps as reference
 
 NUM_MICRO = 3
 NUM_STEPS = 3  # the first is reduced by DeepSpeed, the others by torch's reducer
-TOLERANCE = 1e-5
+TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
+"""Of the largest gradient. Sums over rows are taken in another order, in every product from the loss to the mel bins and back,
+and logits are 14 times as far off as similarities: 10 to 33 roundings are found, where a wrong gradient is off by 10⁶."""
 CACHED = {
     "train": {"accumulation": "cached"},
     "gradient_accumulation_steps": NUM_MICRO,
