@@ -63,6 +63,9 @@ TABLE = {
     ),
     "python launch/sweep.py status runs/sweeps/htsat_tiny-…": SWEEP,
     "python launch/sweep.py resume runs/sweeps/htsat_tiny-…": SWEEP,
+    "pip install --no-index --find-links wheelhouse 'clap-ds[train,analysis]'": (
+        "tests/test_wheelhouse.py::test_installs_and_runs_without_an_index"
+    ),
     "deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json": LOAD,
     "sbatch --nodes=8 --gres=gpu:4 launch/train.sbatch --site mine --config my_run.json": (
         "tests/cluster/test_training_on_cluster.py::test_a_job_told_to_stop_saves_and_the_next_one_goes_on"
