@@ -41,7 +41,7 @@ TABLE = {
     "make bench": "tests/test_accelerator.py::test_make_bench_on_the_cpus",
     "make test": BY_HAND,
     "python3 -m venv .venv": BY_HAND,
-    ".venv/bin/pip install torch==2.13.0 torchaudio==2.11.0 --index-url https://download.pytorch.org/whl/cu126": BY_HAND,
+    ".venv/bin/pip install torch==2.13.0 torchaudio==2.11.0 --index-url URL": BY_HAND,
     "make setup": BY_HAND,
     "make setup && source .venv/bin/activate": BY_HAND,
     "deepspeed --hostfile H clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json": LOAD,
