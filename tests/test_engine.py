@@ -11,16 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from clap_ds.data.batch import build_batches
-from clap_ds.engine import ClapEngine, NonFiniteLossError, parameter_groups
-from clap_ds.loss import SoftmaxLoss
+from clap_ds.engine import ClapEngine, NonFiniteLossError
 from clap_ds.measure.clock import PhaseTimer
 from clap_ds.model.clap import ClapModel
 from clap_ds.settings import RunSettings, load_run
 from clap_ds.training.engine_state import master_weights
 from tests.conftest import micro_run
+from tests.plain_ddp import PlainDDP
 from tests.ranks import RankPool
 
 NUM_STEPS = 10
@@ -97,56 +96,6 @@ def _engine(run: RunSettings, mutation: str) -> ClapEngine:
     return engine
 
 
-class _Plain:
-    """Torch's DistributedDataParallel and AdamW; in bf16 with fp32 master weights kept by hand."""
-
-    def __init__(self, run: RunSettings, precision: str) -> None:
-        self.precision, self.accumulation = precision, run.gradient_accumulation_steps
-        self.model = _model(run).to(DEVICE)
-        if precision == "bf16":
-            self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast
-        groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model)]
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
-        self.optimizer = torch.optim.AdamW(
-            [{**group, "params": [self.masters[names[id(p)]] for p in group["params"]]} for group in groups],
-            **OPTIMIZER["params"],
-        )
-        self.ddp = DistributedDataParallel(self.model)
-        if precision == "bf16":
-            self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed, too, sends the few fp32 gradients as bf16
-        self.loss = SoftmaxLoss(torch.bfloat16 if precision == "bf16" else torch.float32)
-
-    def step(self, batches: Any) -> float:
-        total = 0.0
-        for micro_step in range(self.accumulation):
-            batch = next(batches)
-            self.ddp.require_backward_grad_sync = micro_step == self.accumulation - 1
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.precision == "autocast"):
-                features = self.ddp(*batch.tensors())
-            loss = self.loss(*features)
-            (loss / self.accumulation).backward()
-            total += float(loss.detach()) / self.accumulation
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            self.masters[name].grad, parameter.grad = parameter.grad.float(), None
-        self.optimizer.step()
-        self.take(self.masters)
-        return total
-
-    @torch.no_grad()
-    def take(self, weights: dict[str, Tensor]) -> None:
-        """Go on from these fp32 weights."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.masters[name].copy_(weights[name]))
-
-
-def _send_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    gradients = bucket.buffer()
-    work = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
-    return work.then(lambda future: gradients.copy_(future.value()[0] / dist.get_world_size()))
-
-
 def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
     """Largest difference in units of fp32's rounding of values at least as large as `smallest`."""
     return float(((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max())
@@ -161,7 +110,7 @@ def _difference(precision: str, accumulation: int, sync: str, mutation: str = ""
     """
     fused_adam = "deepspeed" if "FusedAdam" in mutation else "torch"
     run = _settings(precision, accumulation, sync, fused_adam=fused_adam)
-    engine, plain = _engine(run, mutation), _Plain(run, precision)
+    engine, plain = _engine(run, mutation), PlainDDP(run, _model(run).to(DEVICE), precision, OPTIMIZER["params"])
     batches, plain_batches = _batches(run), _batches(run)
     timer = PhaseTimer(DEVICE, instrumented=False)
     found = []

@@ -62,7 +62,7 @@ def test_it_goes_on_on_another_number_of_ranks(
     before, after = (two_ranks, one_rank) if saved_on == 2 else (one_rank, two_ranks)
     expected = before.run(ranks.train_and_save, str(tmp_path), precision)[0]
     for gone_on, fresh in after.run(ranks.load_and_train, str(tmp_path), precision):
-        # Sums over 3 or 6 rows: roundings of 2⁻²³ in fp32 (2 are found), of 2⁻⁷ in bf16, in similarities near 0 (4e-3 found).
+        # Sums over 3 rows or 6: in fp32 2 roundings of 2⁻²³ are found, in bf16 half a one of 2⁻⁷, four steps add theirs.
         tolerance = 1e-5 if precision == "fp32" else 3e-2
         assert gone_on == pytest.approx(expected, rel=tolerance)
         assert fresh != pytest.approx(expected, rel=2 * tolerance)
