@@ -152,6 +152,7 @@ def _become(
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # the platform's, where this process's own would be handed down
 
     import torch
 
