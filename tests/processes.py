@@ -19,6 +19,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from clap_ds.rendezvous import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 180
 
@@ -113,6 +115,23 @@ class Command:
     @property
     def stderr(self) -> str:
         return self._stderr.read_text()
+
+
+def ranks(
+    arguments: Sequence[str | Path],
+    world_size: int,
+    *,
+    env: Mapping[str, str],
+    constants: Mapping[str, object] | None = None,
+) -> list[Command]:
+    """A command on every rank of this machine, as launchers start it. None of them ends the others when one has ended."""
+    port = str(free_port())
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        Command(arguments, env={**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, constants=constants)
+        for rank in range(world_size)
+    ]
 
 
 def run(

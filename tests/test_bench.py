@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.ranks import free_port
-from tests.training.training_commands import environment, make_sounds, shard_data
+from tests.training.training_commands import RunningRanks, environment, make_sounds, shard_data
 
 BENCH = "clap_ds/bench.py"
 WriteRun = Callable[..., Path]
@@ -32,11 +32,16 @@ def _launcher(name: str) -> list[str]:
     }[name]
 
 
-def _bench(config: Path, launcher: str = "forked", *options: str) -> subprocess.CompletedProcess[str]:
-    """On two ranks under a launcher, on one otherwise."""
+def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
+    """On one rank or two, forked here or, where the launcher is what is tested, by it."""
     arguments = [BENCH, "--deepspeed_config", str(config), *options]
-    if launcher == "forked":
+    if launcher == "one rank":
         return run(arguments, env=environment())
+    if launcher == "two ranks":
+        ranks = RunningRanks(config, 2, BENCH)
+        codes = ranks.wait()
+        outputs = ["".join(getattr(process, name) for process in ranks.processes) for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(arguments, max(codes), *outputs)
     command = [*_launcher(launcher), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
 
@@ -102,9 +107,9 @@ def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
         ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
         ("deepspeed", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
         ("python", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("forked", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
+        ("two ranks", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
         (
-            "forked",
+            "two ranks",
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
             "DeepSpeed refuses the configuration",
         ),
@@ -132,7 +137,7 @@ def test_world_size_other_than_the_hostfile_promises(write_run: WriteRun, tmp_pa
 
 def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> None:
     config = write_run(optimizer={"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}}, bf16={"enabled": False})
-    result = _bench(config, "deepspeed")
+    result = _bench(config, "two ranks")
     assert result.returncode == 1
     assert "the loss is NaN or infinite at step 2" in result.stderr
     assert "Traceback" not in result.stderr
@@ -183,7 +188,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
     config = write_run(clap={"data": shard_data(sounds)})
-    result = _bench(config, "deepspeed")
+    result = _bench(config, "two ranks")
     assert result.returncode == 0, result.stderr
     summary = _summary(config)
     assert summary["state"] == "completed"
@@ -194,7 +199,7 @@ def test_shards_that_are_all_broken_end_the_run(write_run: WriteRun, sounds: Pat
     for number in range(2):
         (tmp_path / f"broken-{number}.tar").write_bytes(b"this is not a tar file" * 100)
     data = shard_data(sounds) | {"shards": [str(tmp_path / f"broken-{number}.tar") for number in range(2)]}
-    result = _bench(write_run(clap={"data": data}), "deepspeed")
+    result = _bench(write_run(clap={"data": data}), "two ranks")
     assert result.returncode in (1, 2)
     assert "broken-" in result.stderr
     assert "Traceback" not in result.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from clap_ds.distributed import Ranks, UserError, agree, check_hostfile
+from tests import processes
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,8 +112,8 @@ def test_a_mistake_is_told_once_and_never_swallowed(rank: int, error: str, rank_
             rank_0.listen()
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank_0.getsockname()[1])}
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", COMMAND, error]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **address, **place}, capture_output=True, text=True)
+        command = ["-c", COMMAND, error]
+        done = processes.run(command, env={**os.environ, **address, **place})
     assert (done.returncode, done.stderr) == (2, told)
 
 
@@ -137,10 +136,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="says something of glibc's allocator alone")
 def test_freed_memory_is_used_again() -> None:
     def faults(mode: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS, mode], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return int(done.stdout)
+        return int(processes.run(["-c", FAULTS, mode], check=True).stdout)
 
     # Thirty tensors of 40 MB, in pages of 4 kB or 2 MB.
     assert faults("keep") < faults("plain") / 10

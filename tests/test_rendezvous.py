@@ -102,6 +102,7 @@ def test_taken_port_is_told_once_with_the_option_that_chooses_another() -> None:
 
 JOB_OF_TWO = """
 import os, sys
+import torch.distributed as dist
 from clap_ds import rendezvous
 rendezvous.CONNECT_S = 30.0
 try:
@@ -109,6 +110,7 @@ try:
 except rendezvous.PortTakenError as error:
     print(error)
 else:
+    dist.barrier()  # the other one needs this one until it has joined
     print("met")
 sys.stdout.flush()
 os._exit(0)

@@ -41,19 +41,11 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
         gradient_accumulation_steps=2,
         clap={"train": {"samples": 10 * 2 * 2 * BATCH}, "checkpoint": {"every_steps": 4}},
     )
-    result = subprocess.run(
-        [*commands.deepspeed_launcher(), commands.TRAIN, "--deepspeed_config", str(config)],
-        cwd=commands.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=commands.TIMEOUT_S,
-        env=commands.environment(),
-    )
-    assert result.returncode == 0, result.stderr
-    assert "checkpoints: " in result.stdout
-    assert "logit scale" in result.stdout
-    assert "s left" in result.stdout
-    assert "total_num_steps is 24, but the run ends after 10 steps" in result.stdout
+    output = commands.train(config)
+    assert "checkpoints: " in output
+    assert "logit scale" in output
+    assert "s left" in output
+    assert "total_num_steps is 24, but the run ends after 10 steps" in output
 
     (summary,) = commands.summaries(config)
     assert summary["state"] == "completed"

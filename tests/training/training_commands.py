@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import processes
 from tests.conftest import micro_run
 from tests.processes import ROOT as ROOT
-from tests.processes import TIMEOUT_S, Command, run
+from tests.processes import TIMEOUT_S, run
 from tests.ranks import free_port
 
 TRAIN = "clap_ds/train.py"
@@ -85,18 +86,9 @@ class RunningRanks:
 
     def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
         self.config = config
-        port = str(free_port())
-        self.processes = [
-            Command(
-                [file, "--deepspeed_config", str(config)],
-                env=environment(
-                    RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                ),
-                constants={"clap_ds.distributed.RANK_0_SPEAKS_S": 1.0},
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
+        brief = {"clap_ds.distributed.RANK_0_SPEAKS_S": 1.0}
+        arguments = [file, "--deepspeed_config", config]
+        self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
 
     def wait_for_step(self, step: int) -> None:
