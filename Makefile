@@ -58,7 +58,7 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 
 # A worker per core, each running whole modules; the longest work first (tests/conftest.py).
-PYTEST := $(PYTHON) -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PYTHON) -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
 
 unit: $(READY)
 	$(PYTEST) -m 'not end_to_end and not gpu' tests

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+CLUSTER = "tests/cluster/"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -20,12 +21,21 @@ from tests import needs, processes  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several workers (`--dist loadgroup`): a module's tests run on one, the cluster's too; the longest start first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("cluster" if _on_cluster(item) else item.nodeid.split("::")[0]))
-    items.sort(key=lambda item: (not _on_cluster(item), item.get_closest_marker("end_to_end") is None))
+    """What takes longest starts first."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(CLUSTER), item.get_closest_marker("end_to_end") is None))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole modules, whose tests share fixtures; the cluster, of which there can be one, is one's alone."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Modules(LoadScopeScheduling):  # --dist loadgroup names groups in a way that pytest 9.2 ignores
+        def _split_scope(self, nodeid: str) -> str:
+            return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.partition("::")[0]
+
+    return Modules(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -35,10 +45,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
     ):
         terminalreporter.line(line)
-
-
-def _on_cluster(item: pytest.Item) -> bool:
-    return item.nodeid.startswith("tests/cluster/")
 
 
 @pytest.fixture(scope="session")
