@@ -19,7 +19,7 @@ from clap_ds.torchaudio_compat import torchaudio  # noqa: F401
 import transformers  # isort: skip
 
 FULL_SIZE = ["htsat_tiny_roberta_base", "htsat_base_roberta_base"]
-CASES = [(preset, seed) for preset in FULL_SIZE for seed in (0, 1)] + [("micro", seed) for seed in range(4)]
+CASES = [*zip(FULL_SIZE, (0, 1), strict=True), *(("micro", seed) for seed in range(4))]
 
 
 @pytest.fixture(scope="module")
