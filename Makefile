@@ -15,17 +15,15 @@ SHELL := bash
 .PHONY: setup bench train-demo test test-processors lint unit end-to-end report gpu-check wheelhouse clean
 
 ifdef PYTHON
-BIN := $(dir $(shell command -v $(PYTHON)))
 READY :=
 else
-BIN := .venv/bin/
-PYTHON := $(BIN)python
+PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
 .venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/__init__.py
 	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
-	@test -x .venv/bin/python || $${BASE_PYTHON:-python3} -m venv .venv
+	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
 	@touch $@
@@ -33,11 +31,11 @@ endif
 setup: $(READY)
 
 # DeepSpeed's launcher without its page of lines, and on a port of its own, so that two runs don't meet. Errors are still told.
-PORT = $(PYTHON) -c 'from clap_ds.rendezvous import free_port; print(free_port())'
-LAUNCH = $(PYTHON) -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
+PORT = "$(PYTHON)" -c 'from clap_ds.rendezvous import free_port; print(free_port())'
+LAUNCH = "$(PYTHON)" -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
 
 bench: $(READY)
-	@case "$$($(PYTHON) -m clap_ds.accelerator)" in \
+	@case "$$("$(PYTHON)" -m clap_ds.accelerator)" in \
 	cuda) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	*) exit 2 ;; \
@@ -48,17 +46,17 @@ DEMO := runs/train_demo_data
 
 train-demo: $(READY)
 	rm -rf $(DEMO) runs/train_demo-checkpoints
-	$(PYTHON) $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
-	$(PYTHON) $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
+	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
+	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
 	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
 
 lint: $(READY)
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
+	"$(PYTHON)" -m ruff check .
+	"$(PYTHON)" -m ruff format --check .
+	"$(PYTHON)" -m mypy
 
 # A worker per core, each running whole modules; the longest work first (tests/conftest.py).
-PYTEST := $(PYTHON) -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
+PYTEST := "$(PYTHON)" -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
 
 unit: $(READY)
 	$(PYTEST) -m 'not end_to_end and not gpu' tests
@@ -70,29 +68,30 @@ test: lint $(READY)
 	$(PYTEST) -m 'not gpu' --durations 15 tests
 
 test-processors: $(READY)
-	$(PYTHON) .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
+	"$(PYTHON)" .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }
-	$(PYTHON) analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
+	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
 
 gpu-check: $(READY)
-	$(PYTHON) launch/gpu_check.py
+	"$(PYTHON)" launch/gpu_check.py
 
 # This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
 WHEELHOUSE := wheelhouse
 THERE := torch|torchaudio|transformers|triton
-PIP = $(if $(READY),$(or $(BASE_PYTHON),python3),$(PYTHON)) -m pip --quiet --disable-pip-version-check
-TARGET_PYTHON ?= $(shell $(firstword $(PIP)) -c 'import platform; print(platform.python_version())')
+BASE = "$(if $(READY),$(or $(BASE_PYTHON),python3),$(PYTHON))"
+PIP = $(BASE) -m pip --quiet --disable-pip-version-check
+TARGET_PYTHON ?= $(shell $(BASE) -c 'import platform; print(platform.python_version())')
 TARGET_MACHINE ?= $(patsubst arm64,aarch64,$(shell uname -m))
 PLATFORMS = $(patsubst %,--platform %_$(TARGET_MACHINE),manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux2014)
 
 wheelhouse:
-	rm -rf $(WHEELHOUSE) build
-	$(PIP) wheel --no-deps --wheel-dir $(WHEELHOUSE) . "$$(grep ^deepspeed== constraints.txt)"
+	rm -rf "$(WHEELHOUSE)" build
+	$(PIP) wheel --no-deps --wheel-dir "$(WHEELHOUSE)" . "$$(grep ^deepspeed== constraints.txt)"
 	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(THERE)|deepspeed)==' | xargs $(PIP) download --no-deps \
-	    --dest $(WHEELHOUSE) --only-binary=:all: --implementation cp --python-version $(TARGET_PYTHON) $(PLATFORMS)
-	du -sh $(WHEELHOUSE)
+	    --dest "$(WHEELHOUSE)" --only-binary=:all: --implementation cp --python-version $(TARGET_PYTHON) $(PLATFORMS)
+	du -sh "$(WHEELHOUSE)"
 
 clean:
 	rm -rf .venv runs wheelhouse build *.egg-info

@@ -175,7 +175,7 @@ def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
-    write_program(folder / "python", f'{launcher}\nexec {sys.executable} "$@"')
+    write_program(folder / "python", f'{launcher}\nexec "{sys.executable}" "$@"')
     return folder
 
 

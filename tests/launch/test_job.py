@@ -59,7 +59,7 @@ def _job(tmp_path: Path, runner: str, *options: str) -> subprocess.Popen[str]:
     (tmp_path / "hostfile").write_text(f"{os.uname().nodename} slots=1\n")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/bash\ncase "$*" in *deepspeed.launcher.runner*) {runner} ;; *) exec {sys.executable} "$@" ;; esac\n'
+        f'#!/bin/bash\ncase "$*" in *deepspeed.launcher.runner*) {runner} ;; *) exec "{sys.executable}" "$@" ;; esac\n'
     )
     python.chmod(0o755)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
@@ -123,7 +123,7 @@ def test_command_without_a_run_directory_has_only_its_code(tmp_path: Path) -> No
 def test_signal_reaches_ranks_and_state(tmp_path: Path, number: signal.Signals, state: str) -> None:
     run = _run_folder(tmp_path, "running")
     rank = (
-        f'{sys.executable} -c "import signal, time, sys; signal.signal({int(number)},'
+        f'"{sys.executable}" -c "import signal, time, sys; signal.signal({int(number)},'
         f" lambda *_: (open('{tmp_path}/heard', 'w'), sys.exit(9)));"
         f" print('run directory: {run}', flush=True); time.sleep(60)\""
     )

@@ -241,7 +241,7 @@ def test_a_full_disk_is_said_and_loses_nothing_that_was_saved(tmp_path: Path) ->
     """Files above a limit can't be written, as on a full disk."""
     config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 2}})
     result = subprocess.run(
-        ["bash", "-c", f"ulimit -f 200; exec {sys.executable} {commands.TRAIN} --deepspeed_config {config}"],
+        ["bash", "-c", f"ulimit -f 200; exec '{sys.executable}' {commands.TRAIN} --deepspeed_config '{config}'"],
         cwd=commands.ROOT,
         env=commands.environment(),
         capture_output=True,
