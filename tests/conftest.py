@@ -77,6 +77,20 @@ def nothing_left_running() -> Iterator[None]:
     processes.end_all()
 
 
+@pytest.fixture(autouse=True)
+def threads_share_the_work_of_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two threads in the modules that test this project's CPU kernels, which divide rows and columns among them."""
+    if not hasattr(request.module, "needs_amx"):
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
 def micro_run(**changes: Any) -> dict[str, Any]:
     """A run of the micro preset that takes seconds; `changes` replace top-level fields, `clap` is merged."""
     clap = {
