@@ -6,9 +6,10 @@ import pytest
 
 from clap_ds.native import library
 
-NATIVE_OFF = os.environ.get("CXX") == "false"
-"""No kernels can be compiled: how `.ci/processors` has everything done by torch's."""
-_LACKING = "$CXX is false, so no native kernels" if NATIVE_OFF else library._why_not_this_processor()
+_OFF = (
+    os.environ.get("CXX") == "false"
+)  # no kernels can be compiled: how .ci/processors.py has everything done by torch's
+_LACKING = "$CXX is false, so no native kernels" if _OFF else library._why_not_this_processor()
 
 needs_amx = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Runs this project's CPU kernels, which are for processors with AMX."""

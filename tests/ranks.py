@@ -9,10 +9,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from clap_ds.rendezvous import free_port
-from tests.processes import warm_context
+from tests.processes import TIMEOUT_S, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]
-TIMEOUT_S = 180
 
 
 class RankPool:

@@ -9,11 +9,10 @@ import pytest
 
 from clap_ds.training import checkpoint_files
 from clap_ds.training.manifest import Manifest
-from tests.processes import warm_context
+from tests.processes import TIMEOUT_S, warm_context
 from tests.ranks import RankPool
 
 NUM_KILLS = 20
-TIMEOUT_S = 180
 
 
 @pytest.mark.end_to_end
