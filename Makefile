@@ -31,17 +31,17 @@ endif
 setup: $(READY)
 
 # DeepSpeed's launcher without its page of lines, and on a port of its own, so that two runs don't meet. Errors are still told.
-PORT = "$(PYTHON)" -c 'from clap_ds.rendezvous import free_port; print(free_port())'
+PORT = "$(PYTHON)" -c 'from clap_ds.dist.rendezvous import free_port; print(free_port())'
 LAUNCH = "$(PYTHON)" -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
 
 bench: $(READY)
-	@case "$$("$(PYTHON)" -m clap_ds.accelerator)" in \
+	@case "$$("$(PYTHON)" -m clap_ds.dist.accelerator)" in \
 	cuda) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	*) exit 2 ;; \
 	esac; echo "deepspeed $$*"; $(LAUNCH) "$$@"
 
-SOUNDS := -m clap_ds.data.sounds
+SOUNDS := -m examples.synthetic_sounds
 DEMO := runs/train_demo_data
 
 train-demo: $(READY)
@@ -75,7 +75,7 @@ report: $(READY)
 	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
 
 gpu-check: $(READY)
-	"$(PYTHON)" launch/gpu_check.py
+	"$(PYTHON)" -m benchmarks.gpu_check
 
 # This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
 WHEELHOUSE := wheelhouse

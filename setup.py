@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
-PLACES = runpy.run_path(str(HERE / "clap_ds" / "places.py"))
+PLACES = runpy.run_path(str(HERE / "clap_ds" / "config" / "places.py"))
 COMMIT = PLACES["commit"]()  # before building puts files beside the sources
 
 
@@ -63,7 +63,7 @@ setup(
     packages=find_packages(include=["clap_ds", "clap_ds.*"]),
     package_data={
         "clap_ds": ["py.typed", "ds_configs/*.json"],
-        "clap_ds.model": ["presets/*.json"],
+        "clap_ds.config": ["presets/*.json"],
         "clap_ds.native": ["*.cpp", "*.h"],
         "clap_ds.analysis": ["published/*.csv"],
         "clap_ds.launch": ["clusters/*.json", "*.sbatch"],

@@ -22,10 +22,11 @@ if __package__ in (None, ""):
 
 from pydantic import ValidationError
 
-from clap_ds.distributed import Ranks, UserError, check_hostfile, choose_accelerator, run_command
-from clap_ds.model.config import preset_names
-from clap_ds.settings import RunSettings, load_run
-from clap_ds.settings_train import EvaluationSettings
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import preset_names
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.config.train_settings import EvaluationSettings
+from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_command
 
 MICRO_BATCH = 32
 PRECISIONS = ("fp32", "bf16", "fp16")

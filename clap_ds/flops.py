@@ -16,20 +16,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.distributed import UserError, run_alone
-from clap_ds.measure.flops_analytic import (
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.dist.distributed import run_alone
+from clap_ds.flop_count.analytic import (
     CONVENTIONS,
     TextLengths,
     forward_components,
     parameter_counts,
     published_flops,
 )
-from clap_ds.measure.peaks import achieved_tflops, mfu_percent, no_peak_message, peak_for
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import RunSettings, load_run
+from clap_ds.flop_count.peaks import achieved_tflops, mfu_percent, no_peak_message, peak_for
 
 if TYPE_CHECKING:
-    from clap_ds.measure.flops_counters import Count
+    from clap_ds.flop_count.counters import Count
 
 COUNTERS = ("analytic", "deepspeed", "torch")
 Counts = dict[tuple[str, str], "Count"]
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps(report | speed, indent=2))
         return
-    from clap_ds.measure.flops_tables import print_report
+    from clap_ds.flop_count.tables import print_report
 
     print_report(config, report, counts, speed)
 
@@ -101,7 +102,7 @@ def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> Counts:
         return {}
     # DeepSpeed logs to standard output, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        from clap_ds.measure.flops_counters import count_by_deepspeed, count_by_torch
+        from clap_ds.flop_count.counters import count_by_deepspeed, count_by_torch
 
         functions = {"deepspeed": count_by_deepspeed, "torch": count_by_torch}
         return {
@@ -134,8 +135,8 @@ def _measure_device(run: RunSettings, arguments: argparse.Namespace) -> dict[str
     with contextlib.redirect_stdout(sys.stderr):
         import torch
 
-        from clap_ds.measure import hardware
-        from clap_ds.measure.matmul_ceiling import measure_matmul_tflops
+        from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
+        from clap_ds.record import hardware
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = hardware.device_name(device)
     peak = peak_for(name, run.clap.hardware.peak_tflops)

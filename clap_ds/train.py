@@ -15,8 +15,9 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.distributed import Ranks, UserError, check_hostfile, choose_accelerator, parse_run_arguments, run_command
-from clap_ds.settings import load_run
+from clap_ds.config.errors import UserError
+from clap_ds.config.settings import load_run
+from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, parse_run_arguments, run_command
 from clap_ds.training.checks import problems_for_training
 
 
@@ -31,7 +32,7 @@ def main(ranks: Ranks) -> None:
 
     # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     choose_accelerator()
-    from clap_ds.session import open_session
+    from clap_ds.engine.session import open_session
     from clap_ds.training.start import TrainingStart
     from clap_ds.training.trainer import train
 

@@ -30,11 +30,11 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
+from clap_ds.config.places import work_folder
+from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.launch.agents import Agents
-from clap_ds.launch.hostfile import read_hostfile
 from clap_ds.launch.launchers import launch_command
-from clap_ds.measure.record import RunDirectory, State
-from clap_ds.places import work_folder
+from clap_ds.record.directory import RunDirectory, State
 
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""

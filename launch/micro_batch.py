@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.launch.hostfile import write_atomically
+from clap_ds.config.files import write_atomically
 from clap_ds.launch.run_config import read_config, with_field
 
 STEP = 8
@@ -67,8 +67,8 @@ def row_of(micro_batch: int, told: dict[str, Any]) -> Row:
 
 def _tflops(summary: dict[str, Any], samples_per_s: float) -> float | None:
     """TFLOPS of one GPU's useful work: three forward passes' FLOPs a sample, every text position counted."""
-    from clap_ds.measure.flops_analytic import TextLengths, forward_flops
-    from clap_ds.model.config import load_preset
+    from clap_ds.config.model import load_preset
+    from clap_ds.flop_count.analytic import TextLengths, forward_flops
 
     try:
         lengths = TextLengths.fixed(summary["text_tokens"])

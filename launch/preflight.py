@@ -28,12 +28,13 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.accelerator import OLDEST_DRIVER, is_too_old
+from clap_ds.config.files import write_atomically
+from clap_ds.config.places import work_folder
+from clap_ds.dist.accelerator import OLDEST_DRIVER, is_too_old
+from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
 from clap_ds.launch.agents import this_host
-from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, write_atomically
 from clap_ds.launch.launchers import master_port
 from clap_ds.launch.sites import LAUNCHERS, SiteError, load_site, rank_environment
-from clap_ds.places import work_folder
 
 HERE = Path(__file__).resolve().parent
 MAX_SKEW_S = 1.0

@@ -24,8 +24,8 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.accelerator import are_there, driver_version, nvidia_smi, torch_cuda
-from clap_ds.places import PACKAGE
+from clap_ds.config.places import PACKAGE
+from clap_ds.dist.accelerator import are_there, driver_version, nvidia_smi, torch_cuda
 
 PACKAGES = ("torch", "torchaudio", "deepspeed", "transformers", "pydantic", "webdataset")
 

@@ -14,7 +14,7 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.distributed import Ranks, initialize, run_command
+from clap_ds.dist.distributed import Ranks, initialize, run_command
 
 REPEATS = 3
 

@@ -18,8 +18,9 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.launch.hostfile import told, write_atomically
-from clap_ds.places import find_config
+from clap_ds.config.errors import told
+from clap_ds.config.files import write_atomically
+from clap_ds.config.places import find_config
 
 
 def read_config(path: Path) -> dict[str, Any]:

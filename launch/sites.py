@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     # By its path, as job scripts start it: of a checkout or of an installed package.
     sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
-from clap_ds.places import CHECKOUT
+from clap_ds.config.places import CHECKOUT
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 LAUNCHERS = ("pdsh", "slurm", "srun")

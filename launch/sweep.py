@@ -26,10 +26,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.launch.hostfile import write_atomically
+from clap_ds.config.files import write_atomically
+from clap_ds.config.places import CHECKOUT, find_config, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, with_field
 from clap_ds.launch.sites import LAUNCHERS, Site, SiteError, load_site
-from clap_ds.places import CHECKOUT, find_config, work_folder
 
 BENCH = Path(__file__).resolve().parent / "bench.sbatch"
 DONE = ("completed", "out_of_memory")

@@ -10,11 +10,10 @@ import matplotlib.pyplot  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
 import clap_ds.analysis.plot_training
-import clap_ds.data.sounds
+import clap_ds.engine.session
 import clap_ds.evaluation.command
-import clap_ds.measure.flops_profile
-import clap_ds.measure.throughput
-import clap_ds.session
+import clap_ds.measuring.flops_profile
+import clap_ds.measuring.throughput
 import clap_ds.training.trainer  # noqa: F401
 
 dict(deepspeed.ops.__compatible_ops__)  # asks a compiler

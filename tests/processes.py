@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from clap_ds.rendezvous import free_port
+from clap_ds.dist.rendezvous import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 180

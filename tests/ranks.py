@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from clap_ds.rendezvous import free_port
+from clap_ds.dist.rendezvous import free_port
 from tests.processes import TIMEOUT_S, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]
@@ -60,7 +60,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if grouped:
-        from clap_ds import distributed
+        from clap_ds.dist import distributed
 
         distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
     while True:

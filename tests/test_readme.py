@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.settings import load_run
+from clap_ds.config.settings import load_run
 from clap_ds.training.checks import problems_for_training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ SWEEP = "tests/launch/test_sweep.py::test_status_and_resume"
 REPORT = "tests/analysis/test_report.py"
 
 TABLE = {
-    "make bench": "tests/test_accelerator.py::test_make_bench_on_the_cpus",
+    "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
     "make test": BY_HAND,
     "python3 -m venv .venv": BY_HAND,
     ".venv/bin/pip install torch==2.13.0 torchaudio==2.11.0 --index-url URL": BY_HAND,
@@ -48,9 +48,9 @@ TABLE = {
     "deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_base_amp.json": LOAD,
     "torchrun --standalone --nproc_per_node 4 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json": LOAD,
     "python clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json": LOAD,
-    "python launch/variants.py ds_configs/htsat_tiny.json --vary clap.compile=off,step"
-    " --vary clap.model.attention=auto,triton": "tests/launch/test_variants.py::test_all_combinations_in_order",
-    "python -m clap_ds.data.sounds runs/sounds --clips 64 --shards 4": RUN,
+    "python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,step"
+    " --vary clap.model.attention=auto,triton": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
+    "python -m examples.synthetic_sounds runs/sounds --clips 64 --shards 4": RUN,
     "deepspeed --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_shards_cpu.json": LOAD,
     "git clone URL clap-ds && cd clap-ds": BY_HAND,
     "cp launch/clusters/generic.json launch/clusters/mine.json": RUN,
@@ -70,10 +70,10 @@ TABLE = {
     "sbatch --nodes=8 --gres=gpu:4 launch/train.sbatch --site mine --config my_run.json": (
         "tests/cluster/test_training_on_cluster.py::test_a_job_told_to_stop_saves_and_the_next_one_goes_on"
     ),
-    "python -m clap_ds.data.build_shards clips.csv shards --held_out 0.1 --shards 16": NEWCOMER,
+    "python -m clap_ds.data.build clips.csv shards --held_out 0.1 --shards 16": NEWCOMER,
     "deepspeed clap_ds/train.py --deepspeed_config my_run.json": NEWCOMER,
     "python clap_ds/evaluate.py runs/my_run-checkpoints --retrieval 'shards/held_out-*.tar'": NEWCOMER,
-    "python -m clap_ds.model.weights export runs/my_run-checkpoints my_clap": NEWCOMER,
+    "python -m clap_ds.weights.formats export runs/my_run-checkpoints my_clap": NEWCOMER,
     "python analysis/efficiency.py runs/* --csv table.csv": RUN,
     "python analysis/plot_scaling.py table.csv --output scaling.png": RUN,
     "python analysis/project.py table.csv --output projection.png": RUN,

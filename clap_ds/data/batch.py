@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from clap_ds.model.config import ClapConfig
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import ShardData, SyntheticData
 from clap_ds.model.packed import Packing, pack
-from clap_ds.settings import ShardData, SyntheticData
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clap_ds.torchaudio_compat import torchaudio
+from clap_ds.model.torchaudio_compat import torchaudio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 CAPTION_FORMATS = ("txt", "json")

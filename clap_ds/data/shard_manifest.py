@@ -1,6 +1,6 @@
 """What a folder of shards holds, in a `manifest.json` beside them: items, bytes and a checksum of each tar.
 
-`clap_ds.data.build_shards` writes it. It tells how long an epoch is without a look into the tars, and whether they are still
+`clap_ds.data.build` writes it. It tells how long an epoch is without a look into the tars, and whether they are still
 what was built.
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import fsspec
 
+from clap_ds.config.settings import ShardData, SyntheticData
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources
 from clap_ds.data.tar_items import count_samples
-from clap_ds.settings import ShardData, SyntheticData
 
 MANIFEST = "manifest.json"
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from webdataset.filters import shuffle
 
 from clap_ds.data.batch import Batch, to_int16
-from clap_ds.data.captions import tokenize
 from clap_ds.data.items import BrokenItemError, choose_audio, choose_caption, decode_audio
 from clap_ds.data.shard_list import FIELD, Share
 from clap_ds.data.tar_items import Item, Report, fetch, read_items
+from clap_ds.model.tokenizer import tokenize
 
 NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
 

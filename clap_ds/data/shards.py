@@ -7,7 +7,7 @@ piece, for an exception would reach the main process as a traceback in a string.
 
 Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several in shared memory.
 
-`python -m clap_ds.data.shards --measure` is `clap_ds.data.loader_speed`.
+`python -m benchmarks.loader_speed` is `benchmarks.loader_speed`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,14 +24,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import ShardData
 from clap_ds.data.batch import Batch
-from clap_ds.data.captions import load_tokenizer
 from clap_ds.data.shard_list import FIELD, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Broken, Piece, Position, ShardReader
 from clap_ds.data.worker_signals import leave_signals_to_rank
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import ShardData
+from clap_ds.model.tokenizer import load_tokenizer
 
 __all__ = ["ShardPieces", "epoch_samples"]
 
@@ -250,9 +249,3 @@ def _death_among(workers: list[Any]) -> str | None:
                 how += f"; {_LIKELY_CAUSES[number]}" if number in _LIKELY_CAUSES else ""
             return f"{FIELD}: a data worker (process {worker.pid}) {how}"
     return None
-
-
-if __name__ == "__main__":
-    from clap_ds.data.loader_speed import main
-
-    sys.exit(main())

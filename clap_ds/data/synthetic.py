@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
+from clap_ds.config.settings import SyntheticData
 from clap_ds.data.batch import Batch
-from clap_ds.model.config import PAD_TOKEN_ID, ClapConfig
-from clap_ds.settings import SyntheticData
 
 START_TOKEN_ID = 0  # <s>
 END_TOKEN_ID = 2  # </s>

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from webdataset.tariterators import group_by_keys
 
+from clap_ds.config.model import AudioConfig
 from clap_ds.data.items import AUDIO_FORMATS, CAPTION_FORMATS, BrokenItemError, captions_of, decode_audio
 from clap_ds.data.shard_files import again, is_remote, open_shard
 from clap_ds.data.shard_reader import Broken
 from clap_ds.data.worker_signals import leave_signals_to_rank
-from clap_ds.model.config import AudioConfig
 
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
 _PIECE = 16  # clips that a worker process hands over at a time

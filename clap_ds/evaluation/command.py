@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
-from clap_ds import distributed
-from clap_ds.distributed import Ranks, UserError
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.train_settings import EvaluationSettings
+from clap_ds.dist import distributed
+from clap_ds.dist.distributed import Ranks
+from clap_ds.engine.session import together
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.evaluation.report import print_evaluation
-from clap_ds.measure import hardware
-from clap_ds.measure.record import quiet_deepspeed
-from clap_ds.measure.report import Progress
-from clap_ds.model.config import ClapConfig, load_preset
-from clap_ds.session import together
-from clap_ds.settings_train import EvaluationSettings
-from clap_ds.training.initial_weights import load_weights, locate, tokenizer_of
+from clap_ds.record import hardware
+from clap_ds.record.directory import quiet_deepspeed
+from clap_ds.record.terminal import Progress
+from clap_ds.weights.load import load_weights, locate, tokenizer_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TEXT_TOKENS = 77

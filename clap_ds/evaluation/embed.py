@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from clap_ds.data.captions import tokenize
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.clips import Clip, LoadingError, load_audio
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import tokenize
 
 T = TypeVar("T")
 

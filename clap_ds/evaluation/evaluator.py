@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from clap_ds.data import captions as caption_module
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.train_settings import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.shard_reader import Broken
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.clips import list_clips, load_audio
 from clap_ds.evaluation.embed import Embedder, evaluating
 from clap_ds.evaluation.plan import FIELD, NUM_EXAMPLES, RetrievalPlan, ZeroShotPlan, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.result import Evaluation, TaskResult
 from clap_ds.evaluation.retrieval import evaluate_retrieval
 from clap_ds.evaluation.zero_shot import class_features, evaluate_zero_shot
+from clap_ds.model import tokenizer as caption_module
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings_train import EvaluationSettings
 
 MAX_NOTES = 20  # lines about broken items at a time
 

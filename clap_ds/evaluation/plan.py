@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from clap_ds.config.train_settings import ZeroShotSettings
 from clap_ds.data.items import BrokenItemError
 from clap_ds.data.shard_reader import Broken
 from clap_ds.evaluation.clips import Clip, classes_of
 from clap_ds.evaluation.zero_shot import PLACEHOLDER, class_captions
-from clap_ds.settings_train import ZeroShotSettings
 
 FIELD = "clap.evaluation"
 NUM_EXAMPLES = 5  # quoted in errors

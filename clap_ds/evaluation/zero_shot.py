@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.result import CONFIDENCE, Measure, TaskResult
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.model.config import ClapConfig, ProjectionConfig
+from clap_ds.config.model import ClapConfig, ProjectionConfig
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
@@ -44,7 +44,7 @@ class ClapModel(nn.Module):
     """Contrastive language–audio model.
 
     Args:
-        config: sizes; `clap_ds.model.config.load_preset` has the published ones.
+        config: sizes; `clap_ds.config.model.load_preset` has the published ones.
         drop_path: stochastic depth of the last audio block.
         text_dropout: dropout of RoBERTa's hidden states and attention weights.
         spec_augment: mask stripes of the spectrogram while training.

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.model import native_blocks
-from clap_ds.model.config import AudioConfig
+from clap_ds.config.model import AudioConfig
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.swin import INIT_STD, Stage
 from clap_ds.model.window_attention import Kernel
+from clap_ds.native import blocks as native_blocks
 
 NUM_STRIPES = 2
 MAX_TIME_STRIPE = 64

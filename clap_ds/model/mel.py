@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from clap_ds.model.config import AudioConfig
-from clap_ds.model.mel_native import native_mel_power
-from clap_ds.model.mel_native import supports as native_mel_supports
+from clap_ds.config.model import AudioConfig
 from clap_ds.model.precision import at_least_fp32
-from clap_ds.torchaudio_compat import torchaudio
+from clap_ds.model.torchaudio_compat import torchaudio
+from clap_ds.native.mel import native_mel_power
+from clap_ds.native.mel import supports as native_mel_supports
 
 MIN_POWER = 1e-10
 """Floor of the mel power, so -100 dB."""

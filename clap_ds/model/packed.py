@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clap_ds.model.config import PAD_TOKEN_ID
+from clap_ds.config.model import PAD_TOKEN_ID
 
 FIRST_POSITION = PAD_TOKEN_ID + 1
 ROW_SHARE = 128

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clap_ds.model import native_blocks
-from clap_ds.model.config import AudioConfig
+from clap_ds.config.model import AudioConfig
 from clap_ds.model.window_attention import MASKED_SCORE, Kernel, attend_windows, partition_windows
+from clap_ds.native import blocks as native_blocks
 
 INIT_STD = 0.02
 

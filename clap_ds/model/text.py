@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clap_ds.model import native_blocks, text_attention
-from clap_ds.model.config import PAD_TOKEN_ID, TextConfig
+from clap_ds.config.model import PAD_TOKEN_ID, TextConfig
+from clap_ds.model import text_attention
 from clap_ds.model.packed import Layout, Packing, lay_out
-from clap_ds.model.segment_attention_native import Segments, segments_of_packed, segments_of_padded
-from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+from clap_ds.native import blocks as native_blocks
+from clap_ds.native.segment_attention import Segments, segments_of_packed, segments_of_padded
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention, RobertaEncoder  # isort: skip

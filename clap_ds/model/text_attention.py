@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.model.packed import Layout, Rearrange
-from clap_ds.torchaudio_compat import torchaudio  # noqa: F401  (before transformers)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers)
 
 from transformers import AttentionInterface  # isort: skip
 

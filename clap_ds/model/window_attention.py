@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.model.window_attention_native import native_window_attention, supports, why_unsupported
+from clap_ds.native.window_attention import native_window_attention, supports, why_unsupported
 
 Kernel = Literal["auto", "eager", "sdpa", "matmul", "native", "triton"]
 MASKED_SCORE = -100.0

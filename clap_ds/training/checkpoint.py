@@ -19,14 +19,15 @@ from uuid import uuid4
 
 import torch
 
-from clap_ds.engine import ClapEngine
-from clap_ds.training import checkpoint_files, engine_state, random_state
+from clap_ds.dist.together import gather, on_first, rank
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.training import engine_state, random_state
 from clap_ds.training.draft import PROGRESS, RANDOM_STATES, begin_draft, complete_draft
-from clap_ds.training.initial_weights import warn as print_warning
-from clap_ds.training.manifest import Manifest
 from clap_ds.training.progress import Progress, SavedCheckpoint
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
-from clap_ds.training.together import gather, on_first, rank
+from clap_ds.weights import checkpoint_files
+from clap_ds.weights.load import warn as print_warning
+from clap_ds.weights.manifest import Manifest
 
 __all__ = ["CheckpointFolder", "Progress", "SavedCheckpoint"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from clap_ds.settings import RunSettings, ShardData
+from clap_ds.config.settings import RunSettings, ShardData
 
 RETRIEVAL_METRICS = tuple(
     f"retrieval_{direction}_{measure}"

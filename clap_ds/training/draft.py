@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from clap_ds.engine import ClapEngine
-from clap_ds.model import weights
-from clap_ds.training import checkpoint_files, engine_state
-from clap_ds.training.checkpoint_files import TOKENIZER, WEIGHTS, write_file
-from clap_ds.training.manifest import FileRecord, Manifest
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.training import engine_state
 from clap_ds.training.progress import Progress
+from clap_ds.weights import checkpoint_files
+from clap_ds.weights import formats as weights
+from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, write_file
+from clap_ds.weights.manifest import FileRecord, Manifest
 
 PROGRESS = "progress.json"
 RANDOM_STATES = "random_states.pt"

@@ -17,11 +17,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from clap_ds.engine import ClapEngine
-from clap_ds.model.config import ClapConfig
-from clap_ds.training.checkpoint_files import HashedFile
-from clap_ds.training.initial_weights import check_same_model
-from clap_ds.training.manifest import FileRecord, Manifest
+from clap_ds.config.model import ClapConfig
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.weights.checkpoint_files import HashedFile
+from clap_ds.weights.load import check_same_model
+from clap_ds.weights.manifest import FileRecord, Manifest
 
 TAG = "deepspeed"
 """Folder of DeepSpeed's file in a checkpoint."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.measure import hardware
-from clap_ds.measure.clock import PhaseTimer, StepClock, median_interval, percentile
-from clap_ds.measure.report import Progress as ProgressBar
-from clap_ds.session import Session
+from clap_ds.engine.session import Session
+from clap_ds.record import hardware
+from clap_ds.record.clock import PhaseTimer, StepClock, median_interval, percentile
+from clap_ds.record.terminal import Progress as ProgressBar
 from clap_ds.training.progress import Progress, SavedCheckpoint
 from clap_ds.training.schedule import Schedule
 

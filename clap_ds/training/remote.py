@@ -19,8 +19,8 @@ from typing import Any
 import fsspec
 
 from clap_ds.data.shard_files import check_url, is_remote
-from clap_ds.training import checkpoint_files
-from clap_ds.training.manifest import MANIFEST, DamagedError, Manifest
+from clap_ds.weights import checkpoint_files
+from clap_ds.weights.manifest import MANIFEST, DamagedError, Manifest
 
 FIELD = "clap.checkpoint.sync_to"
 ATTEMPTS = 6

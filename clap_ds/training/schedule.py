@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from clap_ds.settings import RunSettings
+from clap_ds.config.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clap_ds import session
-from clap_ds.distributed import Ranks
-from clap_ds.engine import ClapEngine
-from clap_ds.measure.record import RunDirectory
+from clap_ds.config.settings import RunSettings, ShardData
+from clap_ds.dist.distributed import Ranks
+from clap_ds.engine import session
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.settings import RunSettings, ShardData
+from clap_ds.record.directory import RunDirectory
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.initial_weights import load_weights
 from clap_ds.training.progress import Progress
+from clap_ds.weights.load import load_weights
 
 
 class TrainingStart(session.Start):

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from clap_ds.config.errors import AgreedError
+from clap_ds.config.settings import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
-from clap_ds.distributed import AgreedError, leave
-from clap_ds.session import Interrupted, Session, together
-from clap_ds.settings import ShardData
+from clap_ds.dist.distributed import leave
+from clap_ds.dist.together import on_first
+from clap_ds.engine.session import Interrupted, Session, together
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.progress import Progress, SavedCheckpoint
 from clap_ds.training.schedule import Schedule
 from clap_ds.training.start import TrainingStart
 from clap_ds.training.stop import StopRequest
-from clap_ds.training.together import on_first
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator

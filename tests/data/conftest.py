@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clap_ds.data.captions import train_tokenizer
-from clap_ds.model.config import ClapConfig, load_preset
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.model.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")

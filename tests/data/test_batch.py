@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import SyntheticData
 from clap_ds.data.batch import Batch, BatchSource, build_batches, join
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import SyntheticData
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import ShardData, SyntheticData
 from clap_ds.data import shard_reader
 from clap_ds.data.batch import Batch, BatchSource, build_batches
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import ShardData, SyntheticData
 from tests.data.tars import marked_item, number_of, wav, write_tar
 
 NUM_BATCHES = 14

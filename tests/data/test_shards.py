@@ -17,12 +17,12 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import ShardData
 from clap_ds.data.batch import BatchSource, build_batches
-from clap_ds.data.captions import load_tokenizer
 from clap_ds.data.shard_manifest import ShardRecord, write_manifest
 from clap_ds.data.shards import epoch_samples
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import ShardData
+from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.tars import marked_item, number_of, wav, write_tar
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import SyntheticData
 from clap_ds.data.batch import Batch, build_batches
-from clap_ds.model.config import ClapConfig
-from clap_ds.settings import SyntheticData
 
 TEXT_TOKENS = 20
 

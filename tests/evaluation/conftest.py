@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.data.captions import train_tokenizer
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import train_tokenizer
 from tests.data.tars import wav, write_tar
 from tests.ranks import RankPool
 

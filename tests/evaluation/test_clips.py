@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.data.items import BrokenItemError
 from clap_ds.evaluation.clips import LoadingError, classes_of, list_clips, load_audio
-from clap_ds.model.config import AudioConfig, load_preset
 from tests.data.tars import wav, write_tar
 from tests.evaluation.conftest import clip_members
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.distributed import UserError
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
+from clap_ds.config.settings import load_run
 from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.config import load_preset
-from clap_ds.model.weights import save_safetensors
-from clap_ds.settings import load_run
+from clap_ds.weights.formats import save_safetensors
 from tests import processes
 from tests.evaluation.conftest import tell_captions_apart
 from tests.ranks import free_port

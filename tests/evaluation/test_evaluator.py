@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clap_ds.data.captions import load_tokenizer, tokenize
-from clap_ds.distributed import Ranks
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.train_settings import EvaluationSettings, RetrievalSettings, ZeroShotSettings
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.config import ClapConfig, load_preset
-from clap_ds.settings_train import EvaluationSettings, RetrievalSettings, ZeroShotSettings
+from clap_ds.model.tokenizer import load_tokenizer, tokenize
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import KINDS, clip_members, description, tell_captions_apart
 from tests.ranks import RankPool, in_group_of

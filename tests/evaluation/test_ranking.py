@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, label_ranking_average_precision_score, top_k_accuracy_score
 from torch import Tensor
 
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.ranking import tally
 from tests.ranks import RankPool, in_group_of

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.retrieval import evaluate_retrieval
 
 ALONE = Ranks(0, 1, 0, 1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, top_k_accuracy_score
 
-from clap_ds.distributed import Ranks
+from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.zero_shot import class_captions, class_features, evaluate_zero_shot
 
 ALONE = Ranks(0, 1, 0, 1)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clap_ds.launch.hostfile import expand, format_hostfile, hosts_from_slurm, main, read_hostfile, slots_from_slurm
+from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, read_hostfile, slots_from_slurm
+from clap_ds.launch.hostfile import main
 from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.torchaudio_compat import torchaudio  # noqa: F401
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 
 import transformers  # isort: skip
 from transformers.models.clap.modeling_clap import ClapAudioModelWithProjection  # isort: skip

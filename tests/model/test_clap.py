@@ -10,11 +10,11 @@ import torch
 from reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
 from torch import Tensor
 
-from clap_ds.model.checkpoint_names import transformers_names
+from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.config import load_preset
-from clap_ds.model.weights import load_transformers
-from clap_ds.torchaudio_compat import torchaudio  # noqa: F401
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
+from clap_ds.weights.formats import load_transformers
+from clap_ds.weights.names import transformers_names
 
 import transformers  # isort: skip
 

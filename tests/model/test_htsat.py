@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clap_ds.model.config import load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.model.htsat import HTSAT, FoldToImage, MelBatchNorm, SpecAugment
 from clap_ds.model.swin import DropPath, relative_position_index, shifted_window_mask
 from clap_ds.model.window_attention import merge_windows, partition_windows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference_clap import clips
 
-from clap_ds.model.config import load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.model.mel import LogMel
 
 import transformers  # isort: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_clap import captions
 
-from clap_ds.model.config import load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.model.packed import lay_out, pack, token_multiple
 from clap_ds.model.text import TextTower
 

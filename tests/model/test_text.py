@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference_clap import MICRO_TEXT, captions
 
-from clap_ds.model.config import TextConfig, load_preset
+from clap_ds.config.model import TextConfig, load_preset
 from clap_ds.model.text import TextTower
 
 import transformers  # isort: skip

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.engine import ClapEngine
-from clap_ds.measure.clock import PhaseTimer
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.settings import RunSettings, load_run
-from clap_ds.training import checkpoint, checkpoint_files, random_state
+from clap_ds.record.clock import PhaseTimer
+from clap_ds.training import checkpoint, random_state
 from clap_ds.training.checkpoint import CheckpointFolder, Progress, SavedCheckpoint
 from clap_ds.training.start import freeze
+from clap_ds.weights import checkpoint_files
 from tests.conftest import micro_run
 
 DEVICE = torch.device("cpu")
@@ -276,7 +277,7 @@ def metric_saves(folder: str, scores: list[float], **options: Any) -> tuple[list
 
 def save_until_killed(folder: str, seed: int, told: Any) -> None:
     """Saves without end, telling each step after it is reported as saved. Run in a process of its own."""
-    from clap_ds import distributed
+    from clap_ds.dist import distributed
 
     distributed.initialize(distributed.Ranks(0, 1, 0, 1), compile_cpu_collective=False)
     trained = engine(settings(), 1)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch, build_batches
 from clap_ds.model.clap import ClapModel
-from clap_ds.settings import RunSettings, load_run
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.engine import ClapEngine
-from clap_ds.measure.clock import PhaseTimer
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import PhaseTimer
 from tests.ranks import RankPool
 from tests.training import reference_steps as reference
 

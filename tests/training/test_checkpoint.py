@@ -15,10 +15,10 @@ import torch
 from fake_checkpoints import flip_bit, make_checkpoint
 from torch._utils import _flatten_dense_tensors
 
-from clap_ds.model import weights
 from clap_ds.training import engine_state
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.manifest import Manifest
+from clap_ds.weights import formats as weights
+from clap_ds.weights.manifest import Manifest
 from tests import needs
 from tests.ranks import RankPool
 

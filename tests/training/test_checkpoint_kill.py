@@ -7,8 +7,8 @@ from pathlib import Path
 import checkpoint_ranks as ranks
 import pytest
 
-from clap_ds.training import checkpoint_files
-from clap_ds.training.manifest import Manifest
+from clap_ds.weights import checkpoint_files
+from clap_ds.weights.manifest import Manifest
 from tests.processes import TIMEOUT_S, warm_context
 from tests.ranks import RankPool
 

@@ -14,8 +14,8 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.data.captions import load_tokenizer, tokenize
-from clap_ds.training.initial_weights import load_weights
+from clap_ds.model.tokenizer import load_tokenizer, tokenize
+from clap_ds.weights.load import load_weights
 from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands

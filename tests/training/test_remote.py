@@ -11,8 +11,9 @@ import pytest
 from fake_checkpoints import make_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.training import checkpoint_files, remote
+from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
+from clap_ds.weights import checkpoint_files
 
 
 class Unreliable(MemoryFileSystem):

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.distributed import Ranks
-from clap_ds.engine import ClapEngine
-from clap_ds.measure.clock import PhaseTimer
+from clap_ds.config.model import load_preset
+from clap_ds.dist.distributed import Ranks
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.config import load_preset
-from clap_ds.model.weights import save_safetensors
+from clap_ds.record.clock import PhaseTimer
 from clap_ds.training.start import TrainingStart
+from clap_ds.weights.formats import save_safetensors
 from tests.ranks import RankPool
 from tests.training import reference_steps as reference
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.data.sound_kinds import KINDS
+from examples.synthetic_sounds.kinds import KINDS
 from tests.training import training_commands as commands
 
 pytestmark = pytest.mark.end_to_end

@@ -63,12 +63,12 @@ def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
 
 def make_sounds(folder: Path, *options: str) -> Path:
     """Shards of synthetic sounds and their tokenizer."""
-    run(["-m", "clap_ds.data.sounds", folder, *options], env=environment(), check=True)
+    run(["-m", "examples.synthetic_sounds", folder, *options], env=environment(), check=True)
     return folder
 
 
 def shard_data(sounds: Path) -> dict[str, Any]:
-    """The `data` section for shards in a folder of `clap_ds.data.sounds`."""
+    """The `data` section for shards in a folder of `examples.synthetic_sounds`."""
     return {
         "source": "shards",
         "shards": str(sounds / "*.tar"),
@@ -86,7 +86,7 @@ class RunningRanks:
 
     def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
         self.config = config
-        brief = {"clap_ds.distributed.RANK_0_SPEAKS_S": 1.0}
+        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}
         arguments = [file, "--deepspeed_config", config]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []

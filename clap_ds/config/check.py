@@ -1,0 +1,195 @@
+"""Reading a run's JSON and saying what is wrong with it, in words a user can act on.
+
+Leaves the names and defaults of `clap` fields to `clap_ds.config.settings`; knows of DeepSpeed's fields only which there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from clap_ds.config.errors import UserError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every `clap` section: unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SettingsError(UserError, ValueError):
+    """A run's JSON that can't be used: says which file, which field, what was expected and the nearest valid name."""
+
+
+SECTION_FIELDS = (
+    "activation_checkpointing",
+    "bf16",
+    "checkpoint",
+    "comms_logger",
+    "compile",
+    "csv_monitor",
+    "data_types",
+    "flops_profiler",
+    "fp16",
+    "optimizer",
+    "scheduler",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "wandb",
+    "zero_optimization",
+)
+"""Top-level DeepSpeed sections that are objects and that plain data-parallel CLAP training has a use for."""
+
+DEEPSPEED_FIELDS = (
+    *SECTION_FIELDS,
+    "comet",
+    "communication_data_type",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "log_level",
+    "memory_breakdown",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+"""Top-level names of a DeepSpeed configuration accepted here."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: can't be read: {error}") from None
+    try:
+        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: expected a JSON object, found {kind_of(content)}")
+    return content
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"field {key!r} stands twice in one object")
+        seen[key] = value
+    return seen
+
+
+def check_deepspeed(content: dict[str, Any], clap_fields: list[str]) -> list[str]:
+    """Problems with the DeepSpeed fields this project relies on; DeepSpeed itself checks the rest later.
+
+    DeepSpeed ignores a top-level name it doesn't know, so a misspelt one would silently change the run: those are
+    refused here.
+    """
+    problems = [
+        f"{name}: no such DeepSpeed field{did_you_mean(name, DEEPSPEED_FIELDS)}"
+        + (f" (it is a field of clap: write clap.{name})" if name in clap_fields else "")
+        for name in content
+        if name not in DEEPSPEED_FIELDS
+    ]
+    micro_batch = content.get("train_micro_batch_size_per_gpu")
+    if micro_batch is None:
+        problems.append("train_micro_batch_size_per_gpu: missing; expected the samples per GPU and step, at least 1")
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "steps_per_print",
+    ):
+        value = content.get(name, 1)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(f"{name}: expected a whole number, at least 1, found {json.dumps(value)}")
+    for name in SECTION_FIELDS:
+        if not isinstance(content.get(name, {}), dict):
+            problems.append(f"{name}: expected an object, found {kind_of(content[name])}")
+    if not problems:
+        problems += _check_engine_choices(content)
+    return problems
+
+
+def _check_engine_choices(content: dict[str, Any]) -> list[str]:
+    problems = []
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if stage != 0:
+        problems.append(f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}")
+    if "type" not in content.get("optimizer", {}):
+        problems.append('optimizer.type: missing; expected an optimizer DeepSpeed knows, such as "AdamW"')
+    if "gradient_clipping" not in content:
+        problems.append(
+            "gradient_clipping: missing; DeepSpeed would clip to 1.0 in bf16 but not in fp32, so say which is meant"
+            " (0.0 for none, as the published runs had)"
+        )
+    return problems
+
+
+def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseModel]]) -> str:
+    """One pydantic error in this project's words: field, what was expected, what was found, the nearest name.
+
+    Args:
+        details: an item of `ValidationError.errors()`.
+        root: the model that was validated, for the names of its fields.
+        tagged: section by the tag that pydantic puts into the location of a field inside a discriminated union.
+    """
+    location = list(details["loc"])
+    section, field = root, "clap"
+    for part in location[:-1]:
+        if part in tagged:
+            section = tagged[part]
+            continue
+        field += f".{part}"
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+    name = str(location[-1])
+    field += f".{name}" if not (name in tagged and location[:-1] == ["data"]) else ""
+    if details["type"] == "extra_forbidden":
+        if name in DEEPSPEED_FIELDS:
+            return f"{field}: {name} is a DeepSpeed field: move it out of clap, to the top level"
+        return f"{field}: no such field{did_you_mean(name, list(section.model_fields))}"
+    if details["type"] == "missing":
+        return f"{field}: missing"
+    if details["type"].startswith("union_tag"):
+        found = details["input"].get("source") if isinstance(details["input"], dict) else details["input"]
+        return f"{field}.source: expected one of {', '.join(tagged)}, found {json.dumps(found)}"
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if details["type"] == "value_error":
+        return f"{field}: {message}"
+    return f"{field}: {message[0].lower() + message[1:]}, found {json.dumps(details['input'], default=str)}"
+
+
+def kind_of(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def did_you_mean(name: str, candidates: list[str] | tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(candidates)}" if 0 < len(candidates) <= 12 else ""

@@ -1,0 +1,63 @@
+"""Where this installation's own files are, where its runs go, and which commit it is of. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
+"""The checkout this runs from, an editable installation's too; None where a wheel was installed."""
+CONFIGS = PACKAGE / "ds_configs"
+COMMIT_FILE = "commit.txt"
+"""In the package, written when a wheel or a source archive is built: the commit they were built from."""
+
+_OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+"""Variables that would have git look elsewhere, as they are set inside its hooks."""
+
+
+def work_folder() -> Path:
+    """The checkout, or else the working folder: runs go there, and relative paths start there."""
+    return CHECKOUT or Path.cwd()
+
+
+def find_config(path: Path) -> Path:
+    """A run's JSON: the file of that path if there is one, or else the packaged one of that name (`htsat_tiny`).
+
+    Raises:
+        FileNotFoundError: neither; the message names the packaged ones.
+    """
+    packaged = CONFIGS / path.with_suffix(".json").name
+    if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
+        return packaged
+    if not path.exists():
+        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
+        nearby = [*map(str, path.parent.glob("*.json")), *names]
+        close = difflib.get_close_matches(str(path), nearby, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise FileNotFoundError(f"{path}: no such file{hint} (packaged configurations: {', '.join(names)})")
+    return path
+
+
+def commit() -> str | None:
+    """Commit of this code, never of the folder a run is started from or installed in.
+
+    Of a checkout, with a `+` when files differ from it; of a wheel, the one it was built from. None where that isn't known.
+    """
+    if CHECKOUT is None:
+        recorded = PACKAGE / COMMIT_FILE
+        return recorded.read_text().strip() if recorded.is_file() else None
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(CHECKOUT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != CHECKOUT:
+            return None  # files without their own repository, somewhere inside another one
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,152 @@
+"""GPU or CPU: what a process of this project computes on, and why not on a GPU that is there.
+
+Where the driver is older than torch's CUDA, or torch is a build without CUDA, `torch.cuda.is_available()` is just false, and
+a run would go on on the CPUs, hundreds of times slower. Here that is an error. The CPUs are used without asking where the
+machine has no NVIDIA GPU, where `DS_ACCELERATOR=cpu` (DeepSpeed's own variable) wants them, and where `CUDA_VISIBLE_DEVICES`
+hides every GPU. The latter says something of a single process alone: the deepspeed launcher sets it anew for its ranks.
+
+    python -m clap_ds.dist.accelerator     prints cuda or cpu; an error and exit code 2 where a GPU can't be used
+
+Top-level imports: standard library only, for hosts are asked, too, whose Python may lack the rest.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Literal
+
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""Major version of the driver that a major version of CUDA needs (CUDA's release notes, "minor version compatibility")."""
+
+
+class UnusableGpuError(RuntimeError):
+    """There is a GPU and torch can't use it; the message says why and what to do."""
+
+
+def choose() -> Literal["cuda", "cpu"]:
+    """What this process computes on. Imports torch, unless `DS_ACCELERATOR` has decided.
+
+    Raises:
+        UnusableGpuError: the machine has a GPU, nobody asked for the CPUs, and torch can't use it.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return "cpu"
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UnusableGpuError(f"{sys.executable} has no torch: `make setup` makes .venv, which has it") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
+        if torch.cuda.is_available():
+            return "cuda"
+    if are_hidden() or not are_there():
+        return "cpu"
+    raise UnusableGpuError(
+        f"this machine has a GPU that torch can't use: {_why(torch.__version__, torch.version.cuda)}."
+        " README.md, “GPUs”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+    )
+
+
+def are_hidden() -> bool:
+    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU: it begins with nothing, a negative number or SLURM's `NoDevFiles`."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return first in ("", "NoDevFiles") or first.startswith("-")
+
+
+def are_there() -> bool:
+    """Whether this process has a GPU: one it may open, one that nvidia-smi lists, or, where nvidia-smi is installed and fails,
+    one on the PCI bus. By itself the bus proves nothing: a container shows its host's.
+    """
+    if any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DEVICE_FILES)) or nvidia_smi():
+        return True
+    return shutil.which("nvidia-smi") is not None and any(map(_is_gpu, PCI_DEVICES.glob("*")))
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        return (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03"
+    except OSError:
+        return False
+
+
+def nvidia_smi() -> list[str]:
+    """Name, memory and driver of each GPU, as nvidia-smi tells; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in shown.splitlines() if line.count(",") >= 2]
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver that runs, such as 550.54.15; None where none does."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text())
+    except OSError:
+        found = None
+    if found:
+        return found[1]
+    return next((line.rpartition(",")[2].strip() for line in nvidia_smi()), None)
+
+
+def is_too_old(driver: str, cuda: str) -> bool:
+    """Whether a torch built for this CUDA can't run on this driver."""
+    return int(driver.partition(".")[0]) < OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
+
+
+def torch_cuda() -> tuple[str | None, str | None]:
+    """Version of the torch that is installed and of the CUDA it was built for, without importing it; None for what isn't."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if path is None or not path.exists():
+        return None, None
+    found = dict(re.findall(r"^(__version__|cuda)\b.*= '([^']*)'", path.read_text(), re.MULTILINE))
+    return found.get("__version__"), found.get("cuda")
+
+
+def _why(torch_version: str, cuda: str | None) -> str:
+    driver = driver_version()
+    if cuda is None:
+        return f"torch {torch_version} is built without CUDA (the driver is {driver or 'not running'})"
+    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
+    built = f"torch {torch_version} is built for CUDA {cuda}" + (f", which needs driver ≥ {oldest}" if oldest else "")
+    if driver is None:
+        return f"no NVIDIA driver is running; {built}"
+    if is_too_old(driver, cuda):
+        return f"driver {driver} is too old: {built}"
+    return f"driver {driver}; {built}; torch says: {_words_of_torch()}"
+
+
+def _words_of_torch() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "nothing"
+
+
+def main() -> int:
+    try:
+        print(choose())
+    except UnusableGpuError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Who this process is among the ranks, and how the ranks agree to stop.
+
+Every launcher (deepspeed, torchrun, none) is understood here and nowhere else. Top-level imports stay light: a rank
+must be able to refuse a wrong configuration within a second, before torch and DeepSpeed are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
+from clap_ds.dist import accelerator
+from clap_ds.dist.rendezvous import (
+    PortTakenError,
+    UnreachableError,
+    adopt_slurm_step,
+    free_port,
+    meet,
+    set_collective_timeout,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
+
+
+RANK_0_SPEAKS_S = 8.0
+"""Time rank 0 has to tell of a mistake that other ranks met, too."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of this process in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """What the launcher set; a process without a launcher is the only rank.
+
+        Raises:
+            UserError: the launcher's variables are incomplete or contradict each other.
+        """
+        adopt_slurm_step()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = {name: os.environ[name] for name in names if os.environ.get(name)}
+        if not given:
+            return cls(0, 1, 0, 1)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise UserError(
+                f"the environment has {', '.join(given)} but not {', '.join(missing)}: a launcher sets all or none"
+            )
+        for name, value in given.items():
+            if not value.isdecimal():
+                raise UserError(f"{name}={value!r} in the environment: expected a whole number")
+        rank, world_size, local_rank = (int(given[name]) for name in names)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        if rank >= world_size:
+            raise UserError(f"RANK={rank} doesn't fit in WORLD_SIZE={world_size}")
+        return cls(rank, world_size, local_rank, local_world_size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def parse_run_arguments(prog: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="the run's JSON, or a packaged one's name"
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    return parser.parse_args(argv)
+
+
+def check_hostfile(path: Path, ranks: Ranks) -> None:
+    """Compare the ranks there are with the slots a DeepSpeed hostfile promises.
+
+    Raises:
+        UserError: the file is missing or malformed, or the world size isn't the sum of its slots.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"--hostfile {path}: {error.strerror}") from None
+    slots = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not words[1].startswith("slots=") or not words[1][6:].isdecimal():
+            raise UserError(f"--hostfile {path}:{number}: expected 'HOST slots=N', found {line!r}")
+        slots[words[0]] = int(words[1][6:])
+    if sum(slots.values()) != ranks.world_size:
+        raise UserError(
+            f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
+            f" the launcher started {ranks.world_size}"
+        )
+
+
+def initialize(
+    ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+) -> torch.device:
+    """Join the process group and choose this rank's device.
+
+    Args:
+        ranks: this process's place.
+        compile_cpu_collective: let DeepSpeed compile its shared-memory collective for CPU ranks (about a minute at
+        first use).
+
+    Raises:
+        UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
+    """
+    device = _choose_device(ranks)
+
+    import deepspeed
+    import torch
+
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
+    if device.type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that each use every core slow each other down by a factor of up to 80 in the optimiser.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+        keep_freed_memory()
+        if not compile_cpu_collective:
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
+        try:
+            meet(ranks.rank, ranks.world_size, backend)
+        except PortTakenError as error:
+            raise AgreedError(str(error)) from None
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    set_collective_timeout(collective_timeout_s)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what it is given back for the next allocation, as the allocator for GPUs does.
+
+    glibc returns every large block to the kernel, which then clears it again page by page for each new tensor: a seventh of a
+    training step on a CPU. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_mmap_max, 0)
+
+
+def choose_accelerator() -> Literal["cuda", "cpu"]:
+    """GPU or CPU, for this process and for DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
+
+    Raises:
+        UserError: there is a GPU that torch can't use.
+    """
+    try:
+        chosen = accelerator.choose()
+    except accelerator.UnusableGpuError as error:
+        raise UserError(str(error)) from None
+    if chosen == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return chosen
+
+
+def _choose_device(ranks: Ranks) -> torch.device:
+    import torch
+
+    if choose_accelerator() == "cpu":
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {ranks.rank} is number {ranks.local_rank} on {socket.gethostname()}, which has"
+            f" {torch.cuda.device_count()} visible GPUs; the hostfile promises more slots than there are"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+def agree(problem: str | None) -> None:
+    """Stop every rank when one of them has a problem. A collective: all ranks call it.
+
+    Raises:
+        AgreedError: on all ranks, with the first rank's problem and how many ranks share it.
+    """
+    import torch.distributed as dist
+
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    told = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    if told:
+        others = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
+        where = f"rank {told[0][0]}{others}: " if len(told) < len(problems) else ""
+        raise AgreedError(f"{where}{told[0][1]}")
+
+
+def run_command(main: Callable[[Ranks], None]) -> NoReturn:
+    """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2."""
+    try:
+        main(Ranks.from_environment())
+    except UnreachableError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        leave(1)
+    except UserError as error:
+        if os.environ.get("RANK", "0") in ("", "0"):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # Launchers end a job when its first process exits: give rank 0 the time to speak.
+            time.sleep(RANK_0_SPEAKS_S)
+            if not isinstance(error, AgreedError) and rank_0_waits():
+                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        leave(USER_ERROR)
+    leave(0)
+
+
+def rank_0_waits() -> bool:
+    """Whether rank 0 is there to be met. It isn't where it met the same mistake as this rank, and said so."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+    except (OSError, KeyError, ValueError):
+        return False
+    return True
+
+
+def run_alone(main: Callable[[], None]) -> None:
+    """Run the main function of a command that no launcher starts; user errors become one message and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with its output written, whatever threads of torch or a loader are still about."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and code == 0:
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,265 @@
+"""Model and settings → a DeepSpeed engine, and one training step to be read top to bottom.
+
+Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: parameters that must stay
+fp32 under bf16, the logit scale's upper bound, and noticing a loss that isn't finite without a synchronisation every
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clap_ds.config.settings import RunSettings
+from clap_ds.data.batch import Batch
+from clap_ds.engine.cached_step import FeatureCache
+from clap_ds.engine.compiled import compile_model
+from clap_ds.engine.gradient_sync import GradientSync
+from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
+from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
+from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import PhaseTimer
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class ClapEngine:
+    """A CLAP model wrapped by DeepSpeed, stepping through batches.
+
+    Attributes:
+        model: the model being trained.
+        deepspeed: DeepSpeed's engine around it.
+        steps: optimiser steps taken.
+        norm_wanted: work out `gradient_norm` in every step.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
+    """
+
+    def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
+        """Wrap `model`; a collective over all ranks.
+
+        Raises:
+            ValueError: DeepSpeed refuses one of its own sections.
+        """
+        self.model = model.to(device)
+        self._cuda_graphs = run.clap.cuda_graphs
+        compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
+        self.loss = _loss(run)
+        self._cached = run.clap.train.accumulation == "cached"
+        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
+            self.loss.gather_early(self.model)
+        self.deepspeed = _wrap(model, run)
+        overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
+        self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
+        self.steps = 0
+        self.norm_wanted = False
+        self.gradient_norm: Tensor | None = None
+        self._accumulation_steps = run.gradient_accumulation_steps
+        self._max_log_scale = math.log(run.clap.max_logit_scale)
+        self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
+
+    def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        """One optimiser step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
+
+        Args:
+            batches: source of micro-batches on the device.
+            timer: told where the step's time goes.
+
+        Returns:
+            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
+            this rank's pairs against the whole step's.
+        """
+        loss_mean = self._cached_micro_steps(batches, timer) if self._cached else self._micro_steps(batches, timer)
+        self._bound_logit_scale()
+        self.sync.after_step()
+        self.steps += 1
+        is_first = (self._first_bad_step < 0) & ~loss_mean.isfinite()
+        self._first_bad_step.masked_fill_(is_first, self.steps)
+        return loss_mean
+
+    def set_accumulation_steps(self, number: int) -> None:
+        """Micro-batches in each of the following steps."""
+        if number != self._accumulation_steps:
+            self._accumulation_steps = number
+            per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
+            self.deepspeed.set_train_batch_size(number * per_micro_step)
+            self.deepspeed.tput_timer.batch_size = number * per_micro_step
+
+    def _micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        loss_sum = torch.zeros((), device=self._first_bad_step.device)
+        for number in range(1, self._accumulation_steps + 1):
+            with timer("data_wait"):
+                batch = next(batches)
+            self._set_boundary(number)
+            loss = self.forward_backward(batch, timer)
+            self._update(timer)
+            loss_sum += loss.detach()
+        return loss_sum / self._accumulation_steps
+
+    def _cached_micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        with timer("data_wait"):
+            micro_batches = [next(batches) for _ in range(self._accumulation_steps)]
+        with timer("forward"):
+            cache = FeatureCache(self.deepspeed, self.model, micro_batches)
+        with timer("loss"):
+            loss = cache.differentiate(self.loss)
+        for number, surrogate in enumerate(cache.surrogate_losses(check=self.steps == 0), start=1):
+            with timer("forward"):
+                self._set_boundary(number)
+                self.sync.before_forward()
+                surrogate_loss = surrogate()
+            with timer("backward"):
+                self.deepspeed.backward(surrogate_loss, scale_wrt_gas=False)
+            self._update(timer)
+        return loss
+
+    def _set_boundary(self, number: int) -> None:
+        """Tell DeepSpeed whether micro-batch `number` is the step's last. Left alone it counts them from the start of the run,
+        which goes wrong once the number in a step changes."""
+        self.deepspeed.set_gradient_accumulation_boundary(number == self._accumulation_steps)
+
+    def _update(self, timer: PhaseTimer) -> None:
+        """Count a micro-batch; after the step's last, update the weights."""
+        wanted = self.norm_wanted and self.deepspeed.is_gradient_accumulation_boundary()
+        by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
+        if wanted and not by_deepspeed:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        with timer("optimizer"):
+            self.deepspeed.step()
+        if wanted and by_deepspeed:
+            norm = self.deepspeed.get_global_grad_norm()
+            self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self._first_bad_step.device)
+
+    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
+        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
+        self.sync.before_forward()
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with timer("forward"):
+            features = self.deepspeed(*batch.model_inputs())
+        with timer("loss"):
+            loss = self.loss(*features)
+        with timer("backward"):
+            self.deepspeed.backward(loss)
+        return loss
+
+    def share_statistics(self) -> None:
+        """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
+        for buffer in self.model.audio.batch_norm.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def check_loss(self) -> None:
+        """Synchronise and stop every rank if the loss of any was not finite since the start. A collective.
+
+        Raises:
+            NonFiniteLossError: on all ranks, naming the first bad step.
+        """
+        never = torch.iinfo(torch.long).max
+        first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
+        dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
+        if int(first_bad) != never:
+            raise NonFiniteLossError(f"the loss is NaN or infinite at step {int(first_bad)}")
+
+    @torch.no_grad()
+    def _bound_logit_scale(self) -> None:
+        """Keep the learned scale at or below its maximum, in the parameter and in the optimiser's fp32 copy of it."""
+        self.model.logit_scale.clamp_(max=self._max_log_scale)
+        for group in self.deepspeed.optimizer.param_groups:
+            if group["name"] == "logit_scale":
+                for master in group["params"]:
+                    master.clamp_(max=self._max_log_scale)
+
+
+def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
+    settings = run.clap.loss
+    by_default = "bf16" if run.precision == "bf16" else "fp32"
+    wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
+    return SoftmaxLoss(wire_dtype, settings.tile) if settings.kind == "softmax" else SigmoidLoss(wire_dtype)
+
+
+def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+    config, optimizer = dict(run.deepspeed), None
+    if takes_flat_adamw(run):
+        section = config["optimizer"]
+        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
+        config["optimizer"] = {**section, "legacy_fusion": True}
+
+        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
+            return FlatAdamW(groups, **options)
+
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
+    _undo_initial_step(engine.optimizer)
+    return engine
+
+
+def takes_flat_adamw(run: RunSettings) -> bool:
+    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
+    section = run.deepspeed.get("optimizer", {})
+    params = section.get("params", {})
+    return (
+        run.clap.fused_adam == "torch"
+        and section.get("type", "").lower() in ("adam", "adamw")
+        and params.keys() <= OPTIONS | REQUIRED.keys()
+        and all(params.get(name, value) is value for name, value in REQUIRED.items())
+    )
+
+
+def _undo_initial_step(optimizer: Any) -> None:
+    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
+    their state.
+
+    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
+    steps.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        inner.state.clear()
+        optimizer.refresh_fp32_params()
+
+
+def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
+    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+
+    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
+    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.fp32_parameters()]
+
+    def groups() -> Iterator[dict[str, Any]]:
+        for parameter, value in kept:
+            value = value.to(parameter.device)
+            if dist.is_initialized():
+                dist.broadcast(value, src=0)
+            parameter.data = value
+        named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
+        fp32 = {id(parameter) for parameter, _ in kept}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter is model.logit_scale:
+                named["logit_scale"].append(parameter)
+            elif id(parameter) in fp32:
+                named["fp32"].append(parameter)
+            elif parameter.ndim < 2 or name.endswith("relative_position_bias"):
+                named["no_decay"].append(parameter)
+            else:
+                named["decay"].append(parameter)
+        for name, parameters in named.items():
+            if parameters:
+                yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})
+
+    return groups()

@@ -1,0 +1,294 @@
+"""What every command that trains does first and last: ranks, run directory, model, data, engine; and how a run's end is
+told.
+
+Leaves the steps in between to the command.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from clap_ds.config.errors import AgreedError, UserError
+from clap_ds.config.settings import RunSettings
+from clap_ds.data.batch import BatchSource, build_batches
+from clap_ds.dist import debug, distributed
+from clap_ds.dist.distributed import Ranks
+from clap_ds.engine.compiled import compile_statistics
+from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
+from clap_ds.model.clap import ClapModel
+from clap_ds.record import hardware
+from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
+
+FAILED = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """The run was told to stop by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def state(self) -> State:
+        """SLURM announces the end of the allotted time by USR1; every other signal is somebody's wish."""
+        return "timeout" if self.number == signal.SIGUSR1 else "terminated"
+
+
+@dataclass
+class Session:
+    """A run that is ready to step."""
+
+    run: RunSettings
+    ranks: Ranks
+    device: torch.device
+    record: RunDirectory
+    engine: ClapEngine
+    batches: BatchSource
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one rank in one optimiser step."""
+        return self.run.micro_batch * self.run.gradient_accumulation_steps
+
+
+class Start:
+    """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another."""
+
+    def build_model(self, run: RunSettings) -> ClapModel:
+        """The model before it is wrapped; the same on every rank.
+
+        Raises:
+            ValueError: it can't be had as the settings want it.
+        """
+        return build_model(run)
+
+    def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
+        """Called on all ranks once the model is wrapped: where this rank's data goes on from (`BatchSource.state()`), None for
+        the beginning.
+
+        Raises:
+            ValueError: what the run was to go on from can't be used.
+        """
+        return None
+
+
+@contextmanager
+def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> Iterator[Session]:
+    """Set a run up on all ranks, hand it over, and record how it ends.
+
+    Raises:
+        UserError: on every rank, for a mistake found on any.
+        SystemExit: the run failed or was told to stop; said and recorded already.
+    """
+    settings = run.clap.debug
+    debug.prepare(settings)
+    device = distributed.initialize(
+        ranks,
+        compile_cpu_collective=run.clap.compile_cpu_collective,
+        collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
+    )
+    quiet_deepspeed()
+    together(lambda: _check_deepspeed_sections(run))
+    record = _make_record(run, ranks, device)
+    with _recorded_ending(run, ranks, record, device), debug.watch(settings, ranks, record.path):
+        torch.manual_seed(run.clap.seed)
+        # The profiler would time and synchronise every step; `measure.flops_profile` runs it outside the timed windows.
+        start = start or Start()
+        model = together(lambda: start.build_model(run))
+        engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
+        # Weights are the same on every rank, dropout and augmentation are not.
+        torch.manual_seed(run.clap.seed + 1 + ranks.rank)
+        data_state = together(lambda: start.prepare(engine, record))
+        batches = together(lambda: _build_batches(run, ranks, device, data_state))
+        with batches:
+            yield Session(run, ranks, device, record, engine, batches)
+            if ranks.is_first:
+                record.update_summary(data=batches.statistics())
+                if run.clap.compile != "off":
+                    record.update_summary(compile=compile_statistics())
+    record.close()
+
+
+def together(build: Callable[[], T]) -> T:
+    """Build something on every rank, or stop every rank with the first one's problem. A collective.
+
+    Raises:
+        UserError: on all ranks, where `build` raised ValueError on any.
+    """
+    problem, built = None, []
+    try:
+        built = [build()]
+    except ValueError as error:
+        problem = str(error)
+    distributed.agree(problem)
+    return built[0]
+
+
+def _check_deepspeed_sections(run: RunSettings) -> None:
+    try:
+        DeepSpeedConfig(dict(run.deepspeed))
+    except Exception as error:
+        # Whatever DeepSpeed raises while reading its configuration is about the configuration.
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from None
+
+
+def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDirectory:
+    here = hardware.environment(device)
+    everywhere: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, (here["host"], here["device_name"]))
+    path: list[Path | str | None] = [None]
+    if ranks.is_first:
+        try:
+            path = [RunDirectory.create(Path(run.clap.output.root), run.label).path.resolve()]
+        except OSError as error:
+            path = [f"{run.path}: clap.output.root: {run.clap.output.root!r} can't be written: {error.strerror}"]
+    dist.broadcast_object_list(path)
+    if not isinstance(path[0], Path):
+        raise AgreedError(str(path[0]))
+    record = RunDirectory(path[0])
+    if ranks.is_first:
+        start_log(record.path / "rank0.log")
+        hosts = list(dict.fromkeys(host for host, _ in everywhere))
+        record.write_json("config.json", run.resolved())
+        record.write_json(
+            "environment.json",
+            here
+            | {"world_size": ranks.world_size, "num_nodes": len(hosts), "hosts": hosts}
+            | {"gpus_per_node": [sum(host == h for h, _ in everywhere) for host in hosts]}
+            | {"device_names": sorted({name for _, name in everywhere})},
+        )
+        record.update_summary(
+            state="running",
+            error=None,
+            preset=run.clap.model.preset,
+            num_nodes=len(hosts),
+            world_size=ranks.world_size,
+            micro_batch_per_gpu=run.micro_batch,
+            gradient_accumulation_steps=run.gradient_accumulation_steps,
+            global_batch=run.micro_batch * run.gradient_accumulation_steps * ranks.world_size,
+            text_tokens=run.clap.text_tokens,
+            text=run.clap.text,
+            precision=run.precision,
+            device_name=here["device_name"],
+            device_type=device.type,
+        )
+        print(f"run directory: {record.path}", flush=True)
+        if device.type == "cpu" and run.precision == "bf16":
+            print(f"CPU kernels: {here['cpu_kernels']}", flush=True)
+    return record
+
+
+def build_model(run: RunSettings) -> ClapModel:
+    """A fresh model as `clap.model` describes it.
+
+    Raises:
+        ValueError: its text tower's pretrained weights can't be had.
+    """
+    options = run.clap.model
+    return ClapModel(
+        run.clap.preset(),
+        drop_path=options.drop_path,
+        text_dropout=options.text_dropout,
+        spec_augment=options.spec_augment,
+        text_from_hub=options.text_from_hub,
+        sigmoid=run.clap.loss.kind == "sigmoid",
+        attention=options.attention,
+        checkpoint_activations=tuple(options.checkpoint_activations),
+    )
+
+
+def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: dict[str, Any] | None) -> BatchSource:
+    going_on = {} if state is None else {"state": state}
+    return build_batches(
+        run.clap.data,
+        model=run.clap.preset(),
+        text_tokens=run.clap.text_tokens,
+        micro_batch=run.micro_batch,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=run.clap.seed,
+        device=device,
+        pack_captions=run.clap.text == "packed",
+        **going_on,
+    )
+
+
+@contextmanager
+def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, device: torch.device) -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _ignore_signals()  # the first one counts, and its end must be recorded in peace
+        stop = Interrupted(number)
+        # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
+        record.finish(stop.state, f"stopped by {stop}")
+        raise stop
+
+    previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    except UserError as error:
+        if ranks.is_first:
+            record.finish("failed", str(error))
+        raise
+    except Interrupted as stop:
+        if ranks.is_first:
+            record.finish(stop.state, f"stopped by {stop}")
+            _say(ranks, f"stopped by {stop}")
+        distributed.leave(128 + stop.number)
+    except NonFiniteLossError as error:
+        _ignore_signals()
+        if ranks.is_first:
+            record.finish("failed", str(error))
+            _say(ranks, str(error))
+        dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
+        distributed.leave(FAILED)
+    except (ValueError, StopIteration) as error:
+        _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
+        record.finish("failed", f"rank {ranks.rank}: {error}")
+        _say(ranks, str(error))
+        distributed.leave(FAILED)
+    except Exception as error:
+        _ignore_signals()
+        if is_out_of_memory(error):
+            message = f"out of memory at micro-batch {run.micro_batch} on {hardware.device_name(device)}"
+            record.finish("out_of_memory", f"rank {ranks.rank}: {message}")
+            _say(ranks, f"{message}: {str(error).splitlines()[0]}")
+        else:
+            record.finish("failed", f"rank {ranks.rank}: {error}")
+            traceback.print_exc()
+        distributed.leave(FAILED)
+    else:
+        if ranks.is_first:
+            record.finish("completed")
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the GPU's or the host's memory is exhausted."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _say(ranks: Ranks, message: str) -> None:
+    print(f"error: rank {ranks.rank}: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,246 @@
+"""The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
+
+Samples per second are counted here, data wait included; DeepSpeed's own figure, which leaves the data wait out, is
+shown beside them.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clap_ds.engine.session import Session
+from clap_ds.flop_count.peaks import utilization
+from clap_ds.measuring.flops_profile import measure_flops
+from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
+from clap_ds.record import hardware
+from clap_ds.record.clock import PhaseTimer, StepClock, median_interval, percentile
+from clap_ds.record.terminal import Progress, print_summary
+
+PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
+
+
+@dataclass
+class Window:
+    """One timed window: `(steps, ranks)` seconds of every step and its wait for data, and every rank's whole time."""
+
+    window_s: list[float]
+    step_s: list[list[float]]
+    data_wait_s: list[list[float]]
+
+    @property
+    def slowest_s(self) -> float:
+        return max(self.window_s)
+
+
+@dataclass
+class Measurement:
+    """All windows so far, and the rates that follow from them."""
+
+    samples_per_window: int
+    windows: list[Window] = field(default_factory=list)
+
+    @property
+    def samples_per_s_per_gpu(self) -> list[float]:
+        """One value a window; a window lasts until its slowest rank is done."""
+        return [self.samples_per_window / window.slowest_s for window in self.windows]
+
+    def steps(self) -> tuple[list[float], list[float]]:
+        """Seconds of every step on rank 0, and on the rank that was slowest in that step."""
+        rows = [row for window in self.windows for row in window.step_s]
+        return [row[0] for row in rows], [max(row) for row in rows]
+
+    def data_wait_share(self) -> float:
+        """Share of the time spent waiting for data, on the rank that waited most."""
+        num_ranks = len(self.windows[0].window_s)
+        total = [sum(window.window_s[rank] for window in self.windows) for rank in range(num_ranks)]
+        waited = [sum(row[rank] for window in self.windows for row in window.data_wait_s) for rank in range(num_ranks)]
+        return max(wait / time for wait, time in zip(waited, total, strict=True))
+
+
+def measure(session: Session) -> dict[str, Any]:
+    """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars.
+
+    Returns:
+        The summary; on ranks other than 0 an empty dict.
+    """
+    protocol = session.run.clap.bench
+    num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
+    measurement = Measurement(protocol.steps_per_window * session.samples_per_step)
+    with Progress(num_steps, enabled=session.ranks.is_first) as progress, _manual_garbage_collection():
+        for step in range(1, protocol.warmup_steps + 1):
+            _run_window(session, 1, "warmup", None)
+            progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
+        for number in range(1, protocol.windows + 1):
+            measurement.windows.append(_run_window(session, protocol.steps_per_window, "window", number))
+            rates = measurement.samples_per_s_per_gpu
+            progress.advance(
+                protocol.steps_per_window,
+                f"window {number}/{protocol.windows}: {rates[-1] * session.ranks.world_size:,.1f} samples/s",
+            )
+            if session.ranks.is_first:
+                session.record.update_summary(samples_per_s_per_gpu=_rates(rates))
+                session.record.add_scalars(
+                    session.engine.steps, bench__samples_per_s=rates[-1] * session.ranks.world_size
+                )
+        breakdown = _measure_breakdown(session, protocol.breakdown_steps)
+        progress.advance(protocol.breakdown_steps, "breakdown")
+    memory_peak_bytes = hardware.peak_memory_bytes(session.device)
+    utilized = _measure_utilization(session, statistics.median(measurement.samples_per_s_per_gpu))
+    if not session.ranks.is_first:
+        return {}
+    summary = session.record.update_summary(
+        **_summarize(session, measurement, breakdown), memory_peak_bytes=memory_peak_bytes, **utilized
+    )
+    print_summary(summary)
+    return summary
+
+
+@contextmanager
+def _manual_garbage_collection() -> Iterator[None]:
+    """No collection but those asked for, which look only at what is made from here on (0.4 s less each than at everything)."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _run_window(session: Session, num_steps: int, phase: str, number: int | None) -> Window:
+    """Time some steps on every rank together, then write their lines and check their losses."""
+    timer = PhaseTimer(session.device, instrumented=False)
+    clock = StepClock(session.device)
+    losses: list[Tensor] = []
+    data_wait_s: list[float] = []
+    gc.collect()
+    dist.barrier()
+    clock.start()
+    for _ in range(num_steps):
+        timer.reset()
+        losses.append(session.engine.step(session.batches, timer))
+        data_wait_s.append(timer.seconds["data_wait"])
+        clock.mark()
+    window_s, step_s = clock.stop()
+    window = _gather_window(session, window_s, step_s, data_wait_s)
+    loss_means = torch.stack(losses)
+    dist.all_reduce(loss_means)
+    if session.ranks.is_first:
+        _write_steps(session, window, (loss_means / session.ranks.world_size).tolist(), phase, number)
+    session.engine.check_loss()
+    return window
+
+
+def _gather_window(session: Session, window_s: float, step_s: list[float], data_wait_s: list[float]) -> Window:
+    """Bring every rank's times together on every rank."""
+    num_steps = len(step_s)
+    mine = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
+    everyone = [torch.empty_like(mine) for _ in range(session.ranks.world_size)]
+    dist.all_gather(everyone, mine)
+    columns = torch.stack(everyone, dim=1)
+    return Window(columns[0].tolist(), columns[1 : 1 + num_steps].tolist(), columns[1 + num_steps :].tolist())
+
+
+def _write_steps(session: Session, window: Window, losses: list[float], phase: str, number: int | None) -> None:
+    first_step = session.engine.steps - len(losses) + 1
+    for offset, loss in enumerate(losses):
+        session.record.append_metrics(
+            step=first_step + offset,
+            phase=phase,
+            window=number,
+            time_s=window.step_s[offset][0],
+            slowest_rank_time_s=max(window.step_s[offset]),
+            data_wait_s=window.data_wait_s[offset][0],
+            loss=loss,
+            memory_bytes=hardware.peak_memory_bytes(session.device),
+        )
+        session.record.add_scalars(first_step + offset, bench__loss=loss)
+
+
+def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | None:
+    """Seconds of each phase of a step, mean over steps, on rank 0, with the device synchronised between phases.
+
+    Each step is followed by one more forward and backward that keeps its gradients to itself: what the backward of the step
+    took longer than that is communication which nothing hid.
+    """
+    if num_steps == 0:
+        return None
+    whole, local = (PhaseTimer(session.device, instrumented=True) for _ in range(2))
+    engine = session.engine
+    dist.barrier()
+    for _ in range(num_steps):
+        engine.step(session.batches, whole)
+        batch = next(session.batches)
+        with engine.sync.off():
+            engine.forward_backward(batch, local)
+        engine.deepspeed.zero_grad()
+    engine.check_loss()
+    seconds = {phase: whole.seconds[phase] / num_steps for phase in PHASES}
+    alone_s = session.run.gradient_accumulation_steps * local.seconds["backward"] / num_steps
+    alone = session.ranks.world_size == 1
+    seconds["exposed_communication"] = 0.0 if alone else max(0.0, seconds["backward"] - alone_s)
+    seconds["backward"] -= seconds["exposed_communication"]
+    return seconds
+
+
+def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> dict[str, Any]:
+    """MFU in both conventions, where the peak is known, and what its FLOPs rest on. A collective."""
+    flops, warnings = measure_flops(session)
+    settings = session.run.clap.hardware
+    found = utilization(
+        flops["published_gflops"] * 1e9,
+        flops["model_gflops"] * 1e9,
+        samples_per_s_per_gpu,
+        hardware.device_name(session.device),
+        settings.peak_tflops,
+        flops["recomputed_gflops"] * 1e9,
+    )
+    if settings.measure_peak:
+        # On every rank at once, as training uses them: neighbours share power and heat.
+        found["matmul_tflops"] = measure_matmul_tflops(session.device)
+        found["achievable_percent"] = 100 * found["achieved_tflops"] / found["matmul_tflops"]
+    return {**found, "flops": flops, "warnings": warnings}
+
+
+def _rates(rates: list[float]) -> dict[str, Any]:
+    interval = median_interval(rates)
+    return {
+        "median": interval.median,
+        "low": interval.low,
+        "high": interval.high,
+        "coverage": interval.coverage,
+        "windows": rates,
+    }
+
+
+def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> dict[str, Any]:
+    rates = _rates(measurement.samples_per_s_per_gpu)
+    step_s, slowest_s = measurement.steps()
+    samples_per_s = rates["median"] * session.ranks.world_size
+    audio = session.run.clap.preset().audio
+    timer = session.engine.deepspeed.tput_timer
+    counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
+    return {
+        "samples_per_s_per_gpu": rates,
+        "samples_per_s": samples_per_s,
+        "deepspeed_samples_per_s": timer.avg_samples_per_sec() if counted else None,
+        "step_time_s": {
+            "median": statistics.median(step_s),
+            "p95": percentile(step_s, 95),
+            "slowest_rank_median": statistics.median(slowest_s),
+        },
+        "data_wait_percent": 100 * measurement.data_wait_share(),
+        "audio_hours_per_s": samples_per_s * audio.num_samples / audio.sample_rate / 3600,
+        "breakdown_s": breakdown,
+        "skipped_steps": session.engine.deepspeed.skipped_steps,
+    }

@@ -1,0 +1,122 @@
+"""Captions to token ids: loading a RoBERTa-compatible tokenizer, using it, and training a small one.
+
+The trained one is for the sounds this project makes itself and for tests; it needs no hub and its vocabulary fits the `micro`
+preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import clap_ds.model.torchaudio_compat  # noqa: F401  (must come before transformers)
+
+# isort: split
+import tokenizers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from clap_ds.config.model import PAD_TOKEN_ID
+
+FIELD = "clap.data.tokenizer"
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
+SMALL_VOCAB_SIZE = 512
+
+
+def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it.
+
+    Args:
+        vocab_size: of the model that will take the ids.
+
+    Raises:
+        ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
+            than RoBERTa's id 1.
+    """
+    tokenizer = _find_tokenizer(name_or_dir)
+    # len() also counts added tokens, but not gaps between ids.
+    largest_id = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])
+    if largest_id >= vocab_size:
+        raise ValueError(
+            f"{FIELD}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
+            "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
+        )
+    if tokenizer.pad_token_id != PAD_TOKEN_ID:
+        raise ValueError(
+            f"{FIELD}: {name_or_dir!r} pads with id {tokenizer.pad_token_id}; expected a RoBERTa tokenizer, which pads with "
+            f"{PAD_TOKEN_ID}"
+        )
+    return tokenizer
+
+
+def _find_tokenizer(name_or_dir: str) -> PreTrainedTokenizerBase:
+    folder = Path(name_or_dir)
+    if folder.is_dir():
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # whatever a damaged folder makes transformers raise
+            raise ValueError(
+                f"{FIELD}: the folder {name_or_dir!r} holds no tokenizer transformers can load: {_first_line(error)}"
+            ) from error
+    tried = [f"no such folder in {Path.cwd()}"]
+    looks_like_path = folder.is_absolute() or name_or_dir.startswith(".") or len(folder.parts) > 2
+    for place, local_only in () if looks_like_path else (("the hub's local cache", True), ("the hub", False)):
+        try:
+            return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_only)
+        except (OSError, ValueError) as error:
+            tried.append(f"{place}: {_first_line(error)}")
+    raise ValueError(f"{FIELD}: no tokenizer {name_or_dir!r}; tried: {'; '.join(tried)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (B, text_tokens) int64: <s> … </s>, then padding.
+
+    Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
+    """
+    encoded: Any = tokenizer(
+        captions,
+        padding="max_length",
+        truncation=True,
+        max_length=text_tokens,
+        split_special_tokens=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> None:
+    """Trains a byte-level BPE with RoBERTa's special ids and saves it where `load_tokenizer` can load it.
+
+    Args:
+        vocab_size: upper bound; at least the 256 bytes and the special tokens.
+    """
+    assert vocab_size >= 256 + len(SPECIAL_TOKENS)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(captions, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        cls_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    ).save_pretrained(directory)

@@ -1,0 +1,134 @@
+"""The run directory: what a run is, how far it got and what came of it, written as it goes.
+
+`config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
+state), `tensorboard/` and `rank0.log`. A run that is killed still tells its story. Leaves what the numbers mean to the
+command.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from clap_ds.config.files import write_atomically
+
+State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
+
+
+class RunDirectory:
+    """Files of one run. Rank 0 writes; the others write only `summary.json`, and only to say that they failed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: TextIO | None = None
+        self._writer: Any = None
+
+    @classmethod
+    def create(cls, root: Path, label: str) -> RunDirectory:
+        """Make `<root>/<label>-<UTC time>/`.
+
+        Raises:
+            OSError: the folder can't be made.
+        """
+        stem = f"{label}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        for attempt in range(100):
+            path = root / (stem if attempt == 0 else f"{stem}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(path)
+        raise FileExistsError(f"{root / stem}: a hundred runs of this name already")
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Replace a JSON file in one go: a reader sees the old or the new one, never half."""
+        write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n")
+
+    def update_summary(self, **fields: Any) -> dict[str, Any]:
+        """Merge fields into `summary.json` and return the whole."""
+        summary = {**self.summary(), **fields}
+        self.write_json("summary.json", summary)
+        return summary
+
+    def summary(self) -> dict[str, Any]:
+        path = self.path / "summary.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def finish(self, state: State, error: str | None = None) -> None:
+        """Record how the run ended. The first ending recorded by any rank stays: later ones are its consequences."""
+        if self.summary().get("state") in (None, "running"):
+            self.update_summary(state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def append_metrics(self, **fields: Any) -> None:
+        """One line of `metrics.jsonl`."""
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._metrics.write(json.dumps(fields) + "\n")
+
+    def add_scalars(self, step: int, **values: float) -> None:
+        """Scalars for TensorBoard, under this project's own tags."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.path / "tensorboard"))
+        for tag, value in values.items():
+            self._writer.add_scalar(tag.replace("__", "/"), value, step)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Tee(io.TextIOBase):
+    """A stream that also writes to a log file; carriage-return redraws of progress bars stay out of the file."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        if "\r" not in text and "\x1b" not in text:
+            self._log.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def start_log(path: Path) -> None:
+    """Send a copy of standard output and error, and all of DeepSpeed's log lines, to a file."""
+    from deepspeed.utils import logger
+
+    log = path.open("a", buffering=1)
+    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(sys.argv)}\n")
+    sys.stdout = Tee(sys.stdout, log)
+    sys.stderr = Tee(sys.stderr, log)
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logger.handlers[0].formatter)
+    logger.addHandler(handler)
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed's informational lines off the terminal, where its configuration dump alone takes 150 lines.
+
+    A filter and not a level: `deepspeed.initialize` sets the level of every handler from the configuration.
+    """
+    from deepspeed.utils import logger
+
+    for handler in logger.handlers:
+        handler.addFilter(lambda record: record.levelno >= logging.WARNING)

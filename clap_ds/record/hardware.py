@@ -1,0 +1,79 @@
+"""What a run ran on: device, memory, software."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clap_ds
+from clap_ds.config import places
+from clap_ds.native.library import unavailable
+
+PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
+
+
+def device_name(device: torch.device) -> str:
+    """Name the driver gives the GPU, or the model of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device, driver, host and commit of this process, for the run's record."""
+    return {
+        "python": platform.python_version(),
+        "versions": {"clap_ds": clap_ds.__version__, **{name: _version(name) for name in PACKAGES}},
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
+        "device_name": device_name(device),
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "host": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "cpu_kernels": cpu_kernels() if device.type == "cpu" else None,
+        "git_commit": places.commit(),
+        "command": [sys.executable, *sys.argv],
+    }
+
+
+def cpu_kernels() -> str:
+    """`native` where bf16 models run this project's CPU kernels; else `torch` and why."""
+    reason = unavailable()
+    return f"torch: {reason}" if reason else "native"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:
+        return None

@@ -1,0 +1,198 @@
+"""Between this project's model sizes and `transformers.ClapConfig`: what either can't express is refused with the reason.
+
+Sizes only; the tensors are `weights.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clap_ds.config.model import PAD_TOKEN_ID, AudioConfig, ClapConfig, ProjectionConfig, TextConfig, load_preset
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+
+import transformers  # isort: skip
+
+# What HTSAT and RoBERTa here are, whatever their sizes.
+_FIXED_AUDIO = {
+    "enable_fusion": False,
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "patch_embed_input_channels": 1,
+    "flatten_patch_embeds": True,
+    "enable_patch_layer_norm": True,
+    "layer_norm_eps": 1e-5,
+}
+_FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": PAD_TOKEN_ID}
+_FRONT_END = {
+    "sample_rate": "sampling_rate",
+    "stft_window": "fft_window_size",
+    "hop_size": "hop_length",
+    "fmin": "frequency_min",
+    "fmax": "frequency_max",
+}
+"""Our field → `ClapFeatureExtractor`'s."""
+
+
+def config_from_transformers(
+    config: transformers.ClapConfig, front_end: dict[str, Any] | None = None, *, name: str = "transformers"
+) -> ClapConfig:
+    """The sizes of an HF CLAP.
+
+    Args:
+        config: `transformers.ClapConfig` of a model without feature fusion.
+        front_end: fields of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
+        name: what to call the model in messages.
+
+    Raises:
+        ValueError: feature fusion, or another architecture than HTSAT + RoBERTa.
+    """
+    audio: Any = config.audio_config
+    text: Any = config.text_config
+    if audio.enable_fusion:
+        raise ValueError(
+            f"{name}: CLAP with feature fusion (enable_fusion) is not supported; use an unfused checkpoint"
+        )
+    _check_fixed(name, "audio_config", audio, _FIXED_AUDIO)
+    _check_fixed(name, "text_config", text, _FIXED_TEXT)
+    patch, stride = _side(audio.patch_size), _side(audio.patch_stride)
+    if patch != stride:
+        raise ValueError(f"{name}: audio_config.patch_stride is {stride}, expected patch_size ({patch})")
+    if audio.mlp_ratio != int(audio.mlp_ratio):
+        raise ValueError(f"{name}: audio_config.mlp_ratio is {audio.mlp_ratio}, expected a whole number")
+    if config.projection_hidden_act not in ("relu", "gelu"):
+        raise ValueError(f"{name}: projection_hidden_act is {config.projection_hidden_act!r}, expected relu or gelu")
+    activation: Any = config.projection_hidden_act
+    projection = ProjectionConfig(hidden_dim=config.projection_dim, activation=activation, bias=True)
+    text_sizes = {
+        "vocab_size": text.vocab_size,
+        "max_positions": text.max_position_embeddings,
+        "hidden_size": text.hidden_size,
+        "num_layers": text.num_hidden_layers,
+        "num_heads": text.num_attention_heads,
+        "intermediate_size": text.intermediate_size,
+    }
+    published = load_preset("htsat_tiny_roberta_base").text
+    is_roberta_base = all(getattr(published, field) == value for field, value in text_sizes.items())
+    return ClapConfig(
+        name=name,
+        audio=AudioConfig(
+            **_front_end(front_end or {}),
+            mel_bins=audio.num_mel_bins,
+            image_size=audio.spec_size,
+            patch_size=patch,
+            embed_dim=audio.patch_embeds_hidden_size,
+            depths=list(audio.depths),
+            num_heads=list(audio.num_attention_heads),
+            attention_window=audio.window_size,
+            mlp_ratio=int(audio.mlp_ratio),
+            num_classes=audio.num_classes,
+            projection=projection,
+        ),
+        text=TextConfig(
+            **text_sizes,
+            hub_name=published.hub_name if is_roberta_base else "",
+            layer_norm_eps=text.layer_norm_eps,
+            pooling="cls_pooler",
+            projection=projection,
+        ),
+        joint_dim=config.projection_dim,
+    )
+
+
+def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
+    """The `transformers.ClapConfig` of these sizes.
+
+    Raises:
+        ValueError: `transformers.ClapModel` has no way to express this model; names every reason.
+    """
+    reasons = _not_expressible(config)
+    if reasons:
+        raise ValueError(f"{config.name} can't be a transformers.ClapModel: {'; '.join(reasons)}")
+    audio, text = config.audio, config.text
+    return transformers.ClapConfig(
+        audio_config={
+            **_FIXED_AUDIO,
+            "window_size": audio.attention_window,
+            "num_mel_bins": audio.mel_bins,
+            "spec_size": audio.image_size,
+            "patch_size": audio.patch_size,
+            "patch_stride": [audio.patch_size, audio.patch_size],
+            "num_classes": audio.num_classes,
+            "hidden_size": audio.output_dim,
+            "depths": list(audio.depths),
+            "num_attention_heads": list(audio.num_heads),
+            "num_hidden_layers": audio.num_stages,
+            "patch_embeds_hidden_size": audio.embed_dim,
+            "mlp_ratio": float(audio.mlp_ratio),
+        },
+        text_config={
+            **_FIXED_TEXT,
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.max_positions,
+            "hidden_size": text.hidden_size,
+            "num_hidden_layers": text.num_layers,
+            "num_attention_heads": text.num_heads,
+            "intermediate_size": text.intermediate_size,
+            "layer_norm_eps": text.layer_norm_eps,
+        },
+        projection_dim=config.joint_dim,
+        projection_hidden_act=audio.projection.activation,
+    )
+
+
+def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
+    """The HF front end with this model's mel settings; crops longer clips at random, as unfused models do."""
+    seconds, remainder = divmod(config.num_samples, config.sample_rate)
+    if remainder:
+        raise ValueError(
+            f"a clip of {config.num_samples} samples at {config.sample_rate} Hz is not whole seconds, which HF needs"
+        )
+    return transformers.ClapFeatureExtractor(
+        feature_size=config.mel_bins,
+        max_length_s=seconds,
+        truncation="rand_trunc",
+        padding="repeatpad",
+        **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
+    )
+
+
+def _not_expressible(config: ClapConfig) -> list[str]:
+    audio, text, joint = config.audio, config.text, config.joint_dim
+    reasons = []
+    if text.pooling != "cls_pooler":
+        reasons.append(f"its text tower pools by {text.pooling}, HF's by a pooler on the first token")
+    for tower, projection in (("audio", audio.projection), ("text", text.projection)):
+        if projection.hidden_dim != joint:
+            reasons.append(
+                f"the {tower} projection's hidden width is {projection.hidden_dim}, HF's is the joint width ({joint})"
+            )
+        if not projection.bias:
+            reasons.append(f"the {tower} projection has no biases, HF's has")
+    if audio.projection.activation != text.projection.activation:
+        reasons.append("the towers' projections have different activations, HF has one for both")
+    if min(audio.stage_grids) < audio.attention_window:
+        reasons.append(
+            f"its last token grid ({min(audio.stage_grids)}) is smaller than the window ({audio.attention_window})"
+        )
+    return reasons
+
+
+def _front_end(fields: dict[str, Any]) -> dict[str, Any]:
+    published = load_preset("htsat_tiny_roberta_base").audio
+    sizes = {ours: fields.get(theirs, getattr(published, ours)) for ours, theirs in _FRONT_END.items()}
+    seconds = fields.get("max_length_s", published.num_samples // published.sample_rate)
+    return {**sizes, "num_samples": seconds * sizes["sample_rate"]}
+
+
+def _check_fixed(name: str, section: str, found: Any, expected: dict[str, Any]) -> None:
+    for field, value in expected.items():
+        if getattr(found, field) != value:
+            raise ValueError(f"{name}: {section}.{field} is {getattr(found, field)!r}, only {value!r} is supported")
+
+
+def _side(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    if len(set(size)) != 1:
+        raise ValueError(f"patches must be square, got {list(size)}")
+    return int(size[0])

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.settings import ShardData
+from clap_ds.data.batch import build_batches
+from clap_ds.data.build import __main__ as build_shards
+from clap_ds.data.build import shard_building
+from clap_ds.data.shards import epoch_samples
+from tests.data.tars import wav
+
+RATE = 16000
+
+
+def tone(number: int, seconds: float = 0.05) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * np.arange(round(seconds * RATE)) / RATE)
+
+
+def write_clips(folder: Path, number: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"clip {n:02d}.wav" for n in range(number)]
+    for n, name in enumerate(names):
+        (folder / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
+    return names
+
+
+def run(*arguments: object) -> int:
+    return build_shards.main([str(argument) for argument in [*arguments, "--workers", 1]])
+
+
+def items_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
+    """Members of all tars by the name of the file they came from."""
+    items = {}
+    for path in sorted(folder.glob(pattern)):
+        by_key: dict[str, dict[str, bytes]] = {}
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, extension = member.name.split(".")
+                by_key.setdefault(key, {})[extension] = tar.extractfile(member).read()
+        for item in by_key.values():
+            source = json.loads(item["json"])["source"]
+            assert source not in items
+            items[source] = item
+    return items
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_csv_becomes_shards(tmp_path: Path, delimiter: str, encoding: str) -> None:
+    names = write_clips(tmp_path / "audio", 5)
+    rows = [["file", "caption_1", "kind", "caption_2"]]
+    rows += [[f"audio/{name}", f'"Glöckchen{delimiter} nah, {n}"', "bell", ""] for n, name in enumerate(names)]
+    rows.append([f"audio/{names[0]}", "a second row", "bell", "and a third"])
+    path = tmp_path / "list.csv"
+    path.write_text("\n".join(delimiter.join(row) for row in rows) + "\n", encoding=encoding)
+    options = ["--encoding", encoding] if encoding == "cp1252" else []
+    assert run(path, tmp_path / "out", *options) == 0
+    items = items_in(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert sorted(items) == names
+    for n, name in enumerate(names):
+        description = json.loads(items[name]["json"])
+        first = f"Glöckchen{delimiter} nah, {n}"
+        assert description["caption"] == ([first, "a second row", "and a third"] if n == 0 else first)
+        assert description["kind"] == "bell"
+        assert items[name]["wav"] == (tmp_path / "audio" / name).read_bytes()
+
+
+def test_jsonl_and_folder_give_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "audio"
+    names = write_clips(folder, 4)
+    lines = []
+    for n, name in enumerate(names):
+        captions = [f"tone {n}", f"sine {n}"]
+        lines.append(json.dumps({"path": str(folder / name), "captions": captions}))
+        if n % 2:
+            (folder / name).with_suffix(".txt").write_text("\n".join([*captions, ""]))
+        else:
+            (folder / name).with_suffix(".json").write_text(json.dumps({"captions": captions}))
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    assert run(tmp_path / "list.jsonl", tmp_path / "a") == 0
+    assert run(folder, tmp_path / "b") == 0
+    first, second = items_in(tmp_path / "a"), items_in(tmp_path / "b")
+    assert len(first) == 4
+    assert {name: json.loads(item["json"])["caption"] for name, item in first.items()} == {
+        name: [f"tone {n}", f"sine {n}"] for n, name in enumerate(names)
+    }
+    assert {name: (item["wav"], item["json"]) for name, item in first.items()} == {
+        name: (item["wav"], item["json"]) for name, item in second.items()
+    }
+
+
+def test_a_newcomer_can_train_on_the_result(
+    tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The printed settings load; held-out items are apart; the manifest's counts are those of an epoch."""
+    names = write_clips(tmp_path / "audio", 20)
+    (tmp_path / "list.csv").write_text("path,caption\n" + "".join(f"audio/{n},a tone {n}\n" for n in names))
+    arguments = [tmp_path / "list.csv", tmp_path / "out", "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300]
+    assert run(*arguments) == 0
+    out = tmp_path / "out"
+    train, held_out = items_in(out, "train-*.tar"), items_in(out, "held_out-*.tar")
+    assert (len(train), len(held_out)) == (15, 5)
+    assert sorted([*train, *held_out]) == names
+    assert len(list(out.glob("train-*.tar"))) == 3
+    printed = capsys.readouterr().out
+    settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
+    data = ShardData.model_validate({**settings, "num_workers": 0})
+    assert epoch_samples(data) == 15
+    with build_batches(
+        data, model=micro, text_tokens=12, micro_batch=15, rank=0, world_size=1, seed=0, device=torch.device("cpu")
+    ) as source:
+        next(source)
+        assert source.statistics()["num_broken_items"] == 0
+    manifest = json.loads((out / "manifest.json").read_text())["shards"]
+    for path in out.glob("*.tar"):
+        assert manifest[path.name]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert sum(record["seconds"] for record in manifest.values()) == pytest.approx(20 * 0.05)
+
+
+def test_audio_is_converted_as_wanted(tmp_path: Path) -> None:
+    (tmp_path / "audio").mkdir()
+    stereo = np.stack([tone(0, 1.0), np.zeros(RATE)], axis=1)
+    (tmp_path / "audio" / "a.wav").write_bytes(wav(stereo, RATE, "PCM_16"))
+    soundfile.write(tmp_path / "audio" / "b.aiff", tone(5, 1.0), RATE)
+    (tmp_path / "list.csv").write_text("path,caption\naudio/a.wav,x\naudio/b.aiff,y\n")
+    assert run(tmp_path / "list.csv", tmp_path / "plain") == 0
+    plain = items_in(tmp_path / "plain")
+    assert "wav" in plain["a.wav"]
+    np.testing.assert_allclose(soundfile.read(io.BytesIO(plain["b.aiff"]["flac"]))[0], tone(5, 1.0), atol=1e-4)
+    assert run(tmp_path / "list.csv", tmp_path / "small", "--sample_rate", 8000, "--mono") == 0
+    samples, rate = soundfile.read(io.BytesIO(items_in(tmp_path / "small")["a.wav"]["flac"]), always_2d=True)
+    assert (samples.shape, rate) == ((8000, 1), 8000)
+    spectrum = np.abs(np.fft.rfft(samples[:, 0]))
+    assert spectrum.argmax() == 200
+    assert np.abs(samples).max() == pytest.approx(0.25, rel=0.1)
+
+
+def test_broken_items_are_listed_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "audio"
+    folder.mkdir()
+    broken = {
+        "garbage.wav": (b"no audio", "can't be decoded"),
+        "empty.wav": (b"", "can't be decoded"),
+        "zero_length.wav": (wav(np.zeros(0)), "no samples"),
+        "one_sample.wav": (wav(np.ones(1)), "a single sample"),
+        "silent.wav": (wav(np.zeros(99)), "silent"),
+        "nan.wav": (wav(np.array([0.1, np.nan])), "NaN"),
+        "no_caption.wav": (wav(tone(1)), "no caption file"),
+        "blank.wav": (wav(tone(1)), "empty caption"),
+    }
+    for name, (content, _) in broken.items():
+        (folder / name).write_bytes(content)
+        if name != "no_caption.wav":
+            (folder / name).with_suffix(".txt").write_text("" if name == "blank.wav" else "a sound")
+    fine = {"good.wav": wav(tone(1)), "8kHz.wav": wav(tone(1), 8000), "seven.wav": wav(np.ones((99, 7)))}
+    for name, content in fine.items():
+        (folder / name).write_bytes(content)
+        (folder / name).with_suffix(".txt").write_text("звук колокола")
+    assert run(folder, tmp_path / "out") == 0
+    assert "8 items left out" in capsys.readouterr().out
+    assert set(items_in(tmp_path / "out")) == set(fine)
+    listed = [json.loads(line) for line in (tmp_path / "out" / "broken.jsonl").read_text().splitlines()]
+    assert len(listed) == len(broken)
+    for item in listed:
+        assert broken[Path(item["file"]).name][1] in item["reason"]
+
+
+def test_nothing_usable_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.csv").write_text("path,caption\nnowhere.wav,x\n")
+    assert run(tmp_path / "list.csv", tmp_path / "out") == 2
+    assert "none of 1 items can be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "options", "message"),
+    [
+        ("", "a.csv", [], "empty; expected a line of column names"),
+        ("path,caption\n", "a.csv", [], "no rows"),
+        (
+            "url,caption\nx,y\n",
+            "a.csv",
+            [],
+            "no column 'of audio files'; there are url, caption; name it by --audio_column",
+        ),
+        ("path,words\nx,y\n", "a.csv", [], "no column 'of captions'"),
+        ("path,caption\nx,y\n", "a.csv", ["--caption_columns", "titel"], "no column 'titel'"),
+        ('{"path": "x"\n', "a.jsonl", [], "a.jsonl:1: not valid JSON"),
+        ("x", "a.xlsx", [], "expected a folder, or a list"),
+        ("path,caption\nx,y\n", "a.csv", ["--encoding", "klingon"], "no encoding 'klingon'"),
+        ("path,caption\nx,y\n", "a.csv", ["--shards", "2"], "--shards 2 is more than the 1 items"),
+    ],
+)
+def test_lists_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, name: str, options: list[str], message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert run(tmp_path / name, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_encoding_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_bytes("path,caption\nx,Glöckchen\n".encode("cp1252"))
+    assert run(tmp_path / "a.csv", tmp_path / "out") == 2
+    assert "a.csv:2: byte 0xf6 isn't UTF-8; name the file's encoding" in capsys.readouterr().err
+
+
+def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = write_clips(tmp_path / "audio", 3)
+    path = tmp_path / "list.csv"
+    path.write_text("path,caption\n" + "".join(f"audio/{name},x\n" for name in names))
+    assert run(path, tmp_path / "audio") == 2
+    assert "isn't an empty folder" in capsys.readouterr().err
+    assert run(path, tmp_path / "out") == 0
+    assert run(path, tmp_path / "out") == 0
+    assert "1 of 1 shards are there already" in capsys.readouterr().out
+    assert run(path, tmp_path / "out", "--mono") == 2
+    assert "shards of another list, other audio or other options" in capsys.readouterr().err
+
+
+def test_verify_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = write_clips(tmp_path / "audio", 6)
+    (tmp_path / "list.csv").write_text("path,caption\n" + "".join(f"audio/{name},x\n" for name in names))
+    out = tmp_path / "out"
+    assert run(tmp_path / "list.csv", out, "--shards", 3) == 0
+    assert run(out, "--verify") == 0
+    shards = sorted(out.glob("*.tar"))
+    changed = bytearray(shards[0].read_bytes())
+    changed[700] ^= 1
+    shards[0].write_bytes(changed)
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    shards[2].unlink()
+    capsys.readouterr()
+    assert run(out, "--verify") == 1
+    told = capsys.readouterr().out
+    assert all(problem in told for problem in ("SHA-256 differs", "bytes, expected", "is not there"))
+    assert run(tmp_path / "audio", "--verify") == 2
+
+
+def test_full_disk_is_told_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = write_clips(tmp_path / "audio", 6)
+    (tmp_path / "list.csv").write_text("path,caption\n" + "".join(f"audio/{name},x\n" for name in names))
+    load, loaded = shard_building.load_audio, []
+
+    def fail(entry: object, encoding: object) -> object:
+        loaded.append(entry)
+        if len(loaded) == 5:
+            raise OSError(28, "No space left on device")
+        return load(entry, encoding)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shard_building, "load_audio", fail)
+    assert run(tmp_path / "list.csv", tmp_path / "out", "--shards", 3) == 1
+    assert "No space left on device; the same command goes on" in capsys.readouterr().err
+    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert len(finished) == 2
+    assert run(tmp_path / "list.csv", tmp_path / "out", "--shards", 3) == 0
+    assert len(loaded) == 5 + 2
+    assert sorted(items_in(tmp_path / "out")) == names
+    for name, time_ns in finished.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == time_ns
+
+
+@pytest.mark.end_to_end
+def test_killed_build_goes_on(tmp_path: Path) -> None:
+    """With worker processes, killed with all of them after the first shard is there."""
+    names = write_clips(tmp_path / "audio", 400)
+    (tmp_path / "list.csv").write_text("path,caption\n" + "".join(f"audio/{name},x\n" for name in names))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "clap_ds.data.build", str(tmp_path / "list.csv"), str(out)]
+    command += ["--shards", "80", "--workers", "2"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not list(out.glob("*.tar")) and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert 1 <= len(before) < 80
+    assert not (out / "manifest.json").exists()
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    assert build_shards.main([str(out), "--verify"]) == 0
+    assert not list(out.glob("*.partial"))
+    assert sorted(items_in(out)) == sorted(names)
+    unchanged = sum((out / name).stat().st_mtime_ns == time_ns for name, time_ns in before.items())
+    assert unchanged >= len(before) - 2  # a tar can have its name but not yet its record

@@ -1,0 +1,72 @@
+"""What the engine is held against: torch's DistributedDataParallel and AdamW, in bf16 with fp32 master weights kept by hand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from clap_ds.config.settings import RunSettings
+from clap_ds.data.batch import Batch
+from clap_ds.engine.engine import parameter_groups
+from clap_ds.engine.loss import SoftmaxLoss
+from clap_ds.model.clap import ClapModel
+
+
+class PlainDDP:
+    """Trains `model`, which is on its device, as `run` says; `precision` is fp32, bf16 or autocast, and `options` AdamW's.
+
+    Attributes:
+        masters: fp32 weights by name; in bf16 the model's are their roundings.
+    """
+
+    def __init__(self, run: RunSettings, model: ClapModel, precision: str, options: dict[str, Any]) -> None:
+        self.precision, self.accumulation = precision, run.gradient_accumulation_steps
+        self.model = model
+        if precision == "bf16":
+            self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast
+        groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model)]
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
+        self.optimizer = torch.optim.AdamW(
+            [{**group, "params": [self.masters[names[id(p)]] for p in group["params"]]} for group in groups],
+            **options,
+        )
+        self.ddp = DistributedDataParallel(self.model)
+        if precision == "bf16":
+            self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed, too, sends the few fp32 gradients as bf16
+        self.loss = SoftmaxLoss(torch.bfloat16 if precision == "bf16" else torch.float32)
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """One optimiser step; mean loss of its micro-batches."""
+        total = 0.0
+        for micro_step in range(self.accumulation):
+            batch = next(batches)
+            self.ddp.require_backward_grad_sync = micro_step == self.accumulation - 1
+            with torch.autocast(
+                self.model.logit_scale.device.type, torch.bfloat16, enabled=self.precision == "autocast"
+            ):
+                features = self.ddp(*batch.tensors())
+            loss = self.loss(*features)
+            (loss / self.accumulation).backward()
+            total += float(loss.detach()) / self.accumulation
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            self.masters[name].grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        self.take(self.masters)
+        return total
+
+    @torch.no_grad()
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Go on from these fp32 weights."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.masters[name].copy_(weights[name]))
+
+
+def _send_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
+    return work.then(lambda future: gradients.copy_(future.value()[0] / dist.get_world_size()))

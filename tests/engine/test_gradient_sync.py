@@ -1,0 +1,151 @@
+"""The overlapped all-reduce does what DeepSpeed's own does, whatever the configuration, and does it under the backward pass."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clap_ds.data.batch import Batch
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import PhaseTimer
+from tests.engine.test_engine import DEVICE, _batches, _model, _settings
+from tests.ranks import RankPool
+
+TIMER = PhaseTimer(DEVICE, instrumented=False)
+
+
+def _add_unused(model: ClapModel, *, on_rank: int | None = None) -> None:
+    """A parameter that gets no gradient: on no rank, or on one rank alone."""
+    extra = torch.nn.Parameter(torch.ones(3, 4))
+    model.audio.extra = extra  # type: ignore[assignment]
+    model.audio.norm.register_forward_hook(
+        lambda module, inputs, output: output + 0 * extra.sum() if on_rank not in (None, dist.get_rank()) else output
+    )
+
+
+def _weights_after(
+    num_steps: int, sync: str, precision: str, accumulation: int, changes: dict[str, Any], twist: str
+) -> list[Tensor]:
+    run = _settings(precision, accumulation, sync, **changes)
+    model = _model(run)
+    if twist.startswith("unused"):
+        _add_unused(model, on_rank=1 if twist == "unused on one rank" else None)
+    if twist == "frozen":
+        model.text.requires_grad_(False)
+    engine = ClapEngine(run, model, DEVICE)
+    if twist == "compiled":
+        engine.deepspeed.compile(backend="eager")
+    batches = _batches(run)
+    for _ in range(num_steps):
+        engine.step(batches, TIMER)
+    return [parameter.detach().float() for parameter in engine.model.parameters()]
+
+
+def _largest_difference(precision: str, accumulation: int, changes: dict[str, Any], twist: str) -> float:
+    overlapped, plain = (
+        _weights_after(6, sync, precision, accumulation, changes, twist) for sync in ("overlapped", "deepspeed")
+    )
+    return max(float((a - b).abs().max()) for a, b in zip(overlapped, plain, strict=True))
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "clipping": ("bf16", 1, {"gradient_clipping": 0.01}, ""),
+    "clipping in fp32, accumulated": ("fp32", 2, {"gradient_clipping": 0.01}, ""),
+    "bf16 on the wire of fp32 gradients": ("autocast", 1, {"communication_data_type": "bf16"}, ""),
+    "fp32 on the wire of bf16 gradients": ("bf16", 1, {"communication_data_type": "fp32"}, ""),
+    "divided before the sum": ("bf16", 1, {"prescale_gradients": True}, ""),
+    "divided before the sum in fp32": ("fp32", 2, {"prescale_gradients": True}, ""),
+    "divided before and after": ("fp32", 1, {"gradient_predivide_factor": 4.0}, ""),
+    "sum": ("fp32", 1, {"gradient_allreduce_op": "sum"}, ""),
+    "unused parameter": ("bf16", 2, {}, "unused"),
+    "parameter unused on one rank": ("fp32", 1, {}, "unused on one rank"),
+    "frozen tower": ("bf16", 1, {}, "frozen"),
+    "compiled": ("fp32", 2, {"bucket_mb": 2.0}, "compiled"),
+}
+
+
+SLOW = pytest.mark.end_to_end
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "compiled" else ()) for name in CASES])
+def test_same_weights_as_deepspeeds_own_reduction(two_ranks: RankPool, name: str) -> None:
+    # Exactly: the engine is the same otherwise, a sum of two has one order, and every factor here is a power of two.
+    assert two_ranks.run(_largest_difference, *CASES[name]) == [0.0, 0.0]
+
+
+def _resumed() -> tuple[list[float], list[float], bool]:
+    """Losses of four steps in one go, and of the last two after saving and loading a checkpoint; same batches for both."""
+    run = _settings("bf16", 1)
+    batches = _batches(run)
+    stored = [next(batches) for _ in range(4)]
+    folder: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    assert folder[0]
+
+    def steps(engine: ClapEngine, source: Iterator[Batch], number: int) -> list[float]:
+        return [float(engine.step(source, TIMER)) for _ in range(number)]
+
+    first = ClapEngine(run, _model(run), DEVICE)
+    steps(first, iter(stored[:2]), 2)
+    first.deepspeed.save_checkpoint(folder[0], tag="two")
+    uninterrupted = steps(first, iter(stored[2:]), 2)
+    torch.manual_seed(99)
+    second = ClapEngine(run, ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False), DEVICE)
+    second.deepspeed.load_checkpoint(folder[0], tag="two")
+    resumed = steps(second, iter(stored[2:]), 2)
+    saved = torch.load(next(Path(folder[0]).glob("two/*model_states.pt")), weights_only=False)["module"]
+    return uninterrupted, resumed, set(saved) == set(first.model.state_dict())
+
+
+def test_checkpoint_keeps_names_and_resumes_to_the_same_losses(two_ranks: RankPool) -> None:
+    for uninterrupted, resumed, same_names in two_ranks.run(_resumed):
+        assert resumed == uninterrupted
+        assert same_names
+
+
+def _order_of_events(sync: str, accumulation: int) -> list[str]:
+    """What happens in one step after the first two: gradients getting ready ("ready"), all-reduces ("send")."""
+    run = _settings("fp32", accumulation, sync)
+    engine = ClapEngine(run, _model(run), DEVICE)
+    batches = _batches(run)
+    for _ in range(2):
+        engine.step(batches, TIMER)
+    events: list[str] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda _: events.append("ready")) for p in engine.model.parameters()]
+    all_reduce = dist.all_reduce
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append("send")
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = noted
+    try:
+        engine.step(batches, TIMER)
+    finally:
+        dist.all_reduce = all_reduce
+        for hook in hooks:
+            hook.remove()
+    return events
+
+
+def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: RankPool) -> None:
+    for events in two_ranks.run(_order_of_events, "overlapped", 1):
+        first_send, last_ready = events.index("send"), len(events) - 1 - events[::-1].index("ready")
+        assert events.count("send") > 3
+        assert first_send < last_ready / 3
+    for events in two_ranks.run(_order_of_events, "deepspeed", 1):
+        assert "ready" not in events[events.index("send") :]
+
+
+def test_accumulated_gradients_are_sent_once(two_ranks: RankPool) -> None:
+    once, accumulated = (two_ranks.run(_order_of_events, "overlapped", steps) for steps in (1, 3))
+    for single, triple in zip(once, accumulated, strict=True):
+        assert triple.count("ready") == 3 * single.count("ready")
+        assert triple.count("send") == single.count("send")
+        assert "send" not in triple[: 2 * single.count("ready")]

@@ -1,0 +1,251 @@
+"""The losses of several ranks against one process that holds the global batch, and what they send."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
+from tests.ranks import RankPool, in_group_of
+
+MICRO_BATCH, JOINT_DIM = 5, 8
+
+
+def _features(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    audio, text = (torch.randn(MICRO_BATCH, JOINT_DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    return tuple(F.normalize(x, dim=1).to(dtype).requires_grad_() for x in (audio, text))  # type: ignore[return-value]
+
+
+def _scalars(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.tensor([scale], dtype=dtype, requires_grad=True), torch.tensor([-3.0], dtype=dtype, requires_grad=True)
+
+
+def _global_softmax(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    logits = scale * audio_ND @ text_ND.T
+    targets = torch.arange(len(logits))
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+def _global_sigmoid(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    sign = 2 * torch.eye(len(audio_ND), dtype=audio_ND.dtype) - 1
+    return -F.logsigmoid(sign * (scale * audio_ND @ text_ND.T + bias)).sum() / len(audio_ND)
+
+
+def _gather_with_gradient(features: Tensor) -> Tensor:
+    """All ranks' features; the local rows keep their graph and the others get their gradient back by a reduce-scatter."""
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, local: Tensor) -> Tensor:
+            parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, local)
+            return torch.cat(parts)
+
+        @staticmethod
+        def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+            own = torch.empty_like(gradient[0][:MICRO_BATCH])
+            dist.reduce_scatter(own, list(gradient[0].contiguous().chunk(dist.get_world_size())))
+            return own
+
+    return Gather.apply(features)  # type: ignore[no-any-return]
+
+
+def _published_softmax(audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """open_clip's local loss with gradients through the gather: each rank's rows against everybody's columns."""
+    all_audio, all_text = _gather_with_gradient(audio), _gather_with_gradient(text)
+    targets = torch.arange(MICRO_BATCH) + MICRO_BATCH * dist.get_rank()
+    rows, columns = scale * audio @ all_text.T, scale * text @ all_audio.T
+    return (F.cross_entropy(rows, targets) + F.cross_entropy(columns, targets)) / 2
+
+
+LOSSES = {
+    "softmax": lambda dtype: SoftmaxLoss(dtype, tile=3),
+    "sigmoid": lambda dtype: SigmoidLoss(dtype),
+    "published": lambda dtype: _published_softmax,
+}
+
+
+def _rank_gradients(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype) -> list[np.ndarray]:
+    """Loss and gradients by audio, text, scale and bias on this rank."""
+    audio, text = _features(dist.get_rank(), dtype)
+    scalars = _scalars(scale, dtype)
+    loss = LOSSES[kind](wire_dtype)(audio, text, *scalars)
+    inputs = [audio, text, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
+    return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
+
+
+def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
+    """The same from one process: features' gradients of all ranks one after the other."""
+    pairs = [_features(rank, dtype) for rank in range(world_size)]
+    audio_ND, text_ND = (torch.cat([pair[side].detach() for pair in pairs]).requires_grad_() for side in (0, 1))
+    scalars = _scalars(scale, dtype)
+    loss = (_global_sigmoid if kind == "sigmoid" else _global_softmax)(audio_ND, text_ND, *scalars)
+    inputs = [audio_ND, text_ND, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
+    return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
+
+
+def _averaged(results: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """What data parallelism makes of the ranks' results: means; features stay each rank's, divided by their number."""
+    world_size = len(results)
+    features = [np.concatenate([result[side] for result in results]) / world_size for side in (1, 2)]
+    loss, *scalars = (np.mean([result[i] for result in results], axis=0) for i in (0, *range(3, len(results[0]))))
+    return [loss, *features, *scalars]
+
+
+def _run(pool: RankPool, folder: Path, world_size: int, function: Any, *arguments: Any) -> list[Any]:
+    store = folder / f"store-{len(list(folder.iterdir()))}"
+    return pool.run(in_group_of, world_size, str(store), function, *arguments)[:world_size]
+
+
+@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_gradients_are_those_of_one_process(
+    eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float
+) -> None:
+    # fp32: 84 roundings; exp turns those of a logit of 100 into as many hundred of a single term (18 are found of the largest).
+    # fp64: torch's softplus is linear above 20, which leaves out e⁻²⁰ = 2e-9 of a loss of 88.
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        results = _run(eight_processes, tmp_path, world_size, _rank_gradients, kind, dtype, scale, dtype)
+        for ours, theirs in zip(_averaged(results), _expected(kind, world_size, dtype, scale), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max()), rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_those_of_the_published_formulation(
+    eight_processes: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    arguments = (torch.float64, 14.3, torch.float64)
+    ours, theirs = (
+        _averaged(_run(eight_processes, tmp_path, world_size, _rank_gradients, kind, *arguments))
+        for kind in ("softmax", "published")
+    )
+    for mine, published in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, published, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp_path: Path, kind: str) -> None:
+    arguments = (kind, torch.float32, 14.3)
+    exact, rounded = (
+        _averaged(_run(eight_processes, tmp_path, 4, _rank_gradients, *arguments, wire))
+        for wire in (torch.float32, torch.bfloat16)
+    )
+    for a, b in zip(exact, rounded, strict=True):
+        # Features are off by up to 2⁻⁹ of themselves, similarities by about that, logits by 14.3 times that: 3 % of exp(logit).
+        assert 0 < np.abs(a - b).max() <= 0.03 * max(np.abs(a).max(), 0.1)
+
+
+def test_ranks_without_a_group_have_the_plain_loss() -> None:
+    audio, text = _features(0, torch.float64)
+    scalars = _scalars(5.0, torch.float64)
+    torch.testing.assert_close(
+        SoftmaxLoss(torch.float64)(audio, text, *scalars), _global_softmax(audio, text, *scalars)
+    )
+    torch.testing.assert_close(
+        SigmoidLoss(torch.float64)(audio, text, *scalars), _global_sigmoid(audio, text, *scalars)
+    )
+
+
+@pytest.mark.parametrize("tile", [1, 4, 5, 7, 1000])
+def test_tiles_of_any_width_give_the_same(tile: int) -> None:
+    audio, text = _features(0, torch.float64)
+    scalars = _scalars(14.3, torch.float64)
+    inputs = (audio, text, scalars[0])
+    expected = torch.autograd.grad(_global_softmax(audio, text, *scalars), inputs)
+    found = torch.autograd.grad(SoftmaxLoss(torch.float64, tile)(audio, text, *scalars), inputs)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_upstream_gradient_scales_all() -> None:
+    audio, text = _features(0, torch.float64)
+    scalars = _scalars(14.3, torch.float64)
+    loss = SoftmaxLoss(torch.float64)(audio, text, *scalars)
+    plain = torch.autograd.grad(loss, (audio, scalars[0]), retain_graph=True)
+    halved = torch.autograd.grad(loss / 2, (audio, scalars[0]))
+    torch.testing.assert_close(halved, tuple(gradient / 2 for gradient in plain))
+
+
+class CountedBytes(TorchDispatchMode):
+    """Bytes one rank sends in each kind of collective, taken from the tensors handed to the process group (ring algorithms)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0]
+            world_size = dist.get_world_size()
+            factor = {
+                "allgather_": 1.0,
+                "_allgather_base_": 1.0,
+                "reduce_scatter_": 1 / world_size,
+                "send": 1 / (world_size - 1),
+            }
+            if name in factor:
+                payload = args[0] if name == "send" else args[1]
+                self.sent[name] += round(_nbytes(payload) * factor[name] * (world_size - 1))
+            elif name != "recv_":
+                self.sent[name] += 0
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(payload: Any) -> int:
+    return payload.nbytes if isinstance(payload, Tensor) else sum(_nbytes(part) for part in payload)
+
+
+def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
+    audio, text = _features(dist.get_rank(), torch.float32)
+    scalars = _scalars(14.3, torch.float32)
+    with CountedBytes() as counted:
+        loss = LOSSES[kind](wire_dtype)(audio, text, *scalars)
+        loss.backward()
+    return dict(counted.sent)
+
+
+def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) -> None:
+    features, sums = 2 * MICRO_BATCH * JOINT_DIM, 2 * MICRO_BATCH * 4
+    sent = partial(_run, eight_processes, tmp_path, 4, _sent)
+    for mine in sent("softmax", torch.float32):
+        assert mine == {"_allgather_base_": 3 * (4 * features + sums)}
+    for mine in sent("softmax", torch.bfloat16):
+        assert mine == {"_allgather_base_": 3 * (2 * features + sums)}
+    for mine in sent("sigmoid", torch.float32):
+        assert mine == {"send": 3 * 4 * features}
+    # The published formulation sends the features and as many bytes of gradients back.
+    for theirs in sent("published", torch.float32):
+        assert theirs == {"allgather_": 3 * 4 * features, "reduce_scatter_": 3 * 4 * features}
+
+
+def _early_and_late() -> list[np.ndarray]:
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.audio_projection, self.text_projection = torch.nn.Identity(), torch.nn.Identity()
+
+    towers, early = Towers(), SoftmaxLoss(torch.float64)
+    early.gather_early(towers)
+    audio, text = _features(dist.get_rank(), torch.float64)
+    scalars = _scalars(14.3, torch.float64)
+    with CountedBytes() as counted:
+        features = towers.audio_projection(audio), towers.text_projection(text)
+    assert counted.sent["_allgather_base_"] > 0
+    with torch.no_grad():
+        towers.audio_projection(audio * 2)  # an evaluation in between leaves nothing behind
+    losses = early(*features, *scalars), SoftmaxLoss(torch.float64)(audio, text, *scalars)
+    return [torch.autograd.grad(loss, audio, retain_graph=True)[0].numpy() for loss in losses]
+
+
+def test_features_gathered_under_the_forward_pass_are_the_same(eight_processes: RankPool, tmp_path: Path) -> None:
+    for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
+        np.testing.assert_array_equal(early, late)

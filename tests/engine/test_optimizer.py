@@ -1,0 +1,212 @@
+"""Flat AdamW against torch's, on its kernel and on this project's, and which runs it steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clap_ds.config.settings import load_run
+from clap_ds.engine.engine import takes_flat_adamw
+from clap_ds.engine.optimizer import FlatAdamW
+from clap_ds.native.adamw import native_adamw, supports
+from tests.kernels import needs_amx
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def masters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(size)) for size in (100, 7)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, torch.tensor(8.0)])
+def test_flat_gradients_are_unscaled_and_new_weights_handed_out(scale: float | torch.Tensor) -> None:
+    plain, flat = masters(), masters()
+    reference = torch.optim.AdamW([{"params": [p]} for p in plain], foreach=False, **OPTIONS)
+    optimizer = FlatAdamW([{"params": [p]} for p in flat], **OPTIONS)
+    for step in range(5):
+        torch.manual_seed(step)
+        low = [torch.zeros(len(p), dtype=torch.bfloat16) for p in flat]
+        gradients = [torch.randn(len(p)).bfloat16() for p in flat]
+        for p, gradient in zip(plain, gradients, strict=True):
+            p.grad = gradient.float() / 8 if scale != 1.0 else gradient.float()
+        reference.step()
+        optimizer.step(grads=[[g] for g in gradients], output_params=[[p] for p in low], scale=scale)
+        for p, q, copied in zip(plain, flat, low, strict=True):
+            torch.testing.assert_close(q, p)
+            assert torch.equal(copied, q.detach().bfloat16())
+            assert q.grad is None
+
+
+def test_without_a_wrapper_it_is_torchs() -> None:
+    plain, ours = masters(), masters()
+    reference, optimizer = torch.optim.AdamW(plain, **OPTIONS), FlatAdamW(ours, **OPTIONS)
+    for _ in range(3):
+        for p, q in zip(plain, ours, strict=True):
+            p.grad, q.grad = p.detach() * 2, q.detach() * 2
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(q.grad is None for q in ours)
+    for p, q in zip(plain, ours, strict=True):
+        torch.testing.assert_close(q, p)
+    # Its state is of the same form, so that either goes on from the other's.
+    again = FlatAdamW(copy.deepcopy(ours), **OPTIONS)
+    again.load_state_dict(reference.state_dict())
+    assert float(again.state[again.param_groups[0]["params"][0]]["step"]) == 3
+
+
+class Trained:
+    """Groups of one flat master each with their bf16 weights, stepped with gradients that differ from step to step."""
+
+    def __init__(self, sizes: tuple[int, ...] = (1, 15, 16, 33, 100, 40_003)) -> None:
+        torch.manual_seed(0)
+        self.masters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+        self.low = [master.detach().bfloat16() for master in self.masters]
+        groups = [
+            {"params": [master], "weight_decay": 0.1 * (i % 2), "lr": 1e-2 / (i + 1)}
+            for i, master in enumerate(self.masters)
+        ]
+        self.optimizer = FlatAdamW(groups, betas=(0.8, 0.95), eps=1e-6)
+
+    def step(self, number: int, *, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> None:
+        torch.manual_seed(number)
+        grads = [[torch.randn(len(master)).to(dtype)] for master in self.masters]
+        self.optimizer.step(grads=grads, output_params=[[low] for low in self.low], scale=scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.optimizer.state_dict())
+
+    def take_over(self, other: Trained) -> None:
+        """The other's weights and optimiser state, as from a checkpoint."""
+        for mine, theirs in zip(self.masters, other.masters, strict=True):
+            mine.data.copy_(theirs)
+        self.optimizer.load_state_dict(other.state_dict())
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clap_ds.native.adamw.supports", lambda *tensors: False)
+
+
+def assert_same(ours: Trained, reference: Trained) -> None:
+    for mine, wanted, low in zip(ours.masters, reference.masters, ours.low, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=2e-6, atol=2e-7)
+        assert torch.equal(low, mine.detach().bfloat16())
+        assert mine.grad is None
+    mine_state, wanted_state = ours.state_dict()["state"], reference.state_dict()["state"]
+    assert mine_state.keys() == wanted_state.keys()
+    for key, wanted in wanted_state.items():
+        assert mine_state[key].keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert mine_state[key][name].dtype == value.dtype
+            torch.testing.assert_close(mine_state[key][name], value, rtol=2e-6, atol=1e-7)
+
+
+@needs_amx
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float, dtype: torch.dtype) -> None:
+    ours, reference = Trained(), Trained()
+    for number in range(12):
+        ours.step(number, scale=scale, dtype=dtype)
+    by_torch(monkeypatch)
+    for number in range(12):
+        reference.step(number, scale=scale, dtype=dtype)
+    assert_same(ours, reference)
+
+
+@needs_amx
+@pytest.mark.parametrize("native_first", [True, False])
+def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPatch, native_first: bool) -> None:
+    first, second, reference = Trained(), Trained(), Trained()
+    for part, trained in enumerate([first, second]):
+        with monkeypatch.context() as patch:
+            if (part == 0) is not native_first:
+                by_torch(patch)
+            if part == 1:
+                trained.take_over(first)
+            for number in range(5 * part, 5 * part + 5):
+                trained.step(number)
+    by_torch(monkeypatch)
+    for number in range(10):
+        reference.step(number)
+    assert_same(second, reference)
+
+
+@needs_amx
+def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
+    ours, plain = masters(), masters()
+    low = [torch.zeros(100, dtype=torch.bfloat16), torch.zeros(7)]
+    optimizer = FlatAdamW([{"params": [p]} for p in ours], **OPTIONS)
+    reference = torch.optim.AdamW(plain, **OPTIONS)
+    for _ in range(3):
+        gradients = [torch.randn(100).bfloat16(), torch.randn(7)]
+        for p, gradient in zip(plain, gradients, strict=True):
+            p.grad = gradient.float()
+        reference.step()
+        optimizer.step(grads=[[g] for g in gradients], output_params=[[p] for p in low])
+    for p, q, copied in zip(ours, plain, low, strict=True):
+        torch.testing.assert_close(p, q)
+        assert torch.equal(copied, p.detach().to(copied.dtype))
+
+
+@needs_amx
+def test_native_step_of_many_parameters_at_any_address() -> None:
+    torch.manual_seed(0)
+    sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]
+    flat = torch.zeros(sum(sizes) + 5, dtype=torch.bfloat16)
+    low = list(flat[5:].split(sizes))
+    plain = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    held = [p.detach().clone() for p in plain]
+    moments = [[torch.zeros(size) for size in sizes] for _ in range(2)]
+    reference = torch.optim.AdamW(plain, fused=True, **OPTIONS)
+    for step in range(1, 4):
+        gradients = [torch.randn(size).bfloat16() for size in sizes]
+        for p, gradient in zip(plain, gradients, strict=True):
+            p.grad = gradient.float()
+        reference.step()
+        versions = [each._version for each in low]
+        native_adamw(low, gradients, held, *moments, step=step, **OPTIONS)
+        assert all(each._version > before for each, before in zip(low, versions, strict=True))
+    assert not flat[:5].any()
+    for p, q, rounded in zip(plain, held, low, strict=True):
+        torch.testing.assert_close(q, p.detach(), rtol=2e-6, atol=2e-7)
+        assert torch.equal(rounded, q.bfloat16())
+
+
+@needs_amx
+def test_what_the_native_step_takes() -> None:
+    low, fp32 = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)
+    assert supports(low, low, fp32)
+    assert supports(low, fp32, fp32)
+    assert not supports(low.half(), low, fp32)
+    assert not supports(low, low.half(), fp32)
+    assert not supports(low, low, low)
+    assert not supports(low, low[:4], fp32)
+    assert not supports(low, torch.zeros(16, dtype=torch.bfloat16)[::2], fp32)
+    with pytest.raises(ValueError, match="one dtype"):
+        native_adamw(*([low, low], [low, fp32], [fp32] * 2, [fp32] * 2, [fp32] * 2), step=1, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"bf16": {"enabled": False}}, True),
+        ({"optimizer": {"type": "adam", "params": {"lr": 1e-3, "adam_w_mode": True}}}, True),
+        ({"optimizer": {"type": "AdamW"}}, True),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}}, True),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, False),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False),
+        ({"clap": {"fused_adam": "deepspeed"}}, False),
+    ],
+)
+def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], taken: bool) -> None:
+    assert takes_flat_adamw(load_run(write_run(**changes))) is taken

@@ -1,0 +1,74 @@
+"""The run directory tells the story of a run, also of one that ended badly."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from clap_ds.record.directory import RunDirectory, Tee
+
+
+def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
+    first, second = (RunDirectory.create(tmp_path, "label").path for _ in range(2))
+    assert first != second
+    assert first.is_dir()
+    assert second.is_dir()
+
+
+def test_first_ending_stays(tmp_path: Path) -> None:
+    """A rank that runs out of memory says so before the launcher terminates the others."""
+    record = RunDirectory(tmp_path)
+    record.update_summary(state="running")
+    record.finish("out_of_memory", "rank 3: out of memory at micro-batch 616")
+    RunDirectory(tmp_path).finish("terminated", "stopped by SIGTERM")
+    assert record.summary()["state"] == "out_of_memory"
+    assert record.summary()["error"] == "rank 3: out of memory at micro-batch 616"
+
+
+def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
+    """They do when a signal reaches all of them, and processes on different hosts have the same ids."""
+    record = RunDirectory(tmp_path)
+    record.update_summary(state="running")
+    together = threading.Barrier(8, timeout=60)
+
+    def end(rank: int) -> None:
+        for turn in range(50):
+            together.wait()
+            RunDirectory(tmp_path).update_summary(state="terminated", error="x" * (100 * rank + turn))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(end, range(8)))
+    assert record.summary()["state"] == "terminated"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
+    record = RunDirectory(tmp_path)
+    record.append_metrics(step=1, loss=2.5)
+    record.append_metrics(step=2, loss=2.25)
+    # Read before the file is closed: a killed run has its lines.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+
+
+def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
+    record = RunDirectory(tmp_path)
+    record.add_scalars(3, bench__loss=1.5)
+    record.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("bench/loss")] == [(3, 1.5)]
+
+
+def test_log_has_lines_but_no_progress_bar(tmp_path: Path) -> None:
+    terminal, log = io.StringIO(), io.StringIO()
+    tee = Tee(terminal, log)
+    tee.write("a line\n")
+    tee.write("\r 50 %")
+    assert terminal.getvalue() == "a line\n\r 50 %"
+    assert log.getvalue() == "a line\n"

@@ -1,0 +1,147 @@
+"""The exported folder is what `transformers` loads, and gives the embeddings that training had."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_checkpoints import make_checkpoint
+
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
+from clap_ds.weights import export
+from clap_ds.weights.formats import save_safetensors, to_safetensors
+from tests import processes
+
+import transformers  # isort: skip
+
+MICRO = load_preset("micro")
+CAPTIONS = ["a dog barks twice", "the sound of RAIN, on a tin roof; then thunder", "ein Hund bellt – 犬", "hum"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(CAPTIONS[:2] * 20, folder, vocab_size=300)
+    return folder
+
+
+def random_model(seed: int, *, sigmoid: bool = False) -> ClapModel:
+    """Weights large enough that every one counts."""
+    torch.manual_seed(seed)
+    model = ClapModel(MICRO, sigmoid=sigmoid).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+        model.audio.batch_norm.running_mean.fill_(-20)
+        model.audio.batch_norm.running_var.fill_(90)
+    return model
+
+
+def checkpoint_of(model: ClapModel, folder: Path, tokenizer: Path | None) -> Path:
+    contents = {"weights.safetensors": to_safetensors(model.state_dict(), model.config)}
+    if tokenizer is not None:
+        contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
+    return make_checkpoint(folder, 1, contents=contents, tokenizer="tokenizer" if tokenizer else None)
+
+
+def sounds() -> list[np.ndarray]:
+    """Two clips of a second: a rising tone, a tone that fades in noise."""
+    time = np.arange(48000) / 48000
+    noise = np.random.default_rng(0).standard_normal(48000)
+    rising = 0.5 * np.sin(2 * np.pi * (200 + 1500 * time) * time)
+    fading = 0.4 * np.exp(-3 * time) * np.sin(2 * np.pi * 880 * time) + 0.02 * noise
+    return [rising.astype(np.float32), fading.astype(np.float32)]
+
+
+def test_transformers_gives_the_same_embeddings(tokenizer: Path, tmp_path: Path) -> None:
+    model = random_model(1)
+    checkpoint_of(model, tmp_path / "run", tokenizer)
+    export.main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    theirs = transformers.ClapModel.from_pretrained(tmp_path / "out").eval()
+    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+    inputs = processor(text=CAPTIONS, audio=sounds(), sampling_rate=48000, return_tensors="pt", padding=True)
+    ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
+    with torch.no_grad():
+        audio = theirs.get_audio_features(input_features=inputs["input_features"]).pooler_output
+        text = theirs.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        our_audio = model.encode_audio(torch.from_numpy(np.stack(sounds())))
+        our_text = model.encode_text(ids, mask)
+        logits = theirs(**inputs).logits_per_audio
+        our_logits = float(model.logit_scale.exp()) * our_audio @ our_text.T
+    torch.testing.assert_close(torch.nn.functional.normalize(audio, dim=-1), our_audio, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.nn.functional.normalize(text.pooler_output, dim=-1), our_text, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits, our_logits, atol=1e-2, rtol=0)
+    assert float((our_audio[0] - our_audio[1]).abs().max()) > 0.01  # or the comparison would say little
+    assert float((our_text[0] - our_text[1]).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["as trained here", "RobertaTokenizer"])
+def test_the_tokens_are_those_of_training(tokenizer: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "RobertaTokenizer":  # as the hub's
+        model = json.loads((tokenizer / "tokenizer.json").read_text())["model"]
+        merges = [tuple(pair) for pair in model["merges"]]
+        tokenizer = tmp_path / "roberta"
+        transformers.RobertaTokenizer(vocab=model["vocab"], merges=merges).save_pretrained(tokenizer)
+    export.export(checkpoint_of(random_model(1), tmp_path / "run", tokenizer), tmp_path / "out")
+    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+    ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
+    theirs = processor(text=CAPTIONS, return_tensors="pt", padding="max_length", truncation=True)
+    assert torch.equal(theirs["input_ids"], ids)  # max_length: as many as the model has positions for
+    assert torch.equal(theirs["attention_mask"], mask)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again(CAPTIONS)["input_ids"] == processor(text=CAPTIONS)["input_ids"]
+
+
+def test_a_safetensors_file_needs_the_tokenizer_named(tokenizer: Path, tmp_path: Path) -> None:
+    save_safetensors(random_model(2), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="names no tokenizer: give it with --tokenizer"):
+        export.main(["export", str(tmp_path / "model.safetensors"), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    arguments = ["export", str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    export.main(arguments)
+    transformers.ClapModel.from_pretrained(tmp_path / "out")
+    transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+
+
+def test_the_sigmoid_losss_bias_is_left_out_and_told(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.main(
+        ["export", str(checkpoint_of(random_model(1, sigmoid=True), tmp_path / "r", tokenizer)), str(tmp_path / "o")]
+    )
+    assert "logit bias, -" in capsys.readouterr().out
+    _, report = transformers.ClapModel.from_pretrained(tmp_path / "o", output_loading_info=True)
+    assert not report["unexpected_keys"]
+    assert not report["missing_keys"]
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
+    path = checkpoint_of(random_model(1), tmp_path / "run", tokenizer)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(UserError, match="out: expected a new or empty folder"):
+        export.main(["export", str(path), str(tmp_path / "out")])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/out can't be written"):
+        export.main(["export", str(path), str(tmp_path / "file" / "out")])
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        export.main(["export", str(path), str(tmp_path / "new"), "--tokenizer", str(tmp_path / "out")])
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.end_to_end
+def test_the_command(tokenizer: Path, tmp_path: Path) -> None:
+    path = checkpoint_of(random_model(1), tmp_path / "run", tokenizer)
+    command = ["-m", "clap_ds.weights.formats", "export"]
+    done = processes.run([*command, path, tmp_path / "out"])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    refused = processes.run([*command, tmp_path / "no", "x"])
+    assert refused.returncode == 2
+    assert refused.stderr.strip().splitlines()[-1] == f"error: {tmp_path / 'no'}: no such file or folder"
+    assert "Traceback" not in refused.stderr

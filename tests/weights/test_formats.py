@@ -1,0 +1,278 @@
+"""Checkpoints in and out: exact round trips, HF's own reading of what is written, refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference_clap import MICRO_AUDIO, MICRO_TEXT, REFERENCES, captions, clips, randomise
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.model.clap import ClapModel
+from clap_ds.weights.formats import (
+    load_laion,
+    load_safetensors,
+    load_transformers,
+    save_safetensors,
+    save_transformers,
+    to_transformers,
+)
+from clap_ds.weights.hf_config import config_from_transformers
+
+import transformers  # isort: skip
+
+MICRO = load_preset("micro")
+
+
+def random_model(config: ClapConfig = MICRO, seed: int = 0) -> ClapModel:
+    model = ClapModel(config).eval()
+    randomise(model.state_dict(), seed)
+    model.audio.batch_norm.num_batches_tracked.fill_(17)
+    return model
+
+
+def reference_state(seed: int = 0) -> dict[str, Tensor]:
+    reference = REFERENCES["micro"]()
+    randomise(reference.named(), seed)
+    return {name: tensor.detach().clone() for name, tensor in reference.named().items()}
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit, same names."""
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert ours[name].shape == tensor.shape, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """A micro `transformers.ClapModel` as HF itself saves it, with HF's text epsilon of 1e-12."""
+    config = transformers.ClapConfig(audio_config=MICRO_AUDIO, text_config=MICRO_TEXT, projection_dim=32)
+    model = transformers.ClapModel(config)
+    randomise(model.state_dict(), 5)
+    model.save_pretrained(tmp_path / "hf")
+    transformers.ClapFeatureExtractor(
+        feature_size=16, max_length_s=1, frequency_min=50, truncation="rand_trunc"
+    ).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_transformers_to_ours_and_back_is_exact(hf_folder: Path, tmp_path: Path) -> None:
+    model = load_transformers(hf_folder).build()
+    save_transformers(model, tmp_path / "back")
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), load_file(hf_folder / "model.safetensors"))
+    assert model.config.audio == MICRO.audio
+    assert model.config.text.layer_norm_eps == 1e-12
+
+
+def test_ours_to_transformers_and_back_is_exact(tmp_path: Path) -> None:
+    model = random_model()
+    save_transformers(model, tmp_path)
+    again = load_transformers(tmp_path).build()
+    held = ("audio.tscam_conv.", "audio.head.")
+    expected = {k: v for k, v in model.state_dict().items() if not k.startswith(held)}
+    assert_same({k: v for k, v in again.state_dict().items() if not k.startswith(held)}, expected)
+    assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(exclude={"name", "text"})
+    by_state_dict = load_transformers(to_transformers(model.state_dict()), MICRO)
+    assert_same(by_state_dict.state, expected)
+
+
+def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
+    model = random_model(seed=3)
+    save_transformers(model, tmp_path)
+    theirs, report = transformers.ClapModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs.eval()
+    extractor = transformers.ClapFeatureExtractor.from_pretrained(tmp_path)
+    waveforms = clips(2, MICRO.audio.num_samples, 1)
+    input_ids, mask = captions(2, 20, 512, 1)
+    features = torch.tensor(np.stack(extractor(list(waveforms.numpy()), sampling_rate=48000)["input_features"])).float()
+    with torch.no_grad():
+        ours = model.encode_audio(waveforms), model.encode_text(input_ids, mask)
+        assert (ours[0] - theirs.get_audio_features(input_features=features).pooler_output).abs().max() < 1e-5
+        text = theirs.get_text_features(input_ids=input_ids, attention_mask=mask).pooler_output
+        assert (ours[1] - text).abs().max() < 1e-5
+    torch.testing.assert_close(theirs.logit_scale_a.detach(), model.logit_scale.detach()[0])
+    torch.testing.assert_close(theirs.logit_scale_t.detach(), model.logit_scale_text[0])
+
+
+def test_sharded_safetensors_load(hf_folder: Path, tmp_path: Path) -> None:
+    transformers.ClapModel.from_pretrained(hf_folder).save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
+    shutil.copy(hf_folder / "preprocessor_config.json", tmp_path / "sharded")
+    assert_same(load_transformers(tmp_path / "sharded").state, load_transformers(hf_folder).state)
+
+
+def test_a_bf16_model_is_written_without_loss(tmp_path: Path) -> None:
+    model = random_model().to(torch.bfloat16)
+    save_transformers(model, tmp_path)
+    again = load_transformers(tmp_path).build().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+
+
+def test_a_pickle_is_never_read(hf_folder: Path) -> None:
+    (hf_folder / "model.safetensors").unlink()
+    torch.save(reference_state(), hf_folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickled weights are not read"):
+        load_transformers(hf_folder)
+
+
+def test_fusion_is_refused(hf_folder: Path) -> None:
+    fields = json.loads((hf_folder / "config.json").read_text())
+    fields["audio_config"]["enable_fusion"] = True
+    (hf_folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="feature fusion"):
+        load_transformers(hf_folder)
+    state = {**reference_state(), "audio_model.audio_encoder.patch_embed.mel_conv2d.weight": torch.zeros(1)}
+    with pytest.raises(ValueError, match="feature fusion"):
+        load_transformers(state, MICRO)
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    state = reference_state()
+    del state["audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"]
+    state["surplus.weight"] = torch.zeros(2)
+    state["audio_projection.linear2.bias"] = torch.zeros(31)
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        load_transformers(state, MICRO)
+    message = str(refusal.value)
+    assert "doesn't fit micro" in message
+    assert "missing: audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight" in message
+    assert "unexpected: surplus.weight" in message
+    assert "audio_projection.linear2.bias (31,) instead of (32,)" in message
+    with pytest.raises(ValueError, match=r"doesn't fit htsat_tiny_roberta_base. missing: .* and \d+ more"):
+        load_transformers(reference_state(), load_preset("htsat_tiny_roberta_base"))
+
+
+def test_other_places_than_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_transformers(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="expected 'clap'"):
+        load_transformers(tmp_path)
+    (tmp_path / "file").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="can't be read"):
+        load_safetensors(tmp_path / "file")
+    with pytest.raises(ValueError, match="can't be read"):
+        load_laion(tmp_path / "file", MICRO)
+    save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="metadata"):
+        load_safetensors(tmp_path / "foreign.safetensors")
+
+
+def laion_state(source: dict[str, Tensor], seed: int = 9) -> dict[str, Tensor]:
+    """A LAION-CLAP state dict with an HF one's weights, renamed by hand, and the parts that only LAION's has."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in source.items():
+        if (".self.key." in name and name.startswith("audio")) or (".self.value." in name and name.startswith("audio")):
+            continue
+        if name.startswith("audio") and ".self.query." in name:
+            tensor = torch.cat([source[name.replace("query", part)] for part in ("query", "key", "value")])
+            name = name.replace("self.query", "self.qkv")
+        if name.startswith("audio_model"):
+            for theirs, laion in [
+                ("audio_model.audio_encoder", "audio_branch"),
+                ("attention.self", "attn"),
+                ("attention.output.dense", "attn.proj"),
+                ("intermediate.dense", "mlp.fc1"),
+                ("output.dense", "mlp.fc2"),
+                ("layernorm_before", "norm1"),
+                ("layernorm_after", "norm2"),
+                ("batch_norm", "bn0"),
+            ]:
+                name = name.replace(theirs, laion)
+        name = name.replace("text_model", "text_branch").replace("linear1", "0").replace("linear2", "2")
+        named["module." + name] = tensor
+    generator = torch.Generator().manual_seed(seed)
+    only_laions = {
+        "audio_branch.tscam_conv.weight": (7, 32, 2, 3),
+        "audio_branch.tscam_conv.bias": (7,),
+        "audio_branch.head.weight": (7, 7),
+        "audio_branch.head.bias": (7,),
+        "audio_branch.spectrogram_extractor.stft.conv_real.weight": (513, 1, 1024),
+        "audio_branch.logmel_extractor.melW": (513, 16),
+        "audio_branch.layers.0.blocks.1.attn_mask": (4, 64, 64),
+        "audio_transform.sequential.0.weight": (32, 32),
+        "text_transform.sequential.0.weight": (32, 32),
+    }
+    named.update({"module." + name: torch.randn(shape, generator=generator) for name, shape in only_laions.items()})
+    return named
+
+
+@pytest.mark.parametrize("form", ["wrapped file", "bare file", "bare dictionary"])
+def test_laion_checkpoints_load(form: str, tmp_path: Path) -> None:
+    reference = reference_state(seed=8)
+    source = laion_state(reference)
+    if form == "bare dictionary":
+        checkpoint = load_laion({name.removeprefix("module."): t for name, t in source.items()}, MICRO)
+    else:
+        torch.save({"epoch": 3, "state_dict": source} if form == "wrapped file" else source, tmp_path / "clap.pt")
+        checkpoint = load_laion(tmp_path / "clap.pt", MICRO)
+    model = checkpoint.build().eval()
+    expected = load_transformers(reference, MICRO).build().eval()
+    held = ("audio.tscam_conv.", "audio.head.")
+    assert_same(
+        {k: v for k, v in model.state_dict().items() if not k.startswith(held)},
+        {k: v for k, v in expected.state_dict().items() if not k.startswith(held)},
+    )
+    assert torch.equal(model.audio.tscam_conv.weight, source["module.audio_branch.tscam_conv.weight"])
+    assert torch.equal(model.audio.head.bias, source["module.audio_branch.head.bias"])
+
+
+def test_a_laion_pickle_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": laion_state(reference_state()), "args": Path("code")}, tmp_path / "clap.pt")
+    with pytest.raises(ValueError, match="plain tensors"):
+        load_laion(tmp_path / "clap.pt", MICRO)
+
+
+@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
+def test_own_safetensors_carry_any_model_whole(pooling: str, tmp_path: Path) -> None:
+    config = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"pooling": pooling})})
+    model = random_model(config)
+    save_safetensors(model, tmp_path / "deeper" / "clap.safetensors")
+    checkpoint = load_safetensors(tmp_path / "deeper" / "clap.safetensors")
+    assert checkpoint.config == config
+    assert_same(checkpoint.build().state_dict(), model.state_dict())
+
+
+def test_models_that_transformers_cannot_express_are_refused_with_every_reason(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        base = ClapModel(load_preset("htsat_base_roberta_base"))
+    with pytest.raises(ValueError, match=r"can't be a transformers\.ClapModel") as refusal:
+        save_transformers(base, tmp_path / "never")
+    message = str(refusal.value)
+    assert all(reason in message for reason in ("mean", "896", "no biases"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_checkpoint_of_another_model_does_not_load(tmp_path: Path) -> None:
+    save_safetensors(random_model(), tmp_path / "clap.safetensors")
+    other = MICRO.model_copy(update={"name": "other", "text": MICRO.text.model_copy(update={"pooling": "mean"})})
+    with pytest.raises(ValueError, match=r"doesn't fit other\. unexpected: text\.roberta\.pooler"):
+        load_safetensors(tmp_path / "clap.safetensors").load_into(ClapModel(other))
+
+
+def test_the_published_layouts_have_configurations() -> None:
+    """HF's defaults are the tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
+    tiny, preset = config_from_transformers(transformers.ClapConfig()), load_preset("htsat_tiny_roberta_base")
+    assert tiny.audio == preset.audio
+    assert tiny.joint_dim == preset.joint_dim
+    assert tiny.text == preset.text.model_copy(update={"layer_norm_eps": 1e-12})
+    larger = config_from_transformers(
+        transformers.ClapConfig(
+            audio_config={"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
+        )
+    )
+    assert larger.audio.model_dump(exclude={"projection"}) == load_preset("htsat_base_roberta_base").audio.model_dump(
+        exclude={"projection"}
+    )
+    assert larger.audio.projection.hidden_dim == larger.joint_dim == 512
