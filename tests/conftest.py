@@ -122,3 +122,22 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small trained tokenizer."""
+    from clap_ds.model.tokenizer import train_tokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["a loud tone", "a quiet tone", "a long low hum and a click"], directory)
+    return str(directory)
+
+
+@pytest.fixture
+def micro() -> Any:
+    """The micro preset with clips of 480 samples."""
+    from clap_ds.config.model import load_preset
+
+    model = load_preset("micro")
+    return model.model_copy(update={"audio": model.audio.model_copy(update={"num_samples": 480})})

@@ -1,8 +1,8 @@
 """Makes real encoded audio with captions, so that the shard path can be tried and tested without downloading a data set.
 
 `python -m examples.synthetic_sounds DIR` writes WebDataset tars of short synthetic sounds in varied formats, sample rates and
-channel counts, a small tokenizer trained on their captions and `classes.json` with the classes' names. Each clip's class stands in its
-json, for zero-shot evaluation. For unseen clips take another seed, for unseen captions `--wordings train` and `held_out`:
+channel counts, a small tokenizer trained on their captions and `classes.json` with the classes' names. Each clip's class stands
+in its json, for zero-shot evaluation. For unseen clips take another seed, for captions `--wordings train` and `held_out`:
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4000
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 520 --seed 1

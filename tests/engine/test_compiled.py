@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_clap import captions, clips
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
 from clap_ds.engine.compiled import compile_model, compile_statistics
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
+from tests.model.reference_clap import captions, clips
 
 
 def outcome(model: ClapModel, *inputs: object) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
@@ -15,6 +14,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.weights.formats import load_transformers
 from clap_ds.weights.names import transformers_names
+from tests.model.reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from reference_clap import clips
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.mel import LogMel
+from tests.model.reference_clap import clips
 
 import transformers  # isort: skip
 

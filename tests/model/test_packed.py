@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_clap import captions
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.packed import lay_out, pack, token_multiple
 from clap_ds.model.text import TextTower
+from tests.model.reference_clap import captions
 
 MICRO = load_preset("micro").text
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_clap import MICRO_TEXT, captions
 
 from clap_ds.config.model import TextConfig, load_preset
 from clap_ds.model.text import TextTower
+from tests.model.reference_clap import MICRO_TEXT, captions
 
 import transformers  # isort: skip
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import window_attention_cases as cases
-from window_attention_cases import CASES, TOLERANCE, largest_error
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.swin import relative_position_index
 from clap_ds.model.window_attention import resolve_kernel
 from clap_ds.native import library
+from tests.model import window_attention_cases as cases
+from tests.model.window_attention_cases import CASES, TOLERANCE, largest_error
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

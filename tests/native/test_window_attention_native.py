@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from window_attention_cases import TOLERANCE
 
 from clap_ds.model.swin import shifted_window_mask
 from clap_ds.model.window_attention import Kernel, attend_windows, resolve_kernel
 from clap_ds.native import library
 from clap_ds.native.window_attention import native_window_attention, supports
 from tests.kernels import needs_amx
+from tests.model.window_attention_cases import TOLERANCE
 
 STAGES = [(64, 4), (32, 8), (16, 16), (8, 32)]
 CASES = [

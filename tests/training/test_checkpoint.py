@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checkpoint_ranks as ranks
 import pytest
 import torch
-from fake_checkpoints import flip_bit, make_checkpoint
 from torch._utils import _flatten_dense_tensors
 
 from clap_ds.training import engine_state
@@ -21,6 +19,8 @@ from clap_ds.weights import formats as weights
 from clap_ds.weights.manifest import Manifest
 from tests import needs
 from tests.ranks import RankPool
+from tests.training import checkpoint_ranks as ranks
+from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 
 
 @pytest.fixture(scope="module")

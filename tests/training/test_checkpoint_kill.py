@@ -4,13 +4,13 @@ import random
 import time
 from pathlib import Path
 
-import checkpoint_ranks as ranks
 import pytest
 
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.manifest import Manifest
 from tests.processes import TIMEOUT_S, warm_context
 from tests.ranks import RankPool
+from tests.training import checkpoint_ranks as ranks
 
 NUM_KILLS = 20
 

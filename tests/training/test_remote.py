@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from fake_checkpoints import make_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
 
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
 from clap_ds.weights import checkpoint_files
+from tests.weights.fake_checkpoints import make_checkpoint
 
 
 class Unreliable(MemoryFileSystem):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_checkpoints import CONTENTS, flip_bit, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.manifest import DamagedError, Manifest
+from tests.weights.fake_checkpoints import CONTENTS, flip_bit, make_checkpoint
 
 
 def test_what_is_written_is_found_and_read_back(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_checkpoints import make_checkpoint
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
@@ -15,6 +14,7 @@ from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors, to_safetensors
 from tests import processes
+from tests.weights.fake_checkpoints import make_checkpoint
 
 import transformers  # isort: skip
 

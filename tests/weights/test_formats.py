@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference_clap import MICRO_AUDIO, MICRO_TEXT, REFERENCES, captions, clips, randomise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from clap_ds.weights.formats import (
     to_transformers,
 )
 from clap_ds.weights.hf_config import config_from_transformers
+from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, REFERENCES, captions, clips, randomise
 
 import transformers  # isort: skip
 

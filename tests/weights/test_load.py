@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_checkpoints import flip_bit, make_checkpoint
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
 from clap_ds.weights.load import load_weights, locate, tokenizer_of
+from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 
 MICRO = load_preset("micro")
 
