@@ -417,7 +417,7 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, tokenizer_di
         time.sleep(0.5)
         with pytest.raises(
             ValueError,
-            match=rf"clap\.data\.shards: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory",
+            match=rf"clap\.data\.num_workers: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory",
         ):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)
