@@ -35,8 +35,9 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.native import adamw as adamw_native
 from clap_ds.native import library
-from clap_ds.record.clock import MedianInterval, median_interval, synchronize
+from clap_ds.record.clock import synchronize
 from clap_ds.record.hardware import device_name
+from clap_ds.record.statistics import MedianInterval, median_interval
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 

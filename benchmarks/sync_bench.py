@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.shaped_hosts import ShapedHosts, ShapedHostsError, run_on_all, shaped_hosts
 from clap_ds.config.settings import ClapSettings
-from clap_ds.record.clock import median_interval
+from clap_ds.record.statistics import median_interval
 
 SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""

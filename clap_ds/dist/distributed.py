@@ -197,23 +197,6 @@ def _choose_device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def agree(problem: str | None) -> None:
-    """Stop every rank when one of them has a problem. A collective: all ranks call it.
-
-    Raises:
-        AgreedError: on all ranks, with the first rank's problem and how many ranks share it.
-    """
-    import torch.distributed as dist
-
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = [(rank, text) for rank, text in enumerate(problems) if text is not None]
-    if told:
-        others = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
-        where = f"rank {told[0][0]}{others}: " if len(told) < len(problems) else ""
-        raise AgreedError(f"{where}{told[0][1]}")
-
-
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2."""
     try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from clap_ds.config.errors import AgreedError, UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import BatchSource, build_batches
 from clap_ds.dist import debug, distributed
+from clap_ds.dist.agreement import gather, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
@@ -33,8 +34,6 @@ from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start
 
 FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-T = TypeVar("T")
 
 
 class Interrupted(BaseException):
@@ -125,21 +124,6 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record.close()
 
 
-def together(build: Callable[[], T]) -> T:
-    """Build something on every rank, or stop every rank with the first one's problem. A collective.
-
-    Raises:
-        UserError: on all ranks, where `build` raised ValueError on any.
-    """
-    problem, built = None, []
-    try:
-        built = [build()]
-    except ValueError as error:
-        problem = str(error)
-    distributed.agree(problem)
-    return built[0]
-
-
 def _check_deepspeed_sections(run: RunSettings) -> None:
     try:
         DeepSpeedConfig(dict(run.deepspeed))
@@ -150,8 +134,7 @@ def _check_deepspeed_sections(run: RunSettings) -> None:
 
 def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDirectory:
     here = hardware.environment(device)
-    everywhere: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, (here["host"], here["device_name"]))
+    everywhere = gather((here["host"], here["device_name"]))
     path: list[Path | str | None] = [None]
     if ranks.is_first:
         try:
