@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_list import expand_sources, note, share_out
 from clap_ds.data.shard_manifest import epoch_samples

@@ -10,7 +10,7 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.train_settings import EvaluationSettings
+from clap_ds.config.sections import EvaluationSettings
 from clap_ds.dist import distributed
 from clap_ds.dist.agreement import together
 from clap_ds.dist.distributed import Ranks

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.dist.agreement import on_first, together

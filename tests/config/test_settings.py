@@ -13,6 +13,7 @@ import deepspeed.runtime.constants as deepspeed_constants
 import pytest
 
 from clap_ds.config.check import DEEPSPEED_FIELDS
+from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, SettingsError, load_run
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -174,3 +175,11 @@ def test_accepted_deepspeed_fields_are_deepspeeds() -> None:
     )
     for field in DEEPSPEED_FIELDS:
         assert field in known or re.search(rf"['\"]{field}['\"]", read), field
+
+
+def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> None:
+    page = reference()
+    assert (Path(__file__).parents[2] / "docs" / "reference.md").read_text() == page, "make it anew as its head says"
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    assert not [row for row in rows if row.endswith("|  |")]

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSource, build_batches
 from clap_ds.data.shard_manifest import ShardRecord, write_manifest
 from clap_ds.data.shards import epoch_samples

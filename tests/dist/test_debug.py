@@ -19,7 +19,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.dist import debug
 from clap_ds.dist.distributed import Ranks, initialize
-from clap_ds.config.settings import DebugSettings
+from clap_ds.config.sections import DebugSettings
 
 def waits_elsewhere():
     time.sleep(60)
