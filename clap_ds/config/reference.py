@@ -16,8 +16,8 @@ from clap_ds.config.settings import ClapSettings
 
 HEAD = """# Every field of `clap`
 
-A run's JSON is a DeepSpeed configuration and one more section, `clap`, whose fields these are. A field that isn't there, here or
-among DeepSpeed's, is refused before any rank starts. Made by `python -m clap_ds.config.reference`; don't edit.
+A run's JSON is a DeepSpeed configuration and one more section, `clap`, whose fields these are. A field that is not there, here
+or among DeepSpeed's, is refused before any rank starts. Made by `python -m clap_ds.config.reference`; don't edit.
 """
 
 
