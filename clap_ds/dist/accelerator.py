@@ -54,7 +54,7 @@ def choose() -> Literal["cuda", "cpu"]:
         return "cpu"
     raise UnusableGpuError(
         f"this machine has a GPU that torch can't use: {_why(torch.__version__, torch.version.cuda)}."
-        " README.md, “GPUs”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+        " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
     )
 
 
