@@ -1,4 +1,4 @@
-"""What the benchmark commands share: options spelled one way, the device, taking turns, running others, keeping results.
+"""What the benchmark commands share: options spelled one way, the device, taking turns, running others, tables, results.
 
 Loads torch only in the functions that need it.
 """
@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from clap_ds.analysis.table import markdown_table
+from clap_ds.config.errors import USER_ERROR, UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import work_folder
 from clap_ds.dist.distributed import choose_accelerator
@@ -34,6 +36,45 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Parser of `python -m benchmarks.NAME`, described by its docstring's first line."""
     description = (doc or "").splitlines()[0]
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option `--output`, for `show`."""
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.md", help="keep the tables in this file, and the figures beside it as JSON"
+    )
+
+
+def show(output: Path | None, text: str, figures: Any) -> None:
+    """Print the text; to a file, where one is given, with the command that made it, and the figures to a JSON beside it."""
+    print(text, flush=True)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = " ".join(["python", *sys.orig_argv[1:]])
+        write_atomically(output, f"`{command}`\n\n{text}\n")
+        write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: each column's title, and the format string of its cells, into which a row's fields go (`{seconds:.2f}`,
+    `{rate[low]:,.1f}`); a cell whose field a row lacks is empty."""
+
+    def cell(template: str, row: Mapping[str, Any]) -> str:
+        try:
+            return template.format_map(row)
+        except (KeyError, TypeError):
+            return ""
+
+    return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command's main function, which returns its exit code; a user's mistake becomes one message and exit code 2."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
 
 
 def choose_device() -> torch.device:
@@ -74,38 +115,19 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     Returns:
         `completed`, `exit code 3` or `stopped after 60 s`.
     """
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    is_late = False
     try:
-        process.wait(limit_s)
+        code = process.wait(limit_s)
+        return f"exit code {code}" if code else "completed"
     except subprocess.TimeoutExpired:
-        is_late = True
+        return f"stopped after {limit_s:.0f} s"
     finally:
-        for number in (signal.SIGKILL,) if process.poll() is not None else (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_S)
-    if is_late:
-        return f"stopped after {limit_s:.0f} s"
-    return f"exit code {process.returncode}" if process.returncode else "completed"
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Option `--output`, which `show` heeds."""
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.md", help="keep what is printed here, and the figures beside it as JSON"
-    )
-
-
-def show(output: Path | None, text: str, figures: Any, name: str, argv: Sequence[str] | None) -> None:
-    """Print the text; under `--output` keep it, below the command that made it, with the figures in JSON beside it."""
-    print(text, flush=True)
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python", "-m", f"benchmarks.{name}", *(sys.argv[1:] if argv is None else argv)])
-        write_atomically(output, f"`{command}`\n\n{text}\n")
-        write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")

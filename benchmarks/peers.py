@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import add_output, choose_device, in_turns, make_parser, seconds, show
-from benchmarks.sides import Side, add_step_options, initial_state, make_batch, our_model, our_side, peer_side
+from benchmarks.common import add_output, choose_device, in_turns, make_parser, run_main, seconds, show, table
+from benchmarks.sides import Side, add_step_options, make_batch, our_model, our_side, peer_side
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
 from clap_ds.dist.distributed import keep_freed_memory
@@ -33,6 +32,12 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 """Largest difference of the two losses, relative."""
 COMPARED = {"forward": ("front_end", "forward")} | {name: (name,) for name in ("backward", "optimizer", "step")}
 """What ratios are given of, and the parts of a step that make it up."""
+SIDES = {
+    "ms": "{side}",
+    **{part: f"{{{part}:.1f}}" for part in ("front_end", "forward", "backward", "optimizer", "step")},
+}
+SIDES["first loss"] = "{loss:.5f}"
+SPEEDS = {"part": "{part}", "× the peer's speed": "{median:.2f}", "interval": "{low:.2f}–{high:.2f} ({coverage:.0%})"}
 
 Times = Sequence[dict[str, float]]
 """Seconds of a step's parts, round by round."""
@@ -52,12 +57,11 @@ def build_sides(
     arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device
 ) -> dict[str, Side]:
     """Every side of one precision by name."""
-    state, noise = initial_state(config), 0.1 if arguments.noise else 0.0
-    sides = {}
+    noise, sides = 0.1 if arguments.noise else 0.0, {}
     for low in ["none"] if precision == "fp32" else arguments.modes:
-        model = our_model(state, config, device, low=low, noise=noise, attention="auto")
+        model = our_model(config, device, low=low, noise=noise, attention="auto")
+        sides[f"transformers, {low}"] = peer_side(model, device, low=low, noise=noise)
         sides[f"ours, {low}"] = our_side(model, low)
-        sides[f"transformers, {low}"] = peer_side(state, config, device, low=low, noise=noise)
     return sides
 
 
@@ -83,7 +87,6 @@ def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, d
         "peer": peer,
         "median_s": median,
         "speed_ratio": {name: vars(ratios(times[ours], times[peer], parts)) for name, parts in COMPARED.items()},
-        "samples_per_s": arguments.micro_batch / median[ours]["step"],
         "first_loss": losses,
         "loss_difference": difference,
         "loss_agrees": difference < TOLERANCE[precision],
@@ -98,23 +101,19 @@ def extractor_seconds(batch: Batch, config: ClapConfig) -> float:
     return seconds(extract, torch.device("cpu"))
 
 
-def lines_of(result: dict[str, Any]) -> list[str]:
+def tables(result: dict[str, Any]) -> str:
     """One precision's result for people."""
-    lines = ["", f"    {result['precision']}:"]
-    for name, times in result["median_s"].items():
-        parts = "  ".join(f"{part} {1000 * value:8.1f}" for part, value in times.items())
-        lines.append(f"      {name:24} ms  {parts}  loss {result['first_loss'][name]:.5f}")
-    for name, ratio in result["speed_ratio"].items():
-        interval = f"[{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        lines.append(f"      {name:9}  {ratio['median']:.2f} × the peer's speed  {interval} ({ratio['coverage']:.0%})")
+    sides = [
+        {"side": name, "loss": result["first_loss"][name], **{part: 1000 * value for part, value in times.items()}}
+        for name, times in result["median_s"].items()
+    ]
+    speeds = [{"part": name, **ratio} for name, ratio in result["speed_ratio"].items()]
     best, extractor_s = result["median_s"][result["peer"]], result["extractor_s"]
     extracted = (best["step"] - best["front_end"] + extractor_s) / result["median_s"][result["ours"]]["step"]
+    speeds.append({"part": f"step with HF's own feature extractor ({1000 * extractor_s:.0f} ms)", "median": extracted})
     agreement = "agree" if result["loss_agrees"] else "DISAGREE"
-    return [
-        *lines,
-        f"      step with HF's own feature extractor ({1000 * extractor_s:.0f} ms): {extracted:.2f} ×",
-        f"      losses differ by {result['loss_difference']:.1e}: {agreement}",
-    ]
+    losses = f"Losses differ by {result['loss_difference']:.1e}: {agreement}."
+    return "\n\n".join([f"## {result['precision']}", table(SIDES, sides), table(SPEEDS, speeds), losses])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,14 +132,13 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cpu" and not arguments.plain_allocator:
         keep_freed_memory()
     results = [compare(arguments, config, precision, device) for precision in arguments.precision]
-    lines = [
-        f"{config.title} on {device_name(device)}, {torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
-        f" {arguments.text_tokens} text tokens, {arguments.text}",
-        *(line for result in results for line in lines_of(result)),
-    ]
-    show(arguments.output, "\n".join(lines), results, "peers", argv)
+    text = (
+        f"# {config.title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
+        f" {arguments.text_tokens} text tokens, {arguments.text}."
+    )
+    show(arguments.output, "\n\n".join([text, *map(tables, results)]), results)
     return 0 if all(result["loss_agrees"] for result in results) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

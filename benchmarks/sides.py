@@ -17,8 +17,9 @@ from clap_ds.config.settings import SyntheticData
 from clap_ds.data.batch import Batch, build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from clap_ds.native import adamw as adamw_native
+from clap_ds.model.window_attention import Kernel
 from clap_ds.native import library
+from clap_ds.native.adamw import native_adamw
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
@@ -67,19 +68,18 @@ class MasterAdamW:
         self.parameters = parameters
         self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
-        whole = [parameter for parameter in parameters if parameter.dtype == torch.float32]
-        self.adam = torch.optim.AdamW([*whole, *self.masters], lr=1e-6, fused=True)
+        fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
+        self.adam = torch.optim.AdamW([*fp32, *self.masters], lr=1e-6, fused=True)
         self.moments = [[torch.zeros_like(master) for master in self.masters] for _ in range(2)] if natively else []
         self.steps = 0
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        gradients = [torch.zeros_like(low) if low.grad is None else low.grad for low in self.low]
+        gradients = [torch.zeros_like(low) if low.grad is None else low.grad.contiguous() for low in self.low]
         if self.moments:
             options = {name: self.adam.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            contiguous = [gradient.contiguous() for gradient in gradients]
-            adamw_native.native_adamw(self.low, contiguous, self.masters, *self.moments, step=self.steps, **options)
+            native_adamw(self.low, gradients, self.masters, *self.moments, step=self.steps, **options)
             self.adam.step()  # of the fp32 parameters: the masters have no gradients
         else:
             for master, gradient in zip(self.masters, gradients, strict=True):
@@ -97,7 +97,7 @@ class Side:
     """One implementation, ready to step.
 
     Attributes:
-        low: how bf16 is used: `autocast`, `cast` (weights in bf16, fp32 masters), or `none` of it.
+        low: how bf16 is used: `autocast`, `cast` (weights in bf16, fp32 masters) or `none` of it.
         prepare: batch → what `loss` takes; timed as the front end.
         loss: → scalar.
         natively: AdamW by this project's CPU kernel.
@@ -138,18 +138,12 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def initial_state(config: ClapConfig) -> dict[str, Tensor]:
-    """Fresh weights, the same every time."""
-    torch.manual_seed(0)
-    return ClapModel(config).state_dict()
-
-
 def our_model(
-    state: dict[str, Tensor], config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, **options: Any
+    config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, attention: Kernel = "auto"
 ) -> ClapModel:
-    """This project's model, without native kernels; `noise` is the rate of dropout and drop path, 0 for none and no masks."""
-    model = ClapModel(config, drop_path=noise, text_dropout=noise, spec_augment=noise > 0, **options)
-    model.load_state_dict(state)
+    """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
+    torch.manual_seed(0)
+    model = ClapModel(config, drop_path=noise, text_dropout=noise, spec_augment=noise > 0, attention=attention)
     return model.to(device, torch.bfloat16 if low == "cast" else None)
 
 
@@ -160,22 +154,20 @@ def our_side(model: ClapModel, low: str) -> Side:
     return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
 
 
-def peer_side(
-    state: dict[str, Tensor], config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0
-) -> Side:
-    """`transformers.ClapModel`. Its window attention has only the eager form; its text attention goes through SDPA on CUDA and
-    is eager on CPU, where SDPA's bf16 backward is several times slower."""
-    hf_config: Any = config_to_transformers(config)
+def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float = 0.0) -> Side:
+    """`transformers.ClapModel` with the weights of ours. Its window attention has only the eager form; its text attention goes
+    through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower."""
+    hf_config: Any = config_to_transformers(ours.config)
     hf_config.audio_config.drop_path_rate = noise
     hf_config.audio_config.hidden_dropout_prob = hf_config.audio_config.attention_probs_dropout_prob = 0.0  # as LAION's
     hf_config.text_config.hidden_dropout_prob = hf_config.text_config.attention_probs_dropout_prob = noise
     model: Any = transformers.ClapModel(hf_config)
-    model.load_state_dict(to_transformers(state), strict=False)
+    model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
     if device.type == "cuda":
         # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
         model.text_model.config._attn_implementation = "sdpa"
     model.to(device, torch.bfloat16 if low == "cast" else None)
-    mel = LogMel(config.audio).to(device)
+    mel = LogMel(ours.config.audio).to(device)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None

@@ -94,11 +94,11 @@ def test_captions_longer_than_the_positions_are_refused(write_run: WriteRun) -> 
 
 @pytest.mark.end_to_end
 def test_measures_every_length(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "evidence.json"
-    memory_evidence.main(["--deepspeed_config", str(write_run()), "--text_tokens", "8", "32", "--json", str(output)])
-    found = json.loads(output.read_text())
+    output = tmp_path / "evidence.md"
+    memory_evidence.main(["--deepspeed_config", str(write_run()), "--text_tokens", "8", "32", "--output", str(output)])
+    found = json.loads(output.with_suffix(".json").read_text())
     assert [row["text_tokens"] for row in found["measured"]] == [8, 32]
     assert all(row["state"] == "completed" and row["memory_peak_bytes"] > 0 for row in found["measured"])
     short, long = (row["bf16_formula_bytes"] for row in found["inferred"])
     assert long == 4 * short
-    assert capsys.readouterr().out.count("measured: micro-batch 4,") == 2
+    assert capsys.readouterr().out.count("- micro-batch 4,") == 2

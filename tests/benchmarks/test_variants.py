@@ -1,4 +1,4 @@
-"""Every combination is run and told, also those that fail."""
+"""Every combination is run and has its row, also those that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.variants import combinations, format_table, main, parse_varied
+from benchmarks.variants import main, parse_varied
+from clap_ds.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
@@ -53,20 +54,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "out" / "variants.json").read_text()))
 
 
-def test_all_combinations_in_order() -> None:
-    varied = [parse_varied("a.b=1,2"), parse_varied("c=x,true")]
-    assert combinations(varied) == [
-        {"a.b": 1, "c": "x"}, {"a.b": 1, "c": True}, {"a.b": 2, "c": "x"}, {"a.b": 2, "c": True},
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("text", ["a", "=1", "a=", "a=1,,2", "a=1,1", "a.=1"])
 def test_what_says_nothing_to_vary_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected NAME=VALUE|the same value twice"):
         parse_varied(text)
 
 
-def test_combinations_are_run_in_turn_with_their_settings(run: Callable[..., int], tmp_path: Path) -> None:
+def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
     options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
     assert run(*options, "--set", "clap.bench.windows=3") == 0
     assert [row["samples_per_s_per_gpu"]["median"] for row in rows(tmp_path)] == [108.0, 116.0, 158.0, 166.0]
@@ -79,33 +73,32 @@ def test_combinations_are_run_in_turn_with_their_settings(run: Callable[..., int
 
 
 def test_failures_are_rows_with_their_reason(run: Callable[..., int], tmp_path: Path) -> None:
-    began = time.monotonic()
     assert run("--vary", "clap.compile=off,towers,slow", "--limit_s", "3") == 0
-    assert time.monotonic() - began < 60
     states = [(row["state"], row["note"]) for row in rows(tmp_path)]
     assert states == [("completed", ""), ("failed", "no compiler here"), ("failed", "stopped after 3 s")]
 
 
-def test_nothing_measured_is_no_success(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_measured_is_no_success(run: Callable[..., int], tmp_path: Path) -> None:
     options = ["--vary", "train_micro_batch_size_per_gpu=60,70"]
     assert run(*options) == 1
     assert rows(tmp_path)[0]["state"] == "out_of_memory"
     assert rows(tmp_path)[0]["note"] == "out of memory at micro-batch 60"
-    assert run(*options) == 2
-    assert f"{tmp_path / 'out'}: expected a new or empty folder" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"{tmp_path / 'out'}: expected a new or empty folder"):
+        run(*options)
 
 
-def test_mistakes_are_told_before_anything_runs(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--vary", "clap.compile=off", config="no.json") == 2
-    assert "no.json: no such file" in capsys.readouterr().err
-    assert run("--vary", "clap.compile=off", "--vary", "x") == 2
-    assert "expected NAME=VALUE" in capsys.readouterr().err
-    assert main([str(tmp_path / "config.json"), "--vary", "a=1", "--", "true"]) == 2
-    assert "no {config} in the command" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.json", "--vary", "clap.compile=off"], "no.json: no such file"),
+        (["config.json", "--vary", "clap.compile=off", "--vary", "x"], "expected NAME=VALUE"),
+        (["config.json", "--vary", "a=1", "--", "true"], "no {config} in the command"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=message):
+        main([str(tmp_path / arguments[0]), "--folder", str(tmp_path / "out"), *arguments[1:]])
     assert not (tmp_path / "out").exists()
 
 
@@ -114,7 +107,7 @@ def test_a_run_under_way_ends_with_the_command(tmp_path: Path) -> None:
     stand_in = f"open('{tmp_path}/up', 'w').write(str(__import__('os').getpid())); __import__('time').sleep(60)"
     options = ["--vary", "a=1,2", "--folder", str(tmp_path / "out"), "--", sys.executable, "-c", stand_in, "{config}"]
     process = subprocess.Popen(
-        [sys.executable, "benchmarks/variants.py", str(tmp_path / "config.json"), *options], cwd=ROOT
+        [sys.executable, "-m", "benchmarks.variants", str(tmp_path / "config.json"), *options], cwd=ROOT
     )
     while not (tmp_path / "up").exists() or not (tmp_path / "up").read_text():
         assert process.poll() is None
@@ -124,20 +117,10 @@ def test_a_run_under_way_ends_with_the_command(tmp_path: Path) -> None:
     assert not Path(f"/proc/{(tmp_path / 'up').read_text()}").exists()
 
 
-def test_table_without_any_rate() -> None:
-    assert format_table([]).count("\n") == 1
-
-
 @pytest.mark.end_to_end
 def test_real_runs(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    options = [
-        "--vary",
-        "clap.text=padded,packed,wrapped",
-        "--set",
-        "clap.bench.windows=2",
-        "--set",
-        "clap.bench.warmup_steps=1",
-    ]
+    options = ["--vary", "clap.text=padded,packed,wrapped"]
+    options += ["--set", "clap.bench.windows=2", "--set", "clap.bench.warmup_steps=1"]
     command = [sys.executable, "clap_ds/bench.py", "--deepspeed_config", "{config}"]
     assert main([str(write_run()), "--folder", str(tmp_path / "out"), *options, "--", *command]) == 0
     padded, packed, wrong = rows(tmp_path)
