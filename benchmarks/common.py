@@ -15,10 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.errors import USER_ERROR, UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import work_folder
 from clap_ds.dist.distributed import choose_accelerator
@@ -66,15 +65,6 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
             return ""
 
     return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
-
-
-def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's main function, which returns its exit code; a user's mistake becomes one message and exit code 2."""
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 def choose_device() -> torch.device:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import add_output, choose_device, make_parser, run_main, show, table
+from benchmarks.common import add_output, choose_device, make_parser, show, table
 from benchmarks.sides import add_step_options, make_batch, our_model, our_side
+from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
 from clap_ds.dist.distributed import keep_freed_memory
@@ -163,4 +164,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import make_parser, run_for, run_main, table
-from clap_ds.config.errors import UserError
+from benchmarks.common import make_parser, run_for, table
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.record.schema import RECORD_FILES
@@ -122,4 +122,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import add_output, choose_device, in_turns, make_parser, run_main, seconds, show, table
-from clap_ds.config.errors import UserError
+from benchmarks.common import add_output, choose_device, in_turns, make_parser, seconds, show, table
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.engine.loss import tiled_log_sum_exp, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
@@ -141,4 +141,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

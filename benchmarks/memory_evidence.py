@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.common import add_output, make_parser, run_main, show, table
+from benchmarks.common import add_output, make_parser, show, table
 from benchmarks.variants import CONFIG, run_bench
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import TextConfig
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.counters import materialise
@@ -163,4 +163,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

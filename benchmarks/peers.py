@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_output, choose_device, in_turns, make_parser, run_main, seconds, show, table
+from benchmarks.common import add_output, choose_device, in_turns, make_parser, seconds, show, table
 from benchmarks.sides import Side, add_step_options, make_batch, our_model, our_side, peer_side
+from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
 from clap_ds.dist.distributed import keep_freed_memory
@@ -141,4 +142,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, preset_names
-from clap_ds.config.settings import SyntheticData
+from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch, build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel

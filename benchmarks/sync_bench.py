@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import add_output, in_turns, make_parser, run_main, show, table
+from benchmarks.common import add_output, in_turns, make_parser, show, table
 from benchmarks.shaped_hosts import run_ranks, shape, shaped_hosts
+from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import ClapSettings
 from clap_ds.dist import distributed
@@ -235,4 +236,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_alone(main)

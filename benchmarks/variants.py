@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import add_output, make_parser, run_for, run_main, show, table
-from clap_ds.config.errors import UserError
+from benchmarks.common import add_output, make_parser, run_for, show, table
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, with_field
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     """Try all combinations; 1 where none completed.
 
     Raises:
-        UserError: the configuration or an option is wrong.
+        ValueError: the configuration or an option is wrong.
     """
     parser = make_parser("variants", __doc__)
     parser.add_argument("config", type=Path)
@@ -163,12 +163,9 @@ def main(argv: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
-    try:
-        rows = try_all(arguments, command)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from None
+    rows = try_all(arguments, command)
     return int(not any(row["state"] == "completed" for row in rows))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    sys.exit(exit_code_of(main))

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks.variants import main, parse_varied
-from clap_ds.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
@@ -83,7 +82,7 @@ def test_nothing_measured_is_no_success(run: Callable[..., int], tmp_path: Path)
     assert run(*options) == 1
     assert rows(tmp_path)[0]["state"] == "out_of_memory"
     assert rows(tmp_path)[0]["note"] == "out of memory at micro-batch 60"
-    with pytest.raises(UserError, match=f"{tmp_path / 'out'}: expected a new or empty folder"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'out'}: expected a new or empty folder"):
         run(*options)
 
 
@@ -97,7 +96,7 @@ def test_nothing_measured_is_no_success(run: Callable[..., int], tmp_path: Path)
 )
 def test_mistakes_are_refused_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         main([str(tmp_path / arguments[0]), "--folder", str(tmp_path / "out"), *arguments[1:]])
     assert not (tmp_path / "out").exists()
 
