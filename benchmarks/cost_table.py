@@ -114,11 +114,11 @@ def measure_part(
 
 
 def cost(part: str, flops: float, least_bytes: float, forward_s: float, backward_s: float = 0.0) -> dict[str, Any]:
-    """One part's share of a step."""
-    seconds = forward_s + backward_s
-    row = {"part": part, "seconds": seconds, "gflops": flops / 1e9, "least_gb": least_bytes / 1e9}
+    """One part's row."""
+    gflops, least_gb, seconds = flops / 1e9, least_bytes / 1e9, max(forward_s + backward_s, 1e-9)
+    row = {"part": part, "gflops": gflops, "least_gb": least_gb, "seconds": seconds}
     row |= {"forward_ms": 1000 * forward_s, "backward_ms": 1000 * backward_s}
-    return row | {"gflops_per_s": flops / 1e9 / max(seconds, 1e-9), "gb_per_s": least_bytes / 1e9 / max(seconds, 1e-9)}
+    return row | {"gflops_per_s": gflops / seconds, "gb_per_s": least_gb / seconds}
 
 
 def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> list[dict[str, Any]]:

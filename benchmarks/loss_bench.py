@@ -40,17 +40,15 @@ COLUMNS = {
 }
 
 
-def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> list[Tensor]:
     """Gradients of rank 0's features, in tiles; the other ranks' log-sum-exps are stood in for by rank 0's mean."""
-
-    def gradient(own_BD: Tensor, all_ND: Tensor, lse_B: Tensor, others_lse_B: Tensor) -> Tensor:
-        others_lse_N = others_lse_B.mean().expand(len(all_ND))
-        return tiled_softmax_gradient(own_BD, all_ND, lse_B, others_lse_N, 0, scale, TILE)[0]
-
-    own_audio, own_text = audio_ND[:micro_batch], text_ND[:micro_batch]
-    rows = tiled_log_sum_exp(own_audio, text_ND, scale, TILE)
-    columns = tiled_log_sum_exp(own_text, audio_ND, scale, TILE)
-    return gradient(own_audio, text_ND, rows, columns), gradient(own_text, audio_ND, columns, rows)
+    pairs = (audio_ND[:micro_batch], text_ND), (text_ND[:micro_batch], audio_ND)
+    own = [tiled_log_sum_exp(own_BD, all_ND, scale, TILE) for own_BD, all_ND in pairs]
+    everyone = [each.mean().expand(len(audio_ND)) for each in reversed(own)]
+    return [
+        tiled_softmax_gradient(own_BD, all_ND, lse_B, lse_N, 0, scale, TILE)[0]
+        for (own_BD, all_ND), lse_B, lse_N in zip(pairs, own, everyone, strict=True)
+    ]
 
 
 def gather_with_gradient(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> tuple[Tensor, ...]:
@@ -65,31 +63,22 @@ def gather_with_gradient(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, sc
 METHODS: dict[str, Callable[..., Any]] = {"exact_local": exact_local, "gather_with_gradient": gather_with_gradient}
 
 
-def features(global_batch: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """(global batch, dimensions) of either modality: rows of length 1, the same every time."""
+def work(sizes: tuple[int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """One rank's loss by each method, ready to run on the same random rows of length 1; `sizes` are global and micro-batch."""
     generator = torch.Generator(device).manual_seed(0)
-    drawn = (torch.randn(global_batch, JOINT_DIM, device=device, generator=generator) for _ in range(2))
-    return [F.normalize(rows, dim=1).to(dtype) for rows in drawn]
-
-
-def work(method: str, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
-    """One rank's loss by a method, ready to run; `sizes` are global batch and micro-batch."""
-    global_batch, micro_batch = sizes
+    drawn = (torch.randn(sizes[0], JOINT_DIM, device=device, generator=generator) for _ in range(2))
+    features = [F.normalize(rows, dim=1).to(dtype) for rows in drawn]
     scale = torch.tensor([SCALE], device=device)
-    return partial(METHODS[method], *features(global_batch, device, dtype), micro_batch, scale)
+    return {name: partial(method, *features, sizes[1], scale) for name, method in METHODS.items()}
 
 
-def peak_bytes(*arguments: Any) -> int:
-    """Most bytes of tensors alive at a time in `work(*arguments)`, beyond the features."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a second profile in one process misses frees
-        return pool.apply(_peak_bytes, arguments)
-
-
-def _peak_bytes(*arguments: Any) -> int:
-    action = work(*arguments)
-    if torch.cuda.is_available():
+def peak_bytes(method: str, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype) -> int:
+    """Most bytes of tensors alive at a time in a method's work, beyond the features; on a CPU right only once in a process."""
+    action = work(sizes, device, dtype)[method]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        action()
+        seconds(action, device)
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
@@ -101,14 +90,12 @@ def _peak_bytes(*arguments: Any) -> int:
 
 def measure(sizes: tuple[int, int], repeats: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Seconds and peak memory of every method; `sizes` are global batch and micro-batch."""
+    actions = {name: partial(seconds, action, device) for name, action in work(sizes, device, dtype).items()}
     row: dict[str, Any] = {"global_batch": sizes[0]}
-    actions = {}
-    for method in METHODS:
-        work(method, (1024, min(sizes[1], 512)), device, dtype)()  # to warm up
-        actions[method] = partial(seconds, work(method, sizes, device, dtype), device)
-    for method, times in in_turns(actions, repeats).items():
-        peak = peak_bytes(method, sizes, device, dtype)
-        row[method] = {"seconds": median_interval(times).median, "peak_mb": peak / 1e6}
+    for name, times in in_turns(actions, repeats, warm_up=1).items():
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a second profile in one process misses frees
+            peak = pool.apply(peak_bytes, (name, sizes, device, dtype))
+        row[name] = {"seconds": median_interval(times).median, "peak_mb": peak / 1e6}
     return {**row, "ratio": row["exact_local"]["seconds"] / row["gather_with_gradient"]["seconds"]}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.counters import materialise
 from clap_ds.model.text import TextTower
 
-PUBLISHED_GPU_BYTES = 95e9
-"""Memory of a GPU of the published runs."""
 BYTES_16_BIT = 34
 """Per token, channel and layer, all in 16 bits, without attention scores (arXiv 2205.05198, section 4.1): inputs of the
 query/key/value product 2, of attention 6, of its output layer 2, of the MLP's two layers and its activation 2 + 8 + 8, of two
@@ -37,13 +34,22 @@ BYTES_AUTOCAST = 42
 """The same under autocast with fp32 parameters, as the published runs had: query, key and value each save their own 16-bit
 copy of their input (+4), and both norms' inputs are fp32 (+4)."""
 DROPOUT_MASK_BYTES = 2
-COLUMNS = {
+INFERRED = {
     "micro-batch": "{micro_batch}",
     "text tokens": "{text_tokens}",
-    "bf16, by formula, bytes": "{bf16_formula_bytes:.3e}",
-    "counted": "{bf16_counted_bytes:.3e}",
-    "autocast, by formula, bytes": "{autocast_formula_bytes:.3e}",
-    "counted ": "{autocast_counted_bytes:.3e}",
+    **{
+        f"{precision}, {how}, bytes": f"{{{precision}_{how}_bytes:.4g}}"
+        for precision in ("bf16", "autocast")
+        for how in ("formula", "counted")
+    },
+}
+MEASURED = {
+    "text tokens": "{text_tokens}",
+    "state": "{state}",
+    "peak, bytes": "{memory_peak_bytes:.4g}",
+    "device": "{device_name}",
+    "its memory, bytes": "{device_memory_bytes:.4g}",
+    "note": "{note}",
 }
 SHORT = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
 
@@ -114,25 +120,9 @@ def measure(run: RunSettings, text_tokens: int) -> dict[str, Any]:
         found = next(Path(folder).glob("run-*/environment.json"), None)
         if found is None:
             raise UserError(f"the bench run with {text_tokens} text tokens didn't start: {row['note']}")
-        device = json.loads(found.read_text())
-    given = {"text_tokens": text_tokens, "micro_batch": run.micro_batch}
-    return given | row | {name: device[name] for name in ("device_name", "device_memory_bytes")}
-
-
-def verdict(measured: Mapping[str, Any]) -> str:
-    """What one measurement says about the published runs' GPUs."""
-    what = f"micro-batch {measured['micro_batch']}, {measured['text_tokens']} text tokens on {measured['device_name']}"
-    limit = f"{PUBLISHED_GPU_BYTES / 1e9:.0f} GB of the published runs' GPUs"
-    if measured["state"] == "out_of_memory":
-        held = measured["device_memory_bytes"] or 0
-        size = f" ({held / 1e9:.1f} GB)" if held else ""
-        too_much = "more than the" if held >= PUBLISHED_GPU_BYTES else "which says nothing of the"
-        return f"{what}: out of memory{size}, {too_much} {limit}"
-    if measured["state"] != "completed":
-        return f"{what}: {measured['state']}, nothing measured"
-    peak = measured["memory_peak_bytes"]
-    comparison = "fits in the" if peak < PUBLISHED_GPU_BYTES else "does NOT fit in the"
-    return f"{what}: peak {peak / 1e9:.1f} GB, {comparison} {limit}"
+        environment = json.loads(found.read_text())
+    device = {name: environment[name] for name in ("device_name", "device_memory_bytes")}
+    return {"text_tokens": text_tokens, "micro_batch": run.micro_batch, **device, **row}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -155,10 +145,9 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--text_tokens {length}: expected 2 to {longest}, the positions a caption can use")
     inferred = [infer(run, length) for length in lengths]
     measured = [] if arguments.inferred_only else [measure(run, length) for length in lengths]
-    text = "\n".join(
-        [f"Text tower's saved activations, inferred, and the peak measured:\n\n{table(COLUMNS, inferred)}\n"]
-        + [f"- {verdict(row)}" for row in measured]
-    )
+    text = f"Inferred: what the text tower keeps for backward.\n\n{table(INFERRED, inferred)}"
+    if measured:
+        text += f"\n\nMeasured: the peak of a training step.\n\n{table(MEASURED, measured)}"
     show(arguments.output, text, {"inferred": inferred, "measured": measured})
 
 

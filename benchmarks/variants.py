@@ -42,7 +42,8 @@ COLUMNS = {
     "ratio": "{ratio:.3f}",
     "memory, GB": "{memory_gb:.2f}",
     "seconds": "{seconds:.0f}",
-    "note": "{remark}",
+    "state": "{state}",
+    "note": "{note}",
 }
 
 
@@ -66,13 +67,12 @@ def run_bench(
     found = sorted(folder.glob("run-*/summary.json"), key=lambda path: path.stat().st_mtime)
     summary = json.loads(found[-1].read_text()) if found else {}
     if ending == summary.get("state") == "completed":
-        return {**row, "state": "completed"} | {
-            name: summary.get(name) for name in ("samples_per_s_per_gpu", "memory_peak_bytes")
-        }
+        figures = {name: summary.get(name) for name in ("samples_per_s_per_gpu", "memory_peak_bytes")}
+        return {**row, "state": "completed", **figures}
     if summary.get("state") not in (None, "completed", "running"):
         row["state"] = summary["state"]
-    row["note"] = ending if ending.startswith("stopped") else summary.get("error") or last_error(log)
-    return row
+    note = ending if ending.startswith("stopped") else summary.get("error") or last_error(log)
+    return {**row, "note": note.replace("|", "/")}
 
 
 def last_error(log: Path) -> str:
@@ -104,15 +104,12 @@ def title(settings: Mapping[str, Any]) -> str:
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a row each; ratios are to the first that has a rate."""
-    medians = [(row.get("samples_per_s_per_gpu") or {}).get("median") for row in rows]
-    first = next(filter(None, medians), None)
-    shown = []
-    for row, median in zip(rows, medians, strict=True):
-        remark = "" if row["state"] == "completed" else f"{row['state']}: {row['note'].replace('|', '/')}"
-        figures = {"ratio": median / first} if median else {}
-        if row.get("memory_peak_bytes"):
-            figures["memory_gb"] = row["memory_peak_bytes"] / 1e9
-        shown.append({**row, "title": title(row["settings"]), "remark": remark, **figures})
+    rates = [(row.get("samples_per_s_per_gpu") or {}).get("median", 0.0) for row in rows]
+    first = next(filter(None, rates), None)
+    shown = [{**row, "title": title(row["settings"])} for row in rows]
+    for row, rate in zip(shown, rates, strict=True):
+        if rate and first:
+            row |= {"ratio": rate / first, "memory_gb": (row["memory_peak_bytes"] or 0) / 1e9}
     return table(COLUMNS, shown)
 
 
