@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import work_folder
-from clap_ds.dist.distributed import choose_accelerator
+from clap_ds.dist.distributed import choose_accelerator, keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -32,16 +32,12 @@ T = TypeVar("T")
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Parser of `python -m benchmarks.NAME`, described by its docstring's first line."""
+    """Parser of `python -m benchmarks.NAME`, described by its docstring's first line, with `--output` for `show`."""
     description = (doc or "").splitlines()[0]
-    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """The option `--output`, for `show`."""
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.md", help="keep the tables in this file, and the figures beside it as JSON"
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    kept = "keep the tables in this file, and the figures beside it as JSON"
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help=kept)
+    return parser
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
@@ -67,15 +63,21 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
     return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
 
 
-def choose_device() -> torch.device:
+def choose_device(*, plain_allocator: bool = False) -> torch.device:
     """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it.
+
+    Args:
+        plain_allocator: leave a CPU's as the C library has it; else it is as CPU ranks set it.
 
     Raises:
         UserError: there is a GPU that torch can't use.
     """
     import torch
 
-    return torch.device(choose_accelerator())
+    device = torch.device(choose_accelerator())
+    if device.type == "cpu" and not plain_allocator:
+        keep_freed_memory()
+    return device
 
 
 def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:

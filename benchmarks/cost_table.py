@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import add_output, choose_device, make_parser, show, table
+from benchmarks.common import choose_device, make_parser, show, table
 from benchmarks.sides import add_step_options, make_batch, our_model, our_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
-from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.library import torch_instead
 from clap_ds.record.clock import PhaseTimer
@@ -149,11 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser("cost_table", __doc__)
     add_step_options(parser, rounds=5)
     parser.add_argument("--attention", default="auto", help="kernel of the window attention")
-    add_output(parser)
     arguments = parser.parse_args(argv)
     device, config = choose_device(), load_preset(arguments.preset)
-    if device.type == "cpu":
-        keep_freed_memory()
     rows = measure_step(arguments, config, device)
     text = (
         f"# Cost of a step: {config.title} on {device_name(device)}\n\nMicro-batch {arguments.micro_batch},"

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import make_parser, run_for, table
+from benchmarks.common import make_parser, run_for, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import nvidia_smi
@@ -89,7 +89,7 @@ def report(device: str, rows: Iterable[Mapping[str, Any]]) -> str:
     shown = [{**row, **memory} for row, memory in zip(rows, gigabytes, strict=True)]
     return (
         f"# One {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
-        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, shown)}\n"
+        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, shown)}"
     )
 
 
@@ -114,10 +114,9 @@ def main(argv: list[str] | None = None) -> int:
         no_time = {"step": name, "state": "no time left", "seconds": 0.0}
         rows.append(run_step(name, command, min(most_s, left_s), folder / name) if left_s > 20 else no_time)
     text = report(device, rows)
-    print(text)
-    folder.mkdir(parents=True, exist_ok=True)
     # A part doesn't take the place of the whole.
-    (folder / f"{'-'.join(arguments.only) if arguments.only else 'README'}.md").write_text(text)
+    name = "-".join(arguments.only) if arguments.only else "README"
+    show(arguments.output or folder / f"{name}.md", text, rows)
     return int(any(row["state"] != "completed" for row in rows))
 
 

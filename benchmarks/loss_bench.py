@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import add_output, choose_device, in_turns, make_parser, seconds, show, table
+from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.engine.loss import tiled_log_sum_exp, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
@@ -110,7 +110,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--micro_batch", type=int, default=616)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--features", choices=("float32", "bfloat16"), help="type of the features; bfloat16 on a GPU")
-    add_output(parser)
     arguments, device = parser.parse_args(argv), choose_device()
     micro_batch = arguments.micro_batch
     if min(arguments.global_batches) < micro_batch:

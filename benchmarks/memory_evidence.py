@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.common import add_output, make_parser, show, table
+from benchmarks.common import make_parser, show, table
 from benchmarks.variants import CONFIG, run_bench
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import TextConfig
@@ -135,7 +135,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help="JSON of a run")
     parser.add_argument("--text_tokens", type=int, nargs="+", metavar="L", help="default: 77 and the most there can be")
     parser.add_argument("--inferred_only", action="store_true", help="run nothing")
-    add_output(parser)
     arguments = parser.parse_args(argv)
     run = load_run(arguments.deepspeed_config)
     longest = run.clap.preset().text.max_tokens

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_output, choose_device, in_turns, make_parser, seconds, show, table
+from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
 from benchmarks.sides import Side, add_step_options, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
-from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import MedianInterval, median_interval
 from clap_ds.weights.hf_config import feature_extractor
@@ -127,11 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--plain_allocator", action="store_true", help="leave the C library's, for both; else as our CPU ranks set it"
     )
-    add_output(parser)
     arguments = parser.parse_args(argv)
-    device, config = choose_device(), load_preset(arguments.preset)
-    if device.type == "cpu" and not arguments.plain_allocator:
-        keep_freed_memory()
+    device, config = choose_device(plain_allocator=arguments.plain_allocator), load_preset(arguments.preset)
     results = [compare(arguments, config, precision, device) for precision in arguments.precision]
     text = (
         f"# {config.title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"

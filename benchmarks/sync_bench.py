@@ -3,9 +3,9 @@
     python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--compute emulated real] [--output FILE.md]
 
 Two hosts (network namespaces, root needed) with links shaped to each rate; every method in one process, turn and turn about.
-`emulated`: the model's layers sleep in forward and backward for a time in proportion to their FLOPs, which leaves the cores
-to the communication as a GPU does; their parameters are HTSAT-tiny's, scaled down. `real`: linear layers compute, one core a
-rank, which the communication then competes for. Either computes for 1.5 times as long as one all-reduce of all its gradients
+The model's parameters are HTSAT-tiny's, scaled down. `emulated`: its layers sleep in forward and backward for a time in
+proportion to their FLOPs, which leaves the cores to the communication as a GPU does. `real`: they multiply matrices for as
+long, one core a rank, which the communication then competes for. Either is 1.5 times what one all-reduce of all gradients
 takes, measured on the link first.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import add_output, in_turns, make_parser, show, table
+from benchmarks.common import in_turns, make_parser, show, table
 from benchmarks.shaped_hosts import run_ranks, shape, shaped_hosts
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
@@ -41,8 +40,6 @@ BUCKET_MB = ClapSettings().gradient_bucket_mb / SCALE
 DDP_BUCKET_MB = 25.0 / SCALE
 """torch's default, scaled like the model."""
 COMPUTE_PER_COMMUNICATION = 1.5
-WIDTH, DEPTH = 1024, 8
-"""Of the linear layers of `real`."""
 METHODS = {"deepspeed": "DeepSpeed as it is", "overlapped": "overlapped", "ddp": "torch DDP"}
 COLUMNS = {
     "compute": "{compute}",
@@ -55,75 +52,74 @@ COLUMNS = {
     },
     "overlapped / DeepSpeed": "{ratio:.0%}",
 }
-Loss = Callable[[nn.Module], Tensor]
-"""Of a model, or of what wraps it, on a batch."""
+INPUT = torch.ones(1, requires_grad=True)
 Step = Callable[[bool], None]
 """A training step; whether gradients are sent."""
 
 
-class _Sleep(torch.autograd.Function):
+class _Work(torch.autograd.Function):
     """Identity that takes time, and gives its weight a gradient without computing one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.seconds, ctx.shape = seconds, weight.shape
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[float], object], seconds: float) -> Tensor:
+        work(seconds)
+        ctx.work, ctx.seconds, ctx.shape = work, seconds, weight.shape
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None
+        ctx.work(2 * ctx.seconds)
+        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None, None
 
 
-class SleepingModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled."""
+class EmulatedModel(nn.Module):
+    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled.
 
-    def __init__(self, forward_s: float) -> None:
+    Args:
+        work: spends the seconds it is given.
+        forward_s: of a forward pass; a backward pass takes twice that.
+    """
+
+    def __init__(self, work: Callable[[float], object] = time.sleep, forward_s: float = 0.0) -> None:
         super().__init__()
         config = load_preset("htsat_tiny_roberta_base")
         with torch.device("meta"):
             model: Any = ClapModel(config)
         grids = zip(model.audio.stages, config.audio.stage_grids, strict=True)
-        roberta = model.text.roberta
         layers = [(block, grid**2) for stage, grid in grids for block in stage.blocks]
-        layers += [(roberta.embeddings, 0), *((layer, 77) for layer in roberta.encoder.layer)]
-        flops = [rows * _numel(layer) for layer, rows in layers]
-        self.seconds = [forward_s * each / sum(flops) for each in flops]
-        self.weights = nn.ParameterList(torch.zeros(max(1, _numel(layer) // SCALE)) for layer, _ in layers)
+        layers += [(model.text.roberta.embeddings, 0), *((layer, 77) for layer in model.text.roberta.encoder.layer)]
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer, _ in layers]
+        flops = [size * rows for size, (_, rows) in zip(sizes, layers, strict=True)]
+        self.work, self.seconds = work, [forward_s * each / sum(flops) for each in flops]
+        self.weights = nn.ParameterList(torch.zeros(max(1, size // SCALE)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight, seconds in zip(self.weights, self.seconds, strict=True):
-            x = _Sleep.apply(x, weight, seconds)
+            x = _Work.apply(x, weight, self.work, seconds)
         return x.sum()
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _matrix_products() -> Callable[[float], object]:
+    """Work that computes for so many seconds where nothing else does."""
+    a = torch.rand(256, 256)
+    once_s = _seconds(lambda: [a @ a for _ in range(1000)]) / 1000
+    return lambda seconds: [a @ a for _ in range(round(seconds / once_s))]
 
 
-def _linear_layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-
-
-def _linear_loss(size: int, module: nn.Module) -> Tensor:
-    return module(torch.randn(size, WIDTH)).square().mean()
-
-
-def _ddp_step(model: nn.Module, loss_of: Loss) -> Step:
+def _ddp_step(model: nn.Module) -> Step:
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step(sending: bool) -> None:
         with nullcontext() if sending else ddp.no_sync():
-            loss_of(ddp).backward()
+            ddp(INPUT).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def _deepspeed_step(model: nn.Module, loss_of: Loss, *, overlapped: bool) -> Step:
+def _deepspeed_step(model: nn.Module, *, overlapped: bool) -> Step:
     import deepspeed
 
     from clap_ds.engine.gradient_sync import GradientSync
@@ -140,7 +136,7 @@ def _deepspeed_step(model: nn.Module, loss_of: Loss, *, overlapped: bool) -> Ste
     def step(sending: bool) -> None:
         sync.before_forward()
         with nullcontext() if sending else sync.off():
-            engine.backward(loss_of(engine))
+            engine.backward(engine(INPUT))
         engine.step()
         sync.after_step()
 
@@ -161,39 +157,24 @@ def _seconds(action: Callable[[], object], repeats: int = 3) -> float:
     return float(median)
 
 
-def _prepare(compute: str) -> tuple[Callable[[], nn.Module], Loss, int]:
-    """How to make the model, its loss, and the bytes of its gradients; compute matched to what sending them takes."""
-    sample = SleepingModel(0.0) if compute == "emulated" else _linear_layers()
-    gradients = torch.zeros(_numel(sample))
-    dist.all_reduce(gradients)
-    compute_s = COMPUTE_PER_COMMUNICATION * _seconds(lambda: dist.all_reduce(gradients))
-    if compute == "emulated":
-        start = torch.ones(1, requires_grad=True)
-        return partial(SleepingModel, compute_s / 3), lambda module: module(start), gradients.nbytes
-    size = math.ceil(64 * compute_s / _seconds(lambda: _linear_loss(64, sample).backward()))
-    return _linear_layers, partial(_linear_loss, size), gradients.nbytes
-
-
 def _worker(compute: str, rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
     distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
-    make_model, loss_of, num_bytes = _prepare(compute)
+    gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
+    dist.all_reduce(gradients)
+    forward_s = COMPUTE_PER_COMMUNICATION / 3 * _seconds(lambda: dist.all_reduce(gradients))
+    work = time.sleep if compute == "emulated" else _matrix_products()
     actions = {}
     for name in METHODS:
-        torch.manual_seed(0)
-        model = make_model()
-        step = (
-            _ddp_step(model, loss_of)
-            if name == "ddp"
-            else _deepspeed_step(model, loss_of, overlapped=name == "overlapped")
-        )
+        model = EmulatedModel(work, forward_s)
+        step = _ddp_step(model) if name == "ddp" else _deepspeed_step(model, overlapped=name == "overlapped")
         for _ in range(3):
             step(True)
         for kind in ("sending", "silent"):
             actions[f"{name} {kind}"] = partial(_seconds, partial(step, kind == "sending"), repeats=1)
     seconds = in_turns(actions, rounds)
     if dist.get_rank() == 0:
-        print(json.dumps({"num_bytes": num_bytes, "seconds": seconds}), flush=True)
+        print(json.dumps({"num_bytes": gradients.nbytes, "seconds": seconds}), flush=True)
     distributed.leave(0)
 
 
@@ -222,7 +203,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--compute", nargs="+", choices=("emulated", "real"), default=["emulated", "real"])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.worker:
         _worker(arguments.compute[0], arguments.rounds)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import add_output, make_parser, run_for, show, table
+from benchmarks.common import make_parser, run_for, show, table
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
@@ -149,7 +149,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
-    add_output(parser)
     parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
     parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
     parser.epilog = (
