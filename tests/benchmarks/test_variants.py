@@ -19,21 +19,16 @@ STAND_IN = """
 import json, sys, time
 from pathlib import Path
 run = json.loads(Path(sys.argv[1]).read_text())
-clap = run["clap"]
-folder = Path(clap["output"]["root"]) / "run-20260101T000000Z"
-if clap["compile"] == "towers":
+kind, folder = run["clap"]["compile"], Path(run["clap"]["output"]["root"]) / "run-20260101T000000Z"
+if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()
-state, rate = "completed", {"off": 100.0, "step": 150.0}.get(clap["compile"], 0.0) + run["train_micro_batch_size_per_gpu"]
-if clap["compile"] == "slow":
-    (folder / "summary.json").write_text(json.dumps({"state": "running"}))
-    time.sleep(60)
-if run["train_micro_batch_size_per_gpu"] > 50:
-    (folder / "summary.json").write_text(json.dumps({"state": "out_of_memory", "error": "out of memory at micro-batch 60"}))
-    sys.exit(1)
-rates = {"median": rate, "low": rate - 1, "high": rate + 1}
-(folder / "summary.json").write_text(json.dumps({"state": state, "samples_per_s_per_gpu": rates, "memory_peak_bytes": 2e9,
-    "steps": clap["bench"]["windows"]}))
+rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
+summary = {"state": "completed", "samples_per_s_per_gpu": {"median": rate, "low": rate - 1, "high": rate + 1}}
+ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
+(folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
+time.sleep(60 * (kind == "slow"))
+sys.exit(kind == "memory")
 """
 
 
@@ -42,9 +37,9 @@ def run(tmp_path: Path) -> Callable[..., int]:
     (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
 
-    def start(*options: str, config: str = "config.json") -> int:
+    def start(*options: str) -> int:
         command = ["--", sys.executable, str(tmp_path / "stand_in.py"), "{config}"]
-        return main([str(tmp_path / config), "--folder", str(tmp_path / "out"), *options, *command])
+        return main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options, *command])
 
     return start
 
@@ -72,18 +67,19 @@ def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> N
 
 
 def test_failures_are_rows_with_their_reason(run: Callable[..., int], tmp_path: Path) -> None:
-    assert run("--vary", "clap.compile=off,towers,slow", "--limit_s", "3") == 0
-    states = [(row["state"], row["note"]) for row in rows(tmp_path)]
-    assert states == [("completed", ""), ("failed", "no compiler here"), ("failed", "stopped after 3 s")]
+    assert run("--vary", "clap.compile=off,towers,slow,memory", "--limit_s", "3") == 0
+    assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
+        ("completed", ""),
+        ("failed", "no compiler here"),
+        ("failed", "stopped after 3 s"),
+        ("out_of_memory", "out of memory at micro-batch 4"),
+    ]
 
 
-def test_nothing_measured_is_no_success(run: Callable[..., int], tmp_path: Path) -> None:
-    options = ["--vary", "train_micro_batch_size_per_gpu=60,70"]
-    assert run(*options) == 1
-    assert rows(tmp_path)[0]["state"] == "out_of_memory"
-    assert rows(tmp_path)[0]["note"] == "out of memory at micro-batch 60"
+def test_nothing_measured_is_no_success_and_no_folder_is_used_twice(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--vary", "clap.compile=towers") == 1
     with pytest.raises(ValueError, match=f"{tmp_path / 'out'}: expected a new or empty folder"):
-        run(*options)
+        run("--vary", "clap.compile=towers")
 
 
 @pytest.mark.parametrize(
