@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,15 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
     for path in (Path(found[1]) / file for file in KEPT_FILES):
         if path.exists():
             shutil.copy(path, target)
-    return json.loads((target / "summary.json").read_text()) | row
+    summary = target / "summary.json"
+    return (json.loads(summary.read_text()) if summary.exists() else {}) | row
 
 
-def report(device: str, rows: Iterable[Mapping[str, Any]]) -> str:
+def report(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown table of all steps."""
-    gigabytes = ({"memory_gb": row["memory_peak_bytes"] / 1e9} if "memory_peak_bytes" in row else {} for row in rows)
-    shown = [{**row, **memory} for row, memory in zip(rows, gigabytes, strict=True)]
+    shown = [
+        {**row, "memory_gb": row["memory_peak_bytes"] / 1e9} if row.get("memory_peak_bytes") else row for row in rows
+    ]
     return (
         f"# One {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
         f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, shown)}"
