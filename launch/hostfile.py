@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 
-from clap_ds.config.errors import told
+from clap_ds.config.errors import exit_code
 from clap_ds.config.files import write_atomically
 from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     add_hosts(parser)
     parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
     arguments = parser.parse_args(argv)
-    return told(lambda: _write(arguments))
+    return exit_code(lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> None:

@@ -26,11 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from clap_ds.config.errors import exit_code
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.launch.agents import Agents
 from clap_ds.launch.launchers import launch_command
-from clap_ds.record.directory import RunDirectory, State
+from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.schema import State
 
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""
@@ -273,8 +275,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--environment", type=Path, help="NAME=value lines for ranks on other hosts")
     parser.add_argument("--launcher", choices=["pdsh", "slurm", "srun"], default="pdsh")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
-    parser.add_argument("--grace", type=float, default=0.0, metavar="S", help="seconds for ranks to save after a signal")
-    parser.add_argument("--monitor", action=argparse.BooleanOptionalAction, default=True, help="sample GPUs into the run")
+    parser.add_argument(
+        "--grace", type=float, default=0.0, metavar="S", help="seconds for ranks to save after a signal"
+    )
+    parser.add_argument(
+        "--monitor", action=argparse.BooleanOptionalAction, default=True, help="sample GPUs into the run"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script and its arguments")
     arguments = parser.parse_args(argv)
     arguments.command = arguments.command[arguments.command[:1] == ["--"] :]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.dist.accelerator import choose_accelerator
+from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.dist.rendezvous import (
     PortTakenError,
     UnreachableError,
@@ -97,17 +98,9 @@ def check_hostfile(path: Path, ranks: Ranks) -> None:
         UserError: the file is missing or malformed, or the world size isn't the sum of its slots.
     """
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"--hostfile {path}: {error.strerror}") from None
-    slots = {}
-    for number, line in enumerate(lines, start=1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) != 2 or not words[1].startswith("slots=") or not words[1][6:].isdecimal():
-            raise UserError(f"--hostfile {path}:{number}: expected 'HOST slots=N', found {line!r}")
-        slots[words[0]] = int(words[1][6:])
+        slots = read_hostfile(path)
+    except ValueError as error:
+        raise UserError(f"--hostfile {error}") from None
     if sum(slots.values()) != ranks.world_size:
         raise UserError(
             f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"

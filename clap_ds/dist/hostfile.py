@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 MAX_HOSTS = 100_000
@@ -163,8 +163,8 @@ def parse_tasks(counts: str) -> list[int]:
     return tasks
 
 
-def format_hostfile(hosts: Iterable[str], slots: Iterable[int]) -> str:
-    return "".join(f"{host} slots={count}\n" for host, count in zip(hosts, slots, strict=True))
+def format_hostfile(slots: Mapping[str, int]) -> str:
+    return "".join(f"{host} slots={count}\n" for host, count in slots.items())
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.sweep import Sweep, gpus_of_partition, main
+from clap_ds.launch.slurm import gpus_of_partition, queued
+from clap_ds.launch.sweep import Sweep, main
 from tests.conftest import micro_run
 
 
@@ -88,7 +89,7 @@ def test_status_and_resume(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFi
     for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
         _finish(folder, f"n{nodes:03d}", state)
     (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n")
-    states = {name: state for name, (state, _) in Sweep.read(folder).states().items()}
+    states = {name: state for name, (state, _) in Sweep.read(folder).states(queued()).items()}
     # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
     assert states == {
         "n001": "completed", "n002": "out_of_memory", "n003": "timeout", "n004": "failed", "n005": "failed", "n006": "running",
