@@ -62,12 +62,7 @@ class Job:
     """One start of a launcher, from its hosts' first answer to their last."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """Read the hostfile and start the hosts' agents.
-
-        Raises:
-            ValueError: the hostfile can't be used.
-            OSError: no `job.json` can be written.
-        """
+        """Read the hostfile and start the hosts' agents; a ValueError or OSError where one of the files can't be used."""
         self.arguments = arguments
         self.slots = read_hostfile(arguments.hostfile)
         self.name = f"{os.environ.get('SLURM_JOB_ID', f'p{os.getpid()}')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
@@ -135,8 +130,7 @@ class Job:
         """What a line of the launcher's says of the run and of hosts that failed."""
         if found := _RUN_DIRECTORY.search(line):
             self.run_directory = Path(os.fsdecode(found.group(1).strip()))
-            if self.arguments.monitor:
-                self.agents.say(f"monitor {self.run_directory}")
+            self.agents.say(f"monitor {self.run_directory}")
         elif found := _PDSH_EXIT.search(line):
             host, code = found.group(1).decode(), int(found.group(2))
             killed = f" (killed by {signal.Signals(256 - code).name})" if 0 < 256 - code < 32 else ""
@@ -169,17 +163,11 @@ class Job:
         return Ending("failed", message, FAILED) if message else None
 
     def _signal_ending(self, number: signal.Signals) -> Ending:
-        if number == signal.SIGUSR1:
-            after_s = time.monotonic() - self.started
-            return Ending("timeout", f"stopped by {number.name}, {after_s:.0f} s after its start", 128 + number)
-        return Ending("terminated", f"stopped by {number.name}", 128 + number)
+        message = f"stopped by {number.name}, {time.monotonic() - self.started:.0f} s after its start"
+        return Ending("timeout" if number == signal.SIGUSR1 else "terminated", message, 128 + number)
 
     def _finish(self, ending: Ending | None) -> int:
-        """End what still runs, on every host; say and record how it went.
-
-        Args:
-            ending: why the job is to end, if the launcher didn't end by itself.
-        """
+        """End what still runs, on every host; say and record how it went. No `ending`: the launcher ended by itself."""
         began = time.monotonic()
         if self.launcher is not None and self.launcher.poll() is None and self.signalled is not None:
             self.agents.say(f"signal {int(self.signalled)}")
@@ -228,32 +216,27 @@ class Job:
         first = next(iter(self.agents.short_of_ranks()), None)
         where = f"a rank on {first.name} ended first; " if first and len(self.slots) > 1 else ""
         reason = where + (self.failures[0][1] if self.failures else f"the launcher ended with code {code}")
-        if state is None and code == 0 and message is None:
+        if state is None and message is None and code == 0:
             return Ending("completed", "", 0)  # a command without a run directory has only its code
-        if state is None:
-            return Ending("failed", f"{reason}; {message}" if message else reason, code or FAILED)
-        if state in ("running", "terminated"):
+        if state in (None, "running", "terminated"):
             # A launcher may end with 0 although its ranks did not, and ends the others with SIGTERM when one fails.
-            return Ending("failed", reason, code or FAILED)
+            return Ending("failed", f"{reason}; {message}" if state is None and message else reason, code or FAILED)
         return Ending(state, where + message if message else reason, code or FAILED)
 
     def _complete_run_record(self, ending: Ending) -> None:
         """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
-        if self.run_directory is None:
-            return
-        # However that goes, the job's own record and exit code tell how it ended.
-        with contextlib.suppress(OSError, ValueError):
-            run = RunDirectory(self.run_directory)
-            run.finish(ending.state, ending.message or None)
-            knows_more = self.signalled is None and ending.state != "completed"
-            if knows_more or run.summary().get("state") != ending.state:
-                run.update_summary(state=ending.state, error=ending.message or None)
+        if self.run_directory is not None:
+            # However that goes, the job's own record and exit code tell how it ended.
+            with contextlib.suppress(OSError, ValueError):
+                run = RunDirectory(self.run_directory)
+                run.finish(ending.state, ending.message or None)
+                knows_more = self.signalled is None and ending.state != "completed"
+                if knows_more or run.summary().get("state") != ending.state:
+                    run.update_summary(state=ending.state, error=ending.message or None)
 
     def _run_state(self) -> tuple[State | None, str | None]:
-        if self.run_directory is None:
-            return None, None
         try:
-            summary = RunDirectory(self.run_directory).summary()
+            summary = RunDirectory(self.run_directory).summary() if self.run_directory else {}
         except (OSError, ValueError) as error:
             return None, f"{self.run_directory}/summary.json can't be read: {error}"
         return summary.get("state"), summary.get("error")
@@ -277,9 +260,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
     parser.add_argument(
         "--grace", type=float, default=0.0, metavar="S", help="seconds for ranks to save after a signal"
-    )
-    parser.add_argument(
-        "--monitor", action=argparse.BooleanOptionalAction, default=True, help="sample GPUs into the run"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script and its arguments")
     arguments = parser.parse_args(argv)

@@ -80,7 +80,7 @@ def test_other_clock_is_named(cluster: SlurmCluster, tmp_path: Path, other_clock
 @pytest.fixture
 def other_code(cluster: SlurmCluster, tmp_path: Path) -> Iterator[str]:
     """One host sees another version of a file, as with a checkout that wasn't updated."""
-    file = ROOT / "clap_ds" / "loss.py"
+    file = ROOT / "clap_ds" / "engine" / "loss.py"
     changed = tmp_path / "loss.py"
     shutil.copy(file, changed)
     with changed.open("a") as stream:
