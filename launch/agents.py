@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
+from typing import IO
 
 from clap_ds.launch.launchers import on_host, script_command
 
@@ -53,14 +54,7 @@ class Agents:
     """One agent per host: a child process here, over ssh, or all of them as one SLURM step."""
 
     def __init__(self, hosts: list[str], job: str, python: str, *, through: str) -> None:
-        """Start them.
-
-        Args:
-            hosts: host names, the one this process runs on among them or not.
-            job: value of `CLAP_JOB` in the ranks' environment.
-            python: interpreter on the hosts.
-            through: `ssh` or `srun`.
-        """
+        """Start them through `ssh` or `srun`; `job` is the value of `CLAP_JOB` in the ranks' environment."""
         self.hosts = {name: Host(name) for name in hosts}
         self._processes: dict[str | None, subprocess.Popen[bytes]] = {}
         agent = script_command(python, "host_agent.py", job)
@@ -72,15 +66,13 @@ class Agents:
                 self._start(host, on_host(host, [*agent, host]))
 
     def _start(self, host: str | None, command: list[str]) -> None:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_ignore_signals
-        )
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=both, preexec_fn=_ignore_signals)
         self._processes[host] = process
-        threading.Thread(target=self._listen, args=(host, process), daemon=True).start()
+        threading.Thread(target=self._listen, args=(host, process.stdout), daemon=True).start()
 
-    def _listen(self, host: str | None, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def _listen(self, host: str | None, lines: IO[bytes]) -> None:
+        for line in lines:
             text = line.decode(errors="replace").strip()
             words = text.split()
             if words[:1] == ["clap-agent"] and len(words) == 4 and words[1] in self.hosts:
@@ -103,27 +95,15 @@ class Agents:
 
     def lost(self) -> list[Host]:
         """Hosts that answered once and are silent now."""
-        running, now = self._running(), time.monotonic()
-        return [
-            host
-            for host in self.hosts.values()
-            if host.heard is not None
-            and not host.gone
-            and (now - host.heard > LOST_S or (host.name in self._processes and host.name not in running))
-        ]
+        ended, now = set(self._processes) - self._running(), time.monotonic()
+        known = [host for host in self.hosts.values() if host.heard is not None and not host.gone]
+        return [host for host in known if host.name in ended or now - (host.heard or now) > LOST_S]
 
     def short_of_ranks(self, seconds: float = 0.0) -> list[Host]:
         """Hosts on which a rank ended longer ago than this, the first to lose one first."""
-        now = time.monotonic()
-        short = [host for host in self.hosts.values() if host.fewer_since is not None]
-        return sorted(
-            (host for host in short if now - (host.fewer_since or now) >= seconds),
-            key=lambda host: host.fewer_since or now,
-        )
-
-    def num_ranks(self) -> int:
-        """Ranks on all hosts, as last heard."""
-        return sum(host.num_ranks for host in self.hosts.values())
+        latest = time.monotonic() - seconds
+        short = [(host.fewer_since, host) for host in self.hosts.values() if host.fewer_since is not None]
+        return [host for since, host in sorted(short, key=lambda each: each[0]) if since <= latest]
 
     def wait_for_all(self) -> list[Host]:
         """Wait until every host has answered; the ones that haven't in time, or whose connection was refused."""

@@ -1,11 +1,10 @@
 """One per host beside a job's ranks: hears signals for them, says that the host is alive, and leaves none of them behind.
 
-Started by `launch/job.py` over ssh or srun, and spoken to by lines on standard input. Ranks that pdsh started live
-under sshd, where SLURM neither sees nor ends them: so when the job falls silent or its connection closes, the agent
-ends them itself. A rank's process is known by `CLAP_JOB` in its environment. Standard library only.
+Started by `launch/job.py` over ssh or srun. Ranks that pdsh started live under sshd, where SLURM neither sees nor ends
+them: so when the job falls silent or its connection closes, the agent ends them itself. A rank's process is known by
+`CLAP_JOB` in its environment. Standard library only.
 
-Lines in: `ping`, `signal N`, `monitor RUN_DIRECTORY`, `stop`. Lines out: `clap-agent HOST alive NUM_RANKS`, `clap-agent
-HOST gone NUM_KILLED`.
+Hears `ping`, `signal N`, `monitor RUN_DIRECTORY` and `stop`; says `clap-agent HOST alive NUM_RANKS` or `… gone NUM_KILLED`.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def processes_of(job: str) -> dict[int, tuple[int, bool]]:
-    """This host's processes of a job, by process id: parent, and whether the process is a rank.
-
-    Args:
-        job: the value of `CLAP_JOB`; a trailing `.` matches every restart of the job.
-    """
+    """Parent, and whether it is a rank, of this job's processes here, by process id. `JOB.` stands for all starts of a job."""
     found = {}
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
@@ -53,11 +48,10 @@ def processes_of(job: str) -> dict[int, tuple[int, bool]]:
             continue  # gone meanwhile, or somebody else's
         variables = dict(line.partition(b"=")[::2] for line in lines)
         value = variables.get(b"CLAP_JOB", b"").decode(errors="replace")
-        if pid != os.getpid() and (value == job or (job.endswith(".") and value.startswith(job))):
+        is_of_job = value == job or (job.endswith(".") and value.startswith(job))
+        if is_of_job and pid != os.getpid() and (parent := parent_of(pid)) is not None:
             # Only a launcher sets these for a rank; the batch step's own processes have neither.
-            is_rank = b"RANK" in variables or b"SLURM_LAUNCH_NODE_IPADDR" in variables
-            if (parent := parent_of(pid)) is not None:
-                found[pid] = (parent, is_rank)
+            found[pid] = (parent, b"RANK" in variables or b"SLURM_LAUNCH_NODE_IPADDR" in variables)
     return found
 
 
@@ -92,10 +86,8 @@ def end_all(job: str, last_words_s: float = LAST_WORDS_S) -> int:
     deadline = time.monotonic() + last_words_s
     while ranks_of(job) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for _ in range(20):
-        left = processes_of(job)
-        if not left:
-            break
+    deadline += 2.0
+    while (left := processes_of(job)) and time.monotonic() < deadline:
         send(list(left), signal.SIGKILL)
         time.sleep(0.1)
     return len(found)
@@ -148,8 +140,8 @@ class Agent:
             self.say("alive", len(ranks))  # the job gives these the time to end
         elif words[:1] == ["monitor"] and self.monitor is None:
             command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", " ".join(words[1:])]
-            nowhere = subprocess.DEVNULL
-            self.monitor = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            null = subprocess.DEVNULL
+            self.monitor = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
         return words[:1] != ["stop"]
 
 

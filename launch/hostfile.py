@@ -22,11 +22,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_hosts(arguments: argparse.Namespace) -> dict[str, int]:
-    """Ranks by host, of `add_hosts`'s options or the allocation.
-
-    Raises:
-        ValueError: neither says enough, or they contradict each other.
-    """
+    """Ranks by host, of `add_hosts`'s options or the allocation; a ValueError where they say too little or contradict it."""
     if arguments.slots is not None and arguments.slots < 1:
         raise ValueError(f"--slots {arguments.slots}: expected at least 1")
     if arguments.nodelist is None:
@@ -42,15 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     add_hosts(parser)
     parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: _write(arguments))
 
+    def write() -> None:
+        text = format_hostfile(chosen_hosts(arguments))
+        if arguments.output:
+            write_atomically(arguments.output, text)
+        else:
+            sys.stdout.write(text)
 
-def _write(arguments: argparse.Namespace) -> None:
-    text = format_hostfile(chosen_hosts(arguments))
-    if arguments.output:
-        write_atomically(arguments.output, text)
-    else:
-        sys.stdout.write(text)
+    return exit_code(write)
 
 
 if __name__ == "__main__":

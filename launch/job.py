@@ -4,9 +4,8 @@
 
 DeepSpeed's launcher over pdsh hangs when a host can't be reached, leaves ranks behind when it is signalled, and may end
 with 0 all the same. Here signals reach every rank, a host or rank that is lost ends the job with its name, no process
-stays on any host, and the exit code is the run's. `job.json` in the folder says how it went; the run directory's state
-is filled in when the ranks were killed before they could. Leaves what happens on a host to `launch/host_agent.py`. No
-torch, no DeepSpeed.
+stays on any host, and the exit code is the run's. `job.json` in the folder says how it went, and the run directory, too,
+when the ranks were killed before they could. Leaves what happens on a host to `launch/host_agent.py`. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
 from clap_ds.config.errors import exit_code
 from clap_ds.config.places import work_folder
@@ -43,14 +41,12 @@ PING_S = 5.0
 LAST_LINES_S = 1.0
 """Time to read what the launcher said last, which may name the run; a process it left behind could hold its output open."""
 FAILED = 1
-
 _RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
 _PDSH_EXIT = re.compile(rb"pdsh@\S+: (\S+): (?:ssh )?exited with exit code (\d+)")
 _SRUN_EXIT = re.compile(rb"srun: error: (\S+): tasks? [\d,\-\[\]]+: (.*)")
 
 
-@dataclass
-class Ending:
+class Ending(NamedTuple):
     """How the job ends, and its exit code."""
 
     state: State
@@ -102,22 +98,18 @@ class Job:
     def _launch(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "CLAP_JOB": self.name, "PYTHONUNBUFFERED": "1"}
         if self.arguments.launcher == "pdsh":
-            environment["DS_ENV_FILE"] = str(self._environment_file())
+            given = self.arguments.environment.read_text().splitlines() if self.arguments.environment else []
+            path = Path(self.arguments.folder, "environment").resolve()
+            path.write_text("\n".join([*filter(str.strip, given), f"CLAP_JOB={self.name}"]))
+            environment["DS_ENV_FILE"] = str(path)
         process = subprocess.Popen(
             launch_command(self.arguments, self.slots, self.name), cwd=work_folder(), env=environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert stream is not None
-            self._readers.append(threading.Thread(target=self._pass_on, args=(stream, out.buffer), daemon=True))
+        for pair in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+            self._readers.append(threading.Thread(target=self._pass_on, args=pair, daemon=True))
             self._readers[-1].start()
         return process
-
-    def _environment_file(self) -> Path:
-        path = Path(self.arguments.folder) / "environment"
-        given = self.arguments.environment.read_text().splitlines() if self.arguments.environment else []
-        path.write_text("\n".join([*filter(str.strip, given), f"CLAP_JOB={self.name}"]))
-        return path.resolve()
 
     def _pass_on(self, stream: IO[bytes], out: IO[bytes]) -> None:
         """Copy the launcher's output, having noted what it says: who reads of the run there finds it known here."""
@@ -150,14 +142,13 @@ class Job:
         """Why the ranks are to be ended now, if they are."""
         if self.signalled is not None:
             return self._signal_ending(self.signalled)
-        now = time.monotonic()
-        message = ""
+        now, hosts, message = time.monotonic(), self.agents.hosts.values(), ""
         if lost := self.agents.lost():
             silent_s = now - min(host.heard or 0.0 for host in lost)
             message = f"lost {', '.join(host.name for host in lost)}: no sign of life for {silent_s:.0f} s"
         elif self.failures and now - self.failures[0][0] > RANK_LOST_S:
             message = f"{self.failures[0][1]}; the other hosts went on waiting for it"
-        elif self.agents.num_ranks() and (short := self.agents.short_of_ranks(RANK_LOST_S)):
+        elif any(host.num_ranks for host in hosts) and (short := self.agents.short_of_ranks(RANK_LOST_S)):
             left = "; ".join(f"{host.name} has {host.num_ranks} of {host.most_ranks} ranks left" for host in short)
             message = f"ranks ended while others went on: {left}"
         return Ending("failed", message, FAILED) if message else None
@@ -172,7 +163,11 @@ class Job:
         if self.launcher is not None and self.launcher.poll() is None and self.signalled is not None:
             self.agents.say(f"signal {int(self.signalled)}")
             until = began + max(GRACE_S[self.signalled], self.arguments.grace)
-            while self.launcher.poll() is None and time.monotonic() < until and not self._no_ranks_left(began):
+            hosts = self.agents.hosts.values()
+            while self.launcher.poll() is None and time.monotonic() < until:
+                # Of ranks that have only just started, none may have said anything before the signal.
+                if all((host.heard or 0.0) >= began and not host.num_ranks for host in hosts):
+                    break
                 self._pause()
         unconfirmed = [host.name for host in self.agents.stop(timeout_s=15.0)]
         code = None
@@ -194,14 +189,9 @@ class Job:
         )  # fmt: skip
         if ending.message:
             print(f"error: {ending.message}", file=sys.stderr, flush=True)
-        if unconfirmed:
-            names = ", ".join(unconfirmed)
-            print(f"warning: {names} didn't confirm that its processes are gone", file=sys.stderr, flush=True)
+        for name in unconfirmed:
+            print(f"warning: {name} didn't confirm that its processes are gone", file=sys.stderr, flush=True)
         return ending.code
-
-    def _no_ranks_left(self, since: float) -> bool:
-        """By what every host has said since then: of ranks that have only just started, none has said anything before."""
-        return all((host.heard or 0.0) >= since and not host.num_ranks for host in self.agents.hosts.values())
 
     def _conclude(self, ending: Ending | None, code: int | None) -> Ending:
         """How the job ended: by why it was ended, if it was, the launcher's exit code, and what the run recorded."""
@@ -211,7 +201,7 @@ class Job:
         if ending is not None:
             if state in (None, "running", "completed") or self.signalled is not None:
                 return ending
-            return Ending(state, f"{ending.message} ({message})" if message else ending.message, ending.code)
+            return ending._replace(state=state, message=ending.message + (f" ({message})" if message else ""))
         assert code is not None
         first = next(iter(self.agents.short_of_ranks()), None)
         where = f"a rank on {first.name} ended first; " if first and len(self.slots) > 1 else ""
@@ -258,9 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--environment", type=Path, help="NAME=value lines for ranks on other hosts")
     parser.add_argument("--launcher", choices=["pdsh", "slurm", "srun"], default="pdsh")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
-    parser.add_argument(
-        "--grace", type=float, default=0.0, metavar="S", help="seconds for ranks to save after a signal"
-    )
+    parser.add_argument("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script and its arguments")
     arguments = parser.parse_args(argv)
     arguments.command = arguments.command[arguments.command[:1] == ["--"] :]

@@ -39,11 +39,7 @@ def on_host(host: str, command: list[str]) -> list[str]:
 
 
 def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: str) -> list[str]:
-    """The launcher's command line.
-
-    Raises:
-        ValueError: hosts with different numbers of slots under a launcher that places ranks by count.
-    """
+    """The launcher's command line; a ValueError where it places ranks by count and hosts have different numbers of slots."""
     command = arguments.command
     runner = [arguments.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(arguments.hostfile)]
     runner += ["--master_addr", next(iter(slots)), "--master_port", str(master_port(job)), "--no_ssh_check"]
@@ -53,9 +49,8 @@ def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: st
         return [*runner, *elsewhere, *command]
     per_host, *others = set(slots.values())
     if others:
-        raise ValueError(
-            f"launcher {arguments.launcher}: every host needs the same number of slots, found {slots}; use pdsh"
-        )
+        what = "every host needs the same number of slots"
+        raise ValueError(f"launcher {arguments.launcher}: {what}, found {slots}; use pdsh")
     step = [f"--nodes={len(slots)}", f"--ntasks-per-node={per_host}", "--kill-on-bad-exit=1", "--overlap"]
     if arguments.launcher == "slurm":
         # The file is `srun --export`'s stand-in, which would cut values at commas.

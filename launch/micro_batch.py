@@ -20,8 +20,7 @@ from typing import Any
 from clap_ds.config.errors import exit_code
 from clap_ds.launch.run_config import read_config, read_object, with_field, write_object
 
-STEP = 8
-LARGEST = 2**20
+STEP, LARGEST = 8, 2**20
 COLUMNS = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "memory, GB"}
 Row = dict[str, Any]
 
@@ -45,16 +44,16 @@ def largest_that_fits(fits: Callable[[int], bool], step: int = STEP, largest: in
 
 def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     """One line of the table from a job's `job.json` and its run's `summary.json`."""
-    row: Row = {"micro_batch": micro_batch, **dict.fromkeys(COLUMNS), "state": job.get("state", "failed"), "note": ""}
-    if row["state"] != "completed":
-        return {**row, "note": str(job.get("error") or "")[:120]}
-    run = job.get("run_directory")
-    summary = read_object(Path(run) / "summary.json") if run else {}
+    completed, run = job.get("state") == "completed", job.get("run_directory")
+    summary = read_object(Path(run) / "summary.json") if completed and run else {}
+    memory_bytes = summary.get("memory_peak_bytes")
     return {
-        **row,
+        "micro_batch": micro_batch,
         "samples_per_s_per_gpu": summary.get("samples_per_s_per_gpu", {}).get("median"),
         "tflops_per_gpu": summary.get("achieved_tflops"),
-        "memory_gb": summary["memory_peak_bytes"] / 1e9 if summary.get("memory_peak_bytes") else None,
+        "memory_gb": memory_bytes / 1e9 if memory_bytes else None,
+        "state": job.get("state", "failed"),
+        "note": "" if completed else str(job.get("error") or "")[:120],
     }
 
 
@@ -65,10 +64,6 @@ def format_table(rows: Iterable[Row]) -> str:
         note = {"completed": "", "out_of_memory": "out of memory"}.get(row["state"], f"{row['state']}: {row['note']}")
         lines.append("  ".join([f"{row['micro_batch']:>11}", *(f"{text:>13}" for text in numbers), note]).rstrip())
     return "\n".join(lines)
-
-
-class StoppedError(Exception):
-    """No further micro-batch is to be tried; the message says why."""
 
 
 class Trials:
@@ -88,19 +83,15 @@ class Trials:
             self._child.send_signal(number)
 
     def fits(self, micro_batch: int) -> bool:
-        """Run a micro-batch, unless it was before; False when it exhausts the memory.
-
-        Raises:
-            StoppedError: the run failed for another reason, or this process was signalled.
-        """
+        """Run a micro-batch, unless it was before; False when it exhausts the memory, a RuntimeError for other failures."""
         if micro_batch not in self.rows:
             self.rows[micro_batch] = self._run(micro_batch)
             write_object(self.folder / "micro_batch.json", list(self.rows.values()))
         row = self.rows[micro_batch]
         if self.stopped:
-            raise StoppedError(f"stopped by {self.stopped.name}")
+            raise RuntimeError(f"stopped by {self.stopped.name}")
         if row["state"] not in ("completed", "out_of_memory"):
-            raise StoppedError(f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
+            raise RuntimeError(f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
         return bool(row["state"] == "completed")
 
     def _run(self, micro_batch: int) -> Row:
@@ -125,13 +116,13 @@ class Trials:
                 first, last, step = map(int, sizes.split(":"))
                 for size in range(first, last + 1, step):
                     self.fits(size)
-        except StoppedError as error:
+        except RuntimeError as error:
             ended = "timeout" if self.stopped == signal.SIGUSR1 else "terminated"
             job = {"state": ended if self.stopped else "failed", "error": str(error)}
+        write_object(self.folder / "job.json", job)
         print(format_table(self.rows.values()))
         if job.get("largest_micro_batch"):
             print(f"largest micro-batch that fits: {job['largest_micro_batch']}")
-        write_object(self.folder / "job.json", job)
         if job["error"]:
             print(f"error: {job['error']}", file=sys.stderr)
         return 128 + self.stopped if self.stopped else int(job["state"] != "completed")

@@ -11,16 +11,16 @@ Samples go to `monitor/<host>.jsonl` in the run directory: SM use, power, memory
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clap_ds.config.errors import UserError, exit_code
 
@@ -81,39 +81,34 @@ def choose_sampler() -> Sampler:
     return cpu_sample
 
 
-def watch(run_directory: Path, interval_s: float, sampler: Sampler, stopped: Callable[[], bool]) -> None:
-    """Append samples until `stopped`."""
+def watch(run_directory: Path, interval_s: float, sampler: Sampler) -> None:
+    """Append samples, until a KeyboardInterrupt."""
     folder = run_directory / "monitor"
     folder.mkdir(exist_ok=True)
-    due = time.monotonic()
     sampler()  # the first busy share would be since the host's start
+    due = time.monotonic()
     with (folder / f"{os.uname().nodename}.jsonl").open("a", buffering=1) as file:
         while True:
             due += interval_s
-            while not stopped() and time.monotonic() < due:
-                time.sleep(min(0.5, max(0.0, due - time.monotonic())))
-            if stopped():
-                return
+            time.sleep(max(0.0, due - time.monotonic()))
             for sample in sampler():
                 file.write(json.dumps({"time": time.time(), **sample}) + "\n")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing to flag: samples for which `bad` holds."""
+class Check(NamedTuple):
+    """One thing to flag: samples for which `bad` holds, `lasting` of them in a row on one GPU."""
 
     name: str
     fields: tuple[str, ...]
     bad: Callable[[Sample], bool]
     lasting: int = 1
-    """Samples in a row, on one GPU, that it takes."""
 
 
 CHECKS = (
     Check("SM use below 90 %", ("sm_percent",), lambda s: s["sm_percent"] < 90),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
     Check(
-        "power below 350 W", ("power_w", "power_limit_w"), lambda s: s["power_limit_w"] >= 650 and s["power_w"] < 350
+        "power below 350 W", ("power_w", "power_limit_w"), lambda s: s["power_w"] < 350 and s["power_limit_w"] >= 650
     ),
     Check("temperature 85 °C or more", ("temperature_c",), lambda s: s["temperature_c"] >= 85),
     Check("PCIe receives more than 20 GB/s", ("pcie_rx_gb_per_s",), lambda s: s["pcie_rx_gb_per_s"] > 20, lasting=3),
@@ -142,10 +137,8 @@ def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
 def _json_lines(path: Path) -> list[Sample]:
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a host that was killed
             found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the last line of a host that was killed
     return found
 
 
@@ -154,18 +147,13 @@ def flagged_share(samples: dict[str, list[Sample]], check: Check) -> tuple[float
     flagged: dict[str, tuple[int, int]] = {}
     for source, series in samples.items():
         measured = [s for s in series if all(s.get(name) is not None for name in check.fields)]
+        rows = [len([*row]) for bad, row in itertools.groupby(measured, check.bad) if bad]
         if measured:
-            flagged[source] = (_lasting(map(check.bad, measured), check.lasting), len(measured))
+            flagged[source] = (sum(row for row in rows if row >= check.lasting), len(measured))
     if not flagged:
         return None
     worst = max(flagged, key=lambda source: flagged[source][0] / flagged[source][1])
     return sum(bad for bad, _ in flagged.values()) / sum(total for _, total in flagged.values()), worst
-
-
-def _lasting(flags: Iterable[bool], least: int) -> int:
-    """Flags that stand in a row of at least `least`."""
-    rows = [len([*row]) for flag, row in itertools.groupby(flags) if flag]
-    return sum(row for row in rows if row >= least)
 
 
 def report(run_directory: Path) -> str:
@@ -174,22 +162,14 @@ def report(run_directory: Path) -> str:
     number = sum(map(len, samples.values()))
     lines = [f"{number} samples of {len(samples)} {'GPUs' if any(':' in name for name in samples) else 'hosts'}"]
     for check in CHECKS:
-        found = flagged_share(samples, check)
-        if found is None:
-            lines.append(f"  {check.name}: not measured")
-        else:
-            share, worst = found
-            most = f", most on {worst}" if share else ""
-            lines.append(f"{'! ' if share else '  '}{check.name}: {100 * share:.0f} % of samples{most}")
-    used = [
-        (sample["memory_bytes"] / sample["memory_total_bytes"], source)
-        for source, series in samples.items()
-        for sample in series
-        if sample.get("memory_bytes") is not None
-    ]
+        share, worst = flagged_share(samples, check) or (None, "")
+        text = "not measured" if share is None else f"{100 * share:.0f} % of samples"
+        lines.append(f"{'! ' if share else '  '}{check.name}: {text}{f', most on {worst}' if share else ''}")
+    pairs = ((source, sample) for source, series in samples.items() for sample in series)
+    used = [(s["memory_bytes"] / s["memory_total_bytes"], source) for source, s in pairs if s.get("memory_bytes")]
     if used:
-        share, fullest = max(used, key=lambda each: each[0])
-        lines.append(f"  memory headroom: {100 * (1 - share):.0f} % on {fullest}, the fullest")
+        fullest, where = max(used)
+        lines.append(f"  memory headroom: {100 * (1 - fullest):.0f} % on {where}, the fullest")
     return "\n".join(lines)
 
 
@@ -199,16 +179,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_directory", type=Path)
     parser.add_argument("--interval", type=float, default=INTERVAL_S, help="seconds between samples")
     arguments = parser.parse_args(argv)
-    if not arguments.run_directory.is_dir():
-        parser.error(f"{arguments.run_directory}: no such run directory")
-    if arguments.interval <= 0:
-        parser.error(f"--interval {arguments.interval}: expected a positive number of seconds")
+    if not arguments.run_directory.is_dir() or arguments.interval <= 0:
+        parser.error(f"expected a run directory and a positive interval, found {arguments.run_directory}")
     if arguments.what == "report":
         return exit_code(lambda: print(report(arguments.run_directory)))
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: signals.append(number))
-    watch(arguments.run_directory, arguments.interval, choose_sampler(), lambda: bool(signals))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(arguments.run_directory, arguments.interval, choose_sampler())
     return 0
 
 

@@ -3,8 +3,8 @@
     python launch/preflight.py --site jupiter [--launcher srun] [--megabytes 315] [--no_ranks]
 
 Asks every host for its clock, code, versions, GPUs and driver, compilers, disk, limits and ports, and compares; then
-has all ranks all-reduce a buffer of the gradient's size, checks the sum, and measures each host's links. A table; the
-exit code is 1 when something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
+has all ranks all-reduce a buffer of the gradient's size, checks the sum, and measures each host's links. The exit code
+is 1 when something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
 `preflight_host.py` and the ranks' to `clap_ds/measuring/preflight_rank.py`.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from clap_ds.launch.run_config import read_object
 from clap_ds.launch.sites import LAUNCHERS, Site, format_environment, load_site, rank_environment
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
+Answer = dict[str, Any]
 MAX_SKEW_S = 1.0
 MIN_FREE_GB = 5.0
 MIN_OPEN_FILES = 4096
@@ -57,17 +59,15 @@ class Report:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
         cells = [["host", *columns], *([host, *(row.get(c, "–") for c in columns)] for host, row in self.rows.items())]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [f"problem: {text}" for text in self.problems] + [f"warning: {text}" for text in self.warnings]
         return "\n".join([*lines, "" if self.problems else "nothing found that would break a run"]).rstrip()
 
 
-def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, through: str) -> dict[str, dict[str, Any]]:
+def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, through: str) -> dict[str, Answer]:
     """Every host's answer, with the seconds its clock is off; `{"error": …}` for one that gives none."""
 
-    def ask(host: str) -> dict[str, Any]:
+    def ask(host: str) -> Answer:
         command = script_command(python, "preflight_host.py", run_root, str(port))
         if through == "srun":
             command = ["srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", "--nodelist", host, *command]
@@ -79,25 +79,22 @@ def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, throug
         except subprocess.TimeoutExpired:
             return {"error": "no answer in 60 s"}
         answered = time.time()
-        for line in result.stdout.splitlines():
-            if line.startswith("clap-preflight "):
-                answer: dict[str, Any] = json.loads(line.removeprefix("clap-preflight "))
-                # The host read its clock somewhere between question and answer: only what lies outside is skew.
-                answer["skew_s"] = max(0.0, answer["time"] - answered) - max(0.0, asked - answer["time"])
-                return answer
-        return {"error": _last_line(result.stdout + result.stderr) or f"exit code {result.returncode}"}
+        if found := re.search(r"^clap-preflight (.*)$", result.stdout, re.MULTILINE):
+            answer: Answer = json.loads(found[1])
+            # The host read its clock somewhere between question and answer: only what lies outside is skew.
+            answer["skew_s"] = max(0.0, answer["time"] - answered) - max(0.0, asked - answer["time"])
+            return answer
+        return {"error": _last_line(result) or f"exit code {result.returncode}"}
 
-    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+    with ThreadPoolExecutor(64) as pool:
         return dict(zip(hosts, pool.map(ask, hosts), strict=True))
 
 
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+def _last_line(result: subprocess.CompletedProcess[str]) -> str:
+    return (result.stdout + result.stderr).strip().rpartition("\n")[2]
 
 
-def judge_hosts(
-    answers: dict[str, dict[str, Any]], slots: dict[str, int], report: Report, *, on_cpu: bool = False
-) -> None:
+def judge_hosts(answers: dict[str, Answer], slots: dict[str, int], report: Report, *, on_cpu: bool = False) -> None:
     """Compare the hosts with each other and with what a run needs, on their GPUs unless `on_cpu`."""
     for host, answer in answers.items():
         report.put(host, "reachable", "no" if "error" in answer else "yes")
@@ -125,31 +122,29 @@ def _compare(what: str, values: dict[str, str], report: Report, shown: bool = Tr
             report.problems.append(f"{host}: {what} is {value}, on most other hosts {counts[0][0]}")
 
 
-def _judge_host(host: str, answer: dict[str, Any], slots: int, report: Report) -> None:
-    if answer["gpus"] and len(set(answer["gpus"])) > 1:
-        report.problems.append(f"{host}: GPUs of several kinds: {', '.join(sorted(set(answer['gpus'])))}")
-    if answer["gpus"] and len(answer["gpus"]) < slots:
-        report.problems.append(f"{host}: {len(answer['gpus'])} GPUs are visible, {slots} ranks are to run")
-    report.put(host, "clock, s", f"{answer['skew_s']:+.1f}")
-    if abs(answer["skew_s"]) > MAX_SKEW_S:
-        report.problems.append(f"{host}: the clock is off by {answer['skew_s']:+.1f} s")
+def _judge_host(host: str, answer: Answer, slots: int, report: Report) -> None:
+    gpus, skew_s, files = answer["gpus"], answer["skew_s"], answer["open_files"]
     free = {folder: size / 1e9 for folder, size in answer["free_bytes"].items() if size is not None}
+    report.put(host, "clock, s", f"{skew_s:+.1f}")
     report.put(host, "free, GB", f"{min(free.values(), default=0):.0f}")
-    for folder, size in free.items():
-        if size < MIN_FREE_GB:
-            report.problems.append(f"{host}: {size:.1f} GB free for {folder}, expected {MIN_FREE_GB:.0f}")
-    report.put(host, "files", str(answer["open_files"]))
-    if 0 <= answer["open_files"] < MIN_OPEN_FILES:
-        report.warnings.append(
-            f"{host}: ulimit -n is {answer['open_files']}; workers and NCCL may need {MIN_OPEN_FILES}"
-        )
-    if answer["locked_memory"] != -1 and answer["gpus"]:
-        report.warnings.append(f"{host}: ulimit -l is {answer['locked_memory']} bytes; InfiniBand needs it unlimited")
-    if not answer["port_free"]:
-        report.problems.append(f"{host}: the port for rank 0 is taken")
+    report.put(host, "files", str(files))
+    problems = {
+        f"GPUs of several kinds: {', '.join(sorted(set(gpus)))}": len(set(gpus)) > 1,
+        f"{len(gpus)} GPUs are visible, {slots} ranks are to run": 0 < len(gpus) < slots,
+        f"the clock is off by {skew_s:+.1f} s": abs(skew_s) > MAX_SKEW_S,
+        **{f"{size:.1f} GB free for {at}, expected {MIN_FREE_GB:.0f}": size < MIN_FREE_GB for at, size in free.items()},
+        "the port for rank 0 is taken": not answer["port_free"],
+    }
+    locked = answer["locked_memory"]
+    warnings = {
+        f"ulimit -n is {files}; workers and NCCL may need {MIN_OPEN_FILES}": 0 <= files < MIN_OPEN_FILES,
+        f"ulimit -l is {locked} bytes; InfiniBand needs it unlimited": bool(gpus) and locked != -1,
+    }
+    report.problems += [f"{host}: {text}" for text, holds in problems.items() if holds]
+    report.warnings += [f"{host}: {text}" for text, holds in warnings.items() if holds]
 
 
-def _judge_gpu_software(host: str, answer: dict[str, Any], report: Report) -> None:
+def _judge_gpu_software(host: str, answer: Answer, report: Report) -> None:
     torch, cuda, driver = answer["versions"]["torch"], answer["torch_cuda"], answer["driver"]
     if torch and cuda is None:
         report.problems.append(f"{host}: torch {torch} is built without CUDA, and the host has a GPU")
@@ -159,9 +154,8 @@ def _judge_gpu_software(host: str, answer: dict[str, Any], report: Report) -> No
         # Not surely a problem: a cuda-compat module makes up for it. The ranks will tell.
         oldest = OLDEST_DRIVER[int(cuda.partition(".")[0])]
         report.warnings.append(f"{host}: driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}")
-    for what, is_there in answer["compilers"].items():
-        if not is_there:
-            report.warnings.append(f"{host}: no {what}: Triton (clap.compile, clap.model.attention 'triton') needs it")
+    triton = "Triton (clap.compile, clap.model.attention 'triton') needs it"
+    report.warnings += [f"{host}: no {what}: {triton}" for what, there in answer["compilers"].items() if not there]
 
 
 def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float, report: Report) -> None:
@@ -179,8 +173,7 @@ def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float
     result = subprocess.run(command, capture_output=True, text=True, cwd=work_folder(), env=environment)
     if result.returncode or not (folder / "ranks.json").exists():
         job = read_object(folder / "job.json") if (folder / "job.json").exists() else {}
-        reason = job.get("error") or _last_line(result.stderr) or "no output"
-        report.problems.append(f"the ranks failed: {reason} (see {folder})")
+        report.problems.append(f"the ranks failed: {job.get('error') or _last_line(result)} (see {folder})")
     else:
         judge_ranks(read_object(folder / "ranks.json"), slots, report)
 
@@ -192,13 +185,11 @@ def judge_ranks(measured: dict[str, Any], slots: dict[str, int], report: Report)
     for rank, wrong in enumerate(measured["wrong_elements"]):
         if wrong:
             report.problems.append(f"{host_of[rank]}: rank {rank} has {wrong} wrong elements after an all-reduce")
-    links: dict[str, list[float]] = {}
-    for first, second, rate in measured["links_gb_per_s"]:
-        for host in (hosts[first], hosts[second]):
-            links.setdefault(host, []).append(rate)
     compute = {host: min(t for t, h in zip(measured["tflops"], host_of, strict=True) if h == host) for host in hosts}
     # A host is as good as its best link: the worse one may be its neighbour's fault.
-    best = {host: max(rates) for host, rates in links.items()}
+    best: dict[str, float] = {}
+    for *pair, rate in measured["links_gb_per_s"]:
+        best |= {hosts[number]: max(rate, best.get(hosts[number], 0.0)) for number in pair}
     for column, rates in (("link, GB/s", best), ("compute, TFLOPS", compute)):
         for host, rate in rates.items():
             report.put(host, column, f"{rate:.2f}")
@@ -213,9 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--site", default="generic")
     parser.add_argument("--launcher", choices=LAUNCHERS)
     add_hosts(parser)
-    parser.add_argument(
-        "--megabytes", type=float, default=315.0, help="all-reduced; HTSAT-tiny's bf16 gradients are 315"
-    )
+    parser.add_argument("--megabytes", type=float, default=315.0, help="all-reduced; HTSAT-tiny's gradients are 315")
     parser.add_argument("--no_ranks", action="store_true", help="ask the hosts, start no ranks")
     arguments = parser.parse_args(argv)
     return exit_code(lambda: check(arguments))

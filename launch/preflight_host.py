@@ -1,7 +1,6 @@
-"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs and driver, compilers,
-disk, limits and ports.
+"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk and so on.
 
-Standard library only, and torch is not imported: versions come from the installed packages' metadata.
+Standard library only: versions come from the installed packages' metadata.
 """
 
 from __future__ import annotations

@@ -20,11 +20,7 @@ from clap_ds.config.places import find_config
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
-
-    Raises:
-        UserError: the file can't be read, or holds something else.
-    """
+    """A file's JSON object; a UserError where the file can't be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -46,11 +42,7 @@ def write_object(path: Path, content: Any) -> None:
 
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The same JSON with `a.b.c` set; sections on the way are made where they are missing.
-
-    Raises:
-        UserError: something on the way isn't an object.
-    """
+    """The same JSON with `a.b.c` set, and the sections on the way; a UserError where one of them isn't an object."""
     first, _, rest = name.partition(".")
     if not rest:
         return {**content, first: value}
@@ -61,11 +53,7 @@ def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=1e-4` as name and value; what isn't JSON is a string.
-
-    Raises:
-        UserError: no `=`, or an empty name.
-    """
+    """`a.b=1e-4` as name and value, a string where it isn't JSON; a UserError without a name or `=`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")

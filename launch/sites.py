@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -85,21 +85,16 @@ class Site:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str) and value != ""),
     "int": ("a whole number, at least 1", lambda value: type(value) is int and value >= 1),
-    "list[str]": ("a list of strings", lambda value: isinstance(value, list) and _are_strings(value)),
-    "dict[str, str]": ("an object of strings", lambda value: isinstance(value, dict) and _are_strings(value.values())),
+    "list[str]": ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
+    "dict[str, str]": (
+        "an object of strings",
+        lambda value: isinstance(value, dict) and {*map(type, value.values())} <= {str},
+    ),
 }
 
 
-def _are_strings(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
 def load_site(name: str) -> Site:
-    """Read a site by its name under `launch/clusters/`, or by the path of a file.
-
-    Raises:
-        UserError: no such site, not JSON, or a field that is unknown or wrong.
-    """
+    """Read a site by its name under `launch/clusters/`, or by a file's path; a UserError names every wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -140,7 +135,7 @@ def _wrong_values(site: Site) -> Iterator[str]:
     for bound, limit in site.walltimes.items():
         if not re.fullmatch("[1-9][0-9]*", bound):
             yield f"walltimes.{bound}: expected a number of nodes"
-        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
+        elif not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
             yield f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}"
     for option in site.sbatch:
         if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
@@ -173,9 +168,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(what: str, site: Site) -> None:
     if what == "setup":
-        lines = [*site.setup, *(f"export {name}={shlex.quote(value)}" for name, value in site.environment.items())]
-        values = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
-        print("\n".join([*lines, *(f"site_{name}={shlex.quote(value)}" for name, value in values.items())]))
+        values = {f"export {name}": value for name, value in site.environment.items()}
+        values |= {"site_python": site.interpreter(), "site_launcher": site.chosen_launcher()}
+        values |= {"site_run_root": site.run_root}
+        print(*site.setup, *(f"{name}={shlex.quote(value)}" for name, value in values.items()), sep="\n")
     elif what == "environment":
         print(format_environment(site, os.environ), end="")
 

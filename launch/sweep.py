@@ -14,6 +14,7 @@ import argparse
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -27,7 +28,6 @@ from clap_ds.config.files import write_atomically
 from clap_ds.config.places import CHECKOUT, find_config, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, read_object, with_field, write_object
 from clap_ds.launch.sites import LAUNCHERS, load_site
-from clap_ds.launch.slurm import gpus_of_partition, queued, slurm
 
 BENCH = Path(__file__).resolve().parent / "bench.sbatch"
 DONE = ("completed", "out_of_memory")
@@ -56,11 +56,7 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """Open a sweep made earlier.
-
-        Raises:
-            UserError: the folder holds no sweep.
-        """
+        """Open a sweep made earlier; a UserError where the folder holds none."""
         if not (folder / "sweep.json").exists():
             raise UserError(f"{folder}: no sweep here: expected a folder with a sweep.json")
         content = read_object(folder / "sweep.json")
@@ -92,10 +88,10 @@ class Sweep:
 
     def script(self, name: str, jobs: list[Job]) -> str:
         """Text of the batch script of one job, or of an array of jobs."""
-        array = self.options["array"]
+        folder = shlex.quote(str(self.folder))
         header = {
             "job-name": name,
-            "output": f"{self.folder}/{name}-%{'A_%a' if array else 'j'}.out",
+            "output": f"{self.folder}/{name}-%{'A_%a' if self.options['array'] else 'j'}.out",
             "nodes": jobs[0].nodes,
             "ntasks-per-node": self.options["gpus"],
             "gres": f"gpu:{self.options['gpus']}",
@@ -106,15 +102,6 @@ class Sweep:
             "signal": f"B:USR1@{self.site.warning_s}",
             "open-mode": "append",
         }
-        lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in header.items() if value is not None)]
-        lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in self.site.sbatch), ""]
-        lines += ["set -euo pipefail", f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
-        if array:
-            names = [job.name for job in self._peers(jobs[0])]
-            lines += [f"jobs=({' '.join(names)})", "job=${jobs[$SLURM_ARRAY_TASK_ID]}"]
-        else:
-            lines += [f"job={jobs[0].name}"]
-        folder = shlex.quote(str(self.folder))
         options = {
             "site": shlex.quote(self.options["site"]),
             "config": f'{folder}/"$job"/run.json',
@@ -126,36 +113,30 @@ class Sweep:
             # Without a checkout the interpreter that has this package.
             "python": None if CHECKOUT or self.site.python else shlex.quote(sys.executable),
         }
-        given = [f"--{name} {value}" for name, value in options.items() if value is not None]
-        return "\n".join([*lines, f"exec bash {shlex.quote(str(BENCH))} \\", "    " + " \\\n    ".join(given)]) + "\n"
-
-    def _peers(self, job: Job) -> list[Job]:
-        """Jobs of the same array, in its order."""
-        return [each for each in self.jobs if each.nodes == job.nodes]
+        lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in header.items() if value is not None)]
+        lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in self.site.sbatch), ""]
+        lines += ["set -euo pipefail", f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
+        lines += [f"jobs=({' '.join(job.name for job in jobs)})", "job=${jobs[${SLURM_ARRAY_TASK_ID:-0}]}"]
+        lines += [f"exec bash {shlex.quote(str(BENCH))}"]
+        given = [f"    --{name} {value}" for name, value in options.items() if value is not None]
+        return "\n".join(lines) + "".join(f" \\\n{option}" for option in given) + "\n"
 
     def submit(self, jobs: list[Job]) -> None:
         """Hand jobs to SLURM; each id is on record before the next one is submitted."""
-        previous = None
+        previous, everyone = None, self.scripts(self.jobs)
         for name, group in self.scripts(jobs).items():
-            command = ["sbatch", "--parsable"]
-            if self.options["chain"] and previous:
-                command.append(f"--dependency=afterany:{previous}")
-            if self.options["array"]:
-                peers = self._peers(group[0])
-                command.append("--array=" + ",".join(str(peers.index(job)) for job in group))
-            previous = slurm([*command, f"{self.folder / name}.sbatch"]).strip().split(";")[0]
-            for job in group:
-                job.slurm_id = f"{previous}_{peers.index(job)}" if self.options["array"] else previous
+            tasks = [everyone[name].index(job) for job in group]
+            options = [f"--array={','.join(map(str, tasks))}"] if self.options["array"] else []
+            options += [f"--dependency=afterany:{previous}"] if self.options["chain"] and previous else []
+            previous = slurm(["sbatch", "--parsable", *options, f"{self.folder / name}.sbatch"]).strip().split(";")[0]
+            for job, task in zip(group, tasks, strict=True):
+                job.slurm_id = f"{previous}_{task}" if self.options["array"] else previous
                 (self.folder / job.name / "job.json").unlink(missing_ok=True)
             self.save()
             print(f"submitted {name}: job {previous}, {group[0].nodes} nodes")
 
     def states(self, queue: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """State and a note by job name: init, running, completed, failed, out_of_memory, timeout or terminated.
-
-        Args:
-            queue: what `queued` gives.
-        """
+        """By job name a note and the state, init or one of `record.schema.State`; `queue` is what `queued` gives."""
         states = {}
         for job in self.jobs:
             path = self.folder / job.name / "job.json"
@@ -171,25 +152,31 @@ class Sweep:
             states[job.name] = (state or "init", note)
         return states
 
-    def show_status(self) -> None:
-        states = self.states(queued())
-        width = max(map(len, states))
-        for job in self.jobs:
-            state, note = states[job.name]
-            line = f"{job.name:{width}}  {job.nodes:4d} nodes  {job.slurm_id or '-':>8}  {state:13}  {note[:100]}"
-            print(line.rstrip())
-        counts = Counter(state for state, _ in states.values())
-        print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
-    def resume(self, *, dry_run: bool) -> None:
-        """Submit again what neither came to an end that would stay nor is on its way."""
-        queue = queued()
-        states = self.states(queue)
-        missing = [job for job in self.jobs if states[job.name][0] not in DONE and job.slurm_id not in queue]
-        names = ", ".join(job.name for job in missing)
-        print(f"{len(missing)} of {len(self.jobs)} jobs are missing{': ' if missing else ''}{names}")
-        if missing and not dry_run:
-            self.submit(missing)
+def slurm(command: list[str], problem: str = "") -> str:
+    """What a command of SLURM's prints; a UserError that begins with `problem` where it fails or isn't installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        reason = error.strerror
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip()
+    raise UserError(f"{problem}{shlex.join(command)}: {reason}")
+
+
+def queued() -> dict[str, str]:
+    """SLURM's state by job id, of jobs that are not over."""
+    return {line.split()[0]: line.split()[1] for line in slurm(["squeue", "-h", "-r", "-o", "%i %T"]).splitlines()}
+
+
+def gpus_of_partition(partition: str | None) -> int:
+    """GPUs of a node, as SLURM knows them; a UserError where it has none."""
+    problem = "no gpus_per_node in the site file, give --gpus: "
+    shown = slurm(["sinfo", "-h", "-o", "%G", *(["-p", partition] if partition else [])], problem)
+    counts = [sum(map(int, re.findall(r"gpu(?::[\w.-]+)??:(\d+)", line))) for line in shown.splitlines()]
+    if max(counts, default=0) < 1:
+        raise UserError(f"{problem}sinfo shows no GPUs")
+    return max(counts)
 
 
 def plan(arguments: argparse.Namespace) -> list[Job]:
@@ -214,8 +201,8 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
 def start(arguments: argparse.Namespace) -> None:
     site = load_site(arguments.site)
     config = find_config(arguments.config).resolve()
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = arguments.folder or work_folder() / site.run_root / "sweeps" / f"{config.stem}-{stamp}"
+    default = work_folder() / site.run_root / "sweeps" / f"{config.stem}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    folder = arguments.folder or default
     if (folder / "sweep.json").exists():
         raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
     options = {
@@ -234,16 +221,40 @@ def start(arguments: argparse.Namespace) -> None:
         print(f"\n# {sweep.folder / name}.sbatch\n{sweep.script(name, jobs)}", end="")
 
 
+def show_status(arguments: argparse.Namespace) -> None:
+    sweep = Sweep.read(arguments.folder.resolve())
+    states = sweep.states(queued())
+    width = max(map(len, states))
+    for job in sweep.jobs:
+        state, note = states[job.name]
+        print(f"{job.name:{width}}  {job.nodes:4d} nodes  {job.slurm_id or '-':>8}  {state:13}  {note[:100]}".rstrip())
+    counts = Counter(state for state, _ in states.values())
+    print(", ".join(f"{number} {state}" for state, number in counts.items()))
+
+
+def resume(arguments: argparse.Namespace) -> None:
+    """Submit again what neither came to an end that would stay nor is on its way."""
+    sweep = Sweep.read(arguments.folder.resolve())
+    queue = queued()
+    states = sweep.states(queue)
+    missing = [job for job in sweep.jobs if states[job.name][0] not in DONE and job.slurm_id not in queue]
+    names = ", ".join(job.name for job in missing)
+    print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
+    if missing and not arguments.dry_run:
+        sweep.submit(missing)
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="launch/sweep.py", description=description, allow_abbrev=False)
-    if argv[:1] in (["status"], ["resume"]):
-        parser.add_argument("what")
-        parser.add_argument("folder", type=Path)
-        parser.add_argument("--dry_run", action="store_true")
-        return parser.parse_args(argv)
-    parser.set_defaults(what="start")
     add = parser.add_argument
+    if argv[:1] in (["status"], ["resume"]):
+        parser.set_defaults(run=show_status if argv[0] == "status" else resume)
+        add("what")
+        add("folder", type=Path)
+        add("--dry_run", action="store_true")
+        return parser.parse_args(argv)
+    parser.set_defaults(run=start)
     add("--site", default="generic", help="name under launch/clusters/, or a file")
     add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     add("--nodes", type=_positive, nargs="+", default=[1])
@@ -275,16 +286,7 @@ def _micro_batches(text: str) -> str:
 
 def main(argv: Iterable[str] | None = None) -> int:
     arguments = parse_arguments(list(sys.argv[1:] if argv is None else argv))
-    return exit_code(lambda: _run(arguments))
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    if arguments.what == "start":
-        start(arguments)
-    elif arguments.what == "status":
-        Sweep.read(arguments.folder.resolve()).show_status()
-    else:
-        Sweep.read(arguments.folder.resolve()).resume(dry_run=arguments.dry_run)
+    return exit_code(lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

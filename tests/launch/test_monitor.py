@@ -57,9 +57,9 @@ def test_units_of_a_sample() -> None:
 
 
 def test_watch_writes_samples_of_this_host(tmp_path: Path) -> None:
-    counted = []
-    sampler = nvml_sampler(FakeNvml())
-    watch(tmp_path, 0.01, lambda: counted.append(1) or sampler(), lambda: len(counted) > 3)  # type: ignore[func-returns-value]
+    samples = iter([nvml_sampler(FakeNvml())()] * 4)
+    with pytest.raises(StopIteration):
+        watch(tmp_path, 0.01, lambda: next(samples))
     (path,) = (tmp_path / "monitor").iterdir()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["gpu"] for line in lines] == [0, 1] * 3

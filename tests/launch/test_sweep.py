@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.slurm import gpus_of_partition, queued
-from clap_ds.launch.sweep import Sweep, main
+from clap_ds.launch.sweep import Sweep, gpus_of_partition, main, queued
 from tests.conftest import micro_run
 
 
