@@ -53,17 +53,17 @@ def _ignore_signals() -> None:
 class Agents:
     """One agent per host: a child process here, over ssh, or all of them as one SLURM step."""
 
-    def __init__(self, hosts: list[str], job: str, python: str, *, through: str) -> None:
-        """Start them through `ssh` or `srun`; `job` is the value of `CLAP_JOB` in the ranks' environment."""
+    def __init__(self, hosts: list[str], job: str, python: str, launcher: str) -> None:
+        """Start them the way the launcher starts ranks; `job` is the value of `CLAP_JOB` in the ranks' environment."""
         self.hosts = {name: Host(name) for name in hosts}
         self._processes: dict[str | None, subprocess.Popen[bytes]] = {}
         agent = script_command(python, "host_agent.py", job)
-        if through == "srun":
-            step = ["srun", "--overlap", "--quiet", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
-            self._start(None, [*step, "--ntasks-per-node=1", "--nodelist", ",".join(hosts), *agent])
-        else:
+        if launcher == "pdsh":
             for host in hosts:
                 self._start(host, on_host(host, [*agent, host]))
+        else:
+            step = ["srun", "--overlap", "--quiet", f"--nodes={len(hosts)}", "--ntasks-per-node=1"]
+            self._start(None, [*step, f"--ntasks={len(hosts)}", "--nodelist", ",".join(hosts), *agent])
 
     def _start(self, host: str | None, command: list[str]) -> None:
         pipe, both = subprocess.PIPE, subprocess.STDOUT

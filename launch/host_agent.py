@@ -21,8 +21,7 @@ from pathlib import Path
 
 BEAT_S = 2.0
 LOOK_S = 0.2
-"""How often it looks whether the ranks it knows are still there, where the kernel doesn't tell: the host that lost one first
-is the one to name."""
+"""How often it looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named."""
 SILENCE_S = 45.0
 """Without a line from the job for this long, the host takes itself for cut off."""
 LAST_WORDS_S = 5.0

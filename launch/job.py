@@ -35,8 +35,7 @@ from clap_ds.record.schema import State
 RANK_LOST_S = 20.0
 """A rank may end this much before the others."""
 GRACE_S = {signal.SIGUSR1: 20.0, signal.SIGTERM: 10.0, signal.SIGINT: 10.0}
-"""Time for ranks to record their end: after the warning before the time limit, and after SIGTERM (SLURM kills after 30).
-`--grace` allows more, for ranks that save what they have."""
+"""Time for ranks to record their end (SLURM kills 30 s after SIGTERM); `--grace` allows more, for those that save."""
 PING_S = 5.0
 LAST_LINES_S = 1.0
 """Time to read what the launcher said last, which may name the run; a process it left behind could hold its output open."""
@@ -73,8 +72,7 @@ class Job:
         for number in GRACE_S:
             signal.signal(number, self._hear_signal)
         self._record(state="running", started=_now(), hosts=self.slots, launcher=arguments.launcher)
-        through = "ssh" if arguments.launcher == "pdsh" else "srun"
-        self.agents = Agents(list(self.slots), self.name, arguments.python, through=through)
+        self.agents = Agents(list(self.slots), self.name, arguments.python, arguments.launcher)
 
     def run(self) -> int:
         """Run it; the job's exit code."""

@@ -22,15 +22,11 @@ def this_host() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def search_path() -> str:
-    """PYTHONPATH with which a Python that this package isn't installed for finds it."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *filter(None, given)]))
-
-
 def script_command(python: str, name: str, *arguments: str) -> list[str]:
-    """Command line of a script of this folder, for any host and any environment."""
-    return ["env", f"PYTHONPATH={search_path()}", python, "-u", str(FOLDER / name), *arguments]
+    """Command line of a script of this folder, for any host; a Python that this package isn't installed for finds it, too."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
+    return ["env", f"PYTHONPATH={path}", python, "-u", str(FOLDER / name), *arguments]
 
 
 def on_host(host: str, command: list[str]) -> list[str]:
@@ -57,5 +53,5 @@ def launch_command(arguments: argparse.Namespace, slots: dict[str, int], job: st
         if arguments.environment:
             command = [str(FOLDER / "with_environment.py"), str(arguments.environment), *command]
         return [*runner, "--force_multi", "--launcher", "slurm", "--launcher_args", " ".join(step), *command]
-    srun = ["srun", f"--ntasks={sum(slots.values())}", *step, "--label", "--export=ALL"]
-    return [*srun, arguments.python, "-u", *command]
+    every = f"--ntasks={sum(slots.values())}"
+    return ["srun", every, *step, "--label", "--export=ALL", arguments.python, "-u", *command]

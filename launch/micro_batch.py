@@ -3,7 +3,7 @@
     python launch/micro_batch.py 8:1024:8 --config C --folder F -- python launch/job.py …      (as launch/bench.sbatch does)
 
 `auto` looks for the largest multiple of 8 that fits, by doubling and then bisection. A micro-batch that exhausts the
-memory is a row like any other. `micro_batch.json` in the folder holds the rows so far. No torch, no DeepSpeed.
+memory is a row like any other. `micro_batch.json` in the folder holds the rows so far. No torch.
 """
 
 from __future__ import annotations

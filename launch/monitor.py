@@ -4,8 +4,7 @@
     python launch/monitor.py report RUN_DIRECTORY
 
 Samples go to `monitor/<host>.jsonl` in the run directory: SM use, power, memory, temperature and PCIe traffic by NVML
-(nvidia-ml-py), or CPU and memory (psutil) where there is no GPU. Samples within the checkpoint intervals of
-`metrics.jsonl` are left out of the report. Standard library besides those two; no torch.
+(nvidia-ml-py), or CPU and memory (psutil) where there is no GPU. The report leaves out samples taken during checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple
 
 from clap_ds.config.errors import UserError, exit_code
 
-INTERVAL_S = 15.0
 Sample = dict[str, Any]
 Sampler = Callable[[], list[Sample]]
 
@@ -177,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/monitor.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["watch", "report"])
     parser.add_argument("run_directory", type=Path)
-    parser.add_argument("--interval", type=float, default=INTERVAL_S, help="seconds between samples")
+    parser.add_argument("--interval", type=float, default=15.0, help="seconds between samples")
     arguments = parser.parse_args(argv)
     if not arguments.run_directory.is_dir() or arguments.interval <= 0:
         parser.error(f"expected a run directory and a positive interval, found {arguments.run_directory}")

@@ -64,15 +64,13 @@ class Report:
         return "\n".join([*lines, "" if self.problems else "nothing found that would break a run"]).rstrip()
 
 
-def ask_hosts(hosts: list[str], python: str, run_root: str, port: int, *, through: str) -> dict[str, Answer]:
+def ask_hosts(hosts: list[str], site: Site, launcher: str, port: int) -> dict[str, Answer]:
     """Every host's answer, with the seconds its clock is off; `{"error": …}` for one that gives none."""
 
     def ask(host: str) -> Answer:
-        command = script_command(python, "preflight_host.py", run_root, str(port))
-        if through == "srun":
-            command = ["srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", "--nodelist", host, *command]
-        else:
-            command = on_host(host, command)
+        command = script_command(site.interpreter(), "preflight_host.py", site.run_root, str(port))
+        srun = ["srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", "--nodelist", host]
+        command = on_host(host, command) if launcher == "pdsh" else [*srun, *command]
         asked = time.time()
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
@@ -217,8 +215,7 @@ def check(arguments: argparse.Namespace) -> int:
     launcher = arguments.launcher or site.chosen_launcher()
     port = master_port(f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
     report = Report()
-    through = "ssh" if launcher == "pdsh" else "srun"
-    answers = ask_hosts(list(slots), site.interpreter(), site.run_root, port, through=through)
+    answers = ask_hosts(list(slots), site, launcher, port)
     on_cpu = rank_environment(site, os.environ).get("DS_ACCELERATOR") == "cpu"
     judge_hosts(answers, slots, report, on_cpu=on_cpu)
     if not report.problems and not arguments.no_ranks:

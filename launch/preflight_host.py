@@ -67,8 +67,7 @@ def port_is_free(port: int) -> bool:
     return False
 
 
-def main() -> None:
-    run_root, port = sys.argv[1], int(sys.argv[2])
+def main(run_root: str, port: str) -> None:
     answer = {
         "time": time.time(),
         "code": code_digest(),
@@ -81,10 +80,10 @@ def main() -> None:
         "free_bytes": {folder: free_bytes(folder) for folder in (run_root, "/tmp")},
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "port_free": port_is_free(port),
+        "port_free": port_is_free(int(port)),
     }
     print("clap-preflight " + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

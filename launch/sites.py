@@ -3,8 +3,7 @@
     python launch/sites.py setup jupiter          shell lines that make the environment ready
     python launch/sites.py environment jupiter    NAME=value lines for every rank (DeepSpeed's DS_ENV_FILE)
 
-Uses the standard library only: it runs before the project's environment is there. Leaves job scripts to
-`launch/sweep.py`.
+Standard library only: it runs before the project's environment is there. Leaves job scripts to `launch/sweep.py`.
 """
 
 from __future__ import annotations
@@ -56,11 +55,9 @@ class Site:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank: network interface and NCCL settings."""
     launcher: str | None = None
-    """How ranks start: `pdsh` and `slurm` are DeepSpeed's launchers, `srun` is SLURM's own; null takes pdsh where
-    there is one, else srun."""
+    """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""
     run_root: str = "runs"
-    """Folder for runs and jobs, on a file system all nodes share; relative to the checkout, or, installed
-    without one, to the folder a job was submitted from."""
+    """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
     warning_s: int = 60
@@ -86,10 +83,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str) and value != ""),
     "int": ("a whole number, at least 1", lambda value: type(value) is int and value >= 1),
     "list[str]": ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
-    "dict[str, str]": (
-        "an object of strings",
-        lambda value: isinstance(value, dict) and {*map(type, value.values())} <= {str},
-    ),
+    "dict[str, str]": ("an object of strings", lambda v: isinstance(v, dict) and {*map(type, v.values())} <= {str}),
 }
 
 
@@ -169,8 +163,8 @@ def main(argv: list[str] | None = None) -> int:
 def _show(what: str, site: Site) -> None:
     if what == "setup":
         values = {f"export {name}": value for name, value in site.environment.items()}
-        values |= {"site_python": site.interpreter(), "site_launcher": site.chosen_launcher()}
-        values |= {"site_run_root": site.run_root}
+        chosen = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
+        values |= {f"site_{name}": value for name, value in chosen.items()}
         print(*site.setup, *(f"{name}={shlex.quote(value)}" for name, value in values.items()), sep="\n")
     elif what == "environment":
         print(format_environment(site, os.environ), end="")

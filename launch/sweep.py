@@ -5,7 +5,7 @@
     python launch/sweep.py resume runs/sweeps/htsat_tiny-…
 
 A sweep is a folder: `sweep.json`, a script per job (or per array) as sbatch got it, and a folder per job. Leaves
-running a job to `launch/bench.sbatch`. No torch, no DeepSpeed: it runs on a login node.
+running a job to `launch/bench.sbatch`. No torch: it runs on a login node.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ DONE = ("completed", "out_of_memory")
 
 @dataclass
 class Job:
-    """One job of a sweep."""
+    """One job of a sweep; `changes` are fields of the run's JSON by dotted name."""
 
     name: str
     nodes: int
     changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of the run's JSON by dotted name."""
     micro_batch: str | None = None
     """`FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other."""
     slurm_id: str | None = None
@@ -57,8 +56,6 @@ class Sweep:
     @classmethod
     def read(cls, folder: Path) -> Sweep:
         """Open a sweep made earlier; a UserError where the folder holds none."""
-        if not (folder / "sweep.json").exists():
-            raise UserError(f"{folder}: no sweep here: expected a folder with a sweep.json")
         content = read_object(folder / "sweep.json")
         return cls(folder, content["options"], [Job(**job) for job in content["jobs"]])
 
@@ -215,8 +212,7 @@ def start(arguments: argparse.Namespace) -> None:
     sweep.write()
     print(f"sweep: {sweep.folder}")
     if not arguments.dry_run:
-        sweep.submit(sweep.jobs)
-        return
+        return sweep.submit(sweep.jobs)
     for name, jobs in sweep.scripts(sweep.jobs).items():
         print(f"\n# {sweep.folder / name}.sbatch\n{sweep.script(name, jobs)}", end="")
 

@@ -46,14 +46,11 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def agent() -> Iterator[Process]:
     command = [sys.executable, "-u", "launch/host_agent.py", JOB, "here"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    _hear(process, "alive", "0")  # from now on it lets processes of the job be
-    yield process
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        _hear(process, "alive", "0")  # from now on it lets processes of the job be
+        yield process
+        process.kill()
 
 
 def _hear(agent: Process, *words: str) -> None:

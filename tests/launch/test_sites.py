@@ -17,7 +17,7 @@ from clap_ds.launch.sites import load_site, main, rank_environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_jupiter_has_the_published_settings() -> None:
+def test_packaged_sites() -> None:
     site = load_site("jupiter")
     assert site.gpus_per_node == 4
     published = (
@@ -27,17 +27,8 @@ def test_jupiter_has_the_published_settings() -> None:
     assert site.environment == dict(pair.split("=") for pair in published.split())
     minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
     assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
-
-
-def test_generic_names_no_place() -> None:
-    site = load_site("generic")
-    assert [site.account, site.partition, site.gpus_per_node, site.environment, site.setup] == [
-        None,
-        None,
-        None,
-        {},
-        [],
-    ]
+    site = load_site("generic")  # names no place
+    assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
 
 
 @pytest.mark.parametrize(

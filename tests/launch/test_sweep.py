@@ -30,11 +30,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _start(tmp_path: Path, *options: str, site: str = "jupiter") -> Path:
-    config = tmp_path / "tiny.json"
+def _start(tmp_path: Path, *options: str) -> Path:
+    config, folder = tmp_path / "tiny.json", tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
-    folder = tmp_path / "sweep"
-    assert main(["--site", site, "--config", str(config), "--folder", str(folder), *options]) == 0
+    assert main(["--site", "jupiter", "--config", str(config), "--folder", str(folder), *options]) == 0
     return folder
 
 
@@ -46,14 +45,10 @@ def test_one_readable_script_per_scale(tmp_path: Path, slurm: Path) -> None:
     folder = _start(tmp_path, "--nodes", "1", "16", "128", "--dry_run")
     assert not (slurm / "calls").exists()
     assert sorted(path.name for path in folder.glob("*.sbatch")) == ["n001.sbatch", "n016.sbatch", "n128.sbatch"]
-    lines = (folder / "n016.sbatch").read_text().splitlines()
-    assert lines[0] == "#!/bin/bash"
-    assert {
-        "#SBATCH --nodes=16",
-        "#SBATCH --time=00:25:00",
-        "#SBATCH --gres=gpu:4",
-        "#SBATCH --signal=B:USR1@60",
-    } <= set(lines)
+    shebang, *lines = (folder / "n016.sbatch").read_text().splitlines()
+    assert shebang == "#!/bin/bash"
+    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--signal=B:USR1@60")
+    assert {f"#SBATCH {option}" for option in options} <= set(lines)
     run = json.loads((folder / "n016" / "run.json").read_text())
     assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "n016"}
 
@@ -108,20 +103,19 @@ def test_status_and_resume(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFi
 
 
 def test_mistakes_end_with_2(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _start(tmp_path, "--nodes", "1")
-    config = str(tmp_path / "tiny.json")
-    assert main(["--site", "jupiter", "--config", config, "--folder", str(folder)]) == 2
-    assert "there is a sweep already" in capsys.readouterr().err
-    assert main(["status", str(tmp_path)]) == 2
-    assert main(["--site", "jupitr", "--config", config]) == 2
-    assert main(["--site", "jupiter", "--config", str(tmp_path / "missing.json")]) == 2
-    assert (
-        main(["--site", "jupiter", "--config", config, "--nodes", "2", "2", "--folder", str(tmp_path / "other")]) == 2
-    )
+    folder, config = _start(tmp_path, "--nodes", "1"), str(tmp_path / "tiny.json")
+    for arguments, message in (
+        (["--config", config, "--folder", str(folder)], "there is a sweep already"),
+        (["status", str(tmp_path)], "sweep.json: No such file"),
+        (["--site", "jupitr", "--config", config], "did you mean 'jupiter'?"),
+        (["--config", str(tmp_path / "missing.json")], "no such file"),
+        (["--config", config, "--gpus", "1", "--nodes", "2", "2", "--folder", str(tmp_path / "other")], "given twice"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
     for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"]):
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit, match="2"):
             main(["--config", config, *bad])
-        assert caught.value.code == 2
 
 
 def test_gpus_of_a_site_that_does_not_say(slurm: Path) -> None:
