@@ -4,8 +4,8 @@
 
 Asks every host for its clock, code, versions, GPUs and driver, compilers, disk, limits and ports, and compares; then
 has all ranks all-reduce a buffer of the gradient's size, checks the sum, and measures each host's links. The exit code
-is 1 when something would break the run, 0 otherwise (what is merely slow is a warning). Leaves the host's side to
-`preflight_host.py` and the ranks' to `clap_ds/measuring/preflight_rank.py`.
+is 1 when something would break the run, 0 otherwise (what is merely slow is a warning). The host's side is in
+`preflight_host.py`, the ranks' in `clap_ds/measuring/preflight_rank.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk and so on.
-
-Standard library only: versions come from the installed packages' metadata.
-"""
+"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk and so on."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one --set optimizer.params.lr=1e-4
 
-Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded. Standard library
-only.
+Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     python launch/sweep.py status runs/sweeps/htsat_tiny-…
     python launch/sweep.py resume runs/sweeps/htsat_tiny-…
 
-A sweep is a folder: `sweep.json`, a script per job (or per array) as sbatch got it, and a folder per job. Leaves
-running a job to `launch/bench.sbatch`. No torch: it runs on a login node.
+A sweep is a folder: `sweep.json`, a script per job or array as sbatch got it, and a folder per job. Runs on a login node.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -280,8 +278,8 @@ def _micro_batches(text: str) -> str:
     return text
 
 
-def main(argv: Iterable[str] | None = None) -> int:
-    arguments = parse_arguments(list(sys.argv[1:] if argv is None else argv))
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: arguments.run(arguments))
 
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
@@ -36,7 +36,8 @@ class SlurmCluster:
     """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._lock = _only_one()
+        self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster on a machine: SLURM names its cgroups after nodes only
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)  # of a test run that was killed; its hosts went with it
@@ -230,10 +231,3 @@ class SlurmCluster:
     def _start_node(self, host: str) -> None:
         self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))
         self.run(host, "slurmd", "-N", host)
-
-
-def _only_one() -> IO[str]:
-    """Wait until no other test run on this machine has a cluster: SLURM names its cgroups after nodes only."""
-    lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock

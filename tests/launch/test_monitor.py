@@ -67,15 +67,15 @@ def test_watch_writes_samples_of_this_host(tmp_path: Path) -> None:
 
 
 def _sample(at: float, **changes: Any) -> dict[str, Any]:
-    usual = {
+    gpu = {
         "gpu": 0,
         "sm_percent": 95,
         "power_w": 600,
         "power_limit_w": 700,
-        "temperature_c": 60,
-        "pcie_rx_gb_per_s": 1,
+        "memory_bytes": 60,
+        "memory_total_bytes": 80,
     }
-    return {"time": at, **usual, "memory_bytes": 60, "memory_total_bytes": 80, **changes}
+    return {"time": at, **gpu, "temperature_c": 60, "pcie_rx_gb_per_s": 1, **changes}
 
 
 def test_report_counts_outside_checkpoints(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.sweep import Sweep, gpus_of_partition, main, queued
+from clap_ds.launch.sweep import Sweep, main, queued
 from tests.conftest import micro_run
 
 
@@ -33,7 +33,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _start(tmp_path: Path, *options: str) -> Path:
     config, folder = tmp_path / "tiny.json", tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
-    assert main(["--site", "jupiter", "--config", str(config), "--folder", str(folder), *options]) == 0
+    assert main(["--config", str(config), "--folder", str(folder), "--site", "jupiter", *options]) == 0
     return folder
 
 
@@ -72,7 +72,8 @@ def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: Path) -> None:
 
 
 def test_chain_waits_for_the_one_before(tmp_path: Path, slurm: Path) -> None:
-    _start(tmp_path, "--nodes", "1", "2", "4", "--chain")
+    folder = _start(tmp_path, "--nodes", "1", "2", "4", "--chain", "--site", "generic")
+    assert "#SBATCH --gres=gpu:4" in (folder / "n001.sbatch").read_text()  # the most that sinfo shows
     calls = (slurm / "calls").read_text().splitlines()
     assert ["--dependency" in call for call in calls] == [False, True, True]
     assert "--dependency=afterany:102" in calls[2]
@@ -116,7 +117,3 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: Path, capsys: pytest.Capture
     for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"]):
         with pytest.raises(SystemExit, match="2"):
             main(["--config", config, *bad])
-
-
-def test_gpus_of_a_site_that_does_not_say(slurm: Path) -> None:
-    assert gpus_of_partition(None) == 4
