@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 
-from clap_ds.config.errors import exit_code
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             sys.stdout.write(text)
 
-    return exit_code(write)
+    return exit_code_of(write)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from clap_ds.config.errors import exit_code
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.launch.agents import Agents
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.command = arguments.command[arguments.command[:1] == ["--"] :]
     if not arguments.command:
         parser.error("nothing to run: give the script after --")
-    return exit_code(lambda: Job(arguments).run())
+    return exit_code_of(lambda: Job(arguments).run())
 
 
 if __name__ == "__main__":

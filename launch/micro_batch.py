@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from clap_ds.config.errors import exit_code
+from clap_ds.config.errors import exit_code_of
 from clap_ds.launch.run_config import read_config, read_object, with_field, write_object
 
 STEP, LARGEST = 8, 2**20
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not command:
         parser.error("no command after --")
-    return exit_code(lambda: Trials(arguments.config, arguments.folder, command).run(arguments.sizes))
+    return exit_code_of(lambda: Trials(arguments.config, arguments.folder, command).run(arguments.sizes))
 
 
 if __name__ == "__main__":

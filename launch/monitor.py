@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clap_ds.config.errors import UserError, exit_code
+from clap_ds.config.errors import UserError, exit_code_of
 
 Sample = dict[str, Any]
 Sampler = Callable[[], list[Sample]]
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.run_directory.is_dir() or arguments.interval <= 0:
         parser.error(f"expected a run directory and a positive interval, found {arguments.run_directory}")
     if arguments.what == "report":
-        return exit_code(lambda: print(report(arguments.run_directory)))
+        return exit_code_of(lambda: print(report(arguments.run_directory)))
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import exit_code
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.dist.accelerator import OLDEST_DRIVER, is_too_old
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=float, default=315.0, help="all-reduced; HTSAT-tiny's gradients are 315")
     parser.add_argument("--no_ranks", action="store_true", help="ask the hosts, start no ranks")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: check(arguments))
+    return exit_code_of(lambda: check(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:

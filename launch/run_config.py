@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import find_config
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: _write(arguments))
+    return exit_code_of(lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> None:

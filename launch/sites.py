@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import CHECKOUT
 from clap_ds.launch.run_config import read_object
 
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", choices=["setup", "environment", "check"])
     parser.add_argument("site", help="name under launch/clusters/, or a file")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: _show(arguments.what, load_site(arguments.site)))
+    return exit_code_of(lambda: _show(arguments.what, load_site(arguments.site)))
 
 
 def _show(what: str, site: Site) -> None:

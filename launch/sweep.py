@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import CHECKOUT, find_config, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, read_object, with_field, write_object
@@ -280,7 +280,7 @@ def _micro_batches(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: arguments.run(arguments))
+    return exit_code_of(lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":
