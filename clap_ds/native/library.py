@@ -36,6 +36,7 @@ NEEDED = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf1
 
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
 _switched_off = False
+_with_tiles = True
 log = logging.getLogger(__name__)
 
 
@@ -66,8 +67,8 @@ def _why_not_this_processor() -> str:
     """What it lacks; empty where it can run the kernels."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in NEEDED if name not in features]
-    if not has_tiles() if has_tiles else NEEDED[0] in lacking:
+    lacking = [name for name in NEEDED if name not in features and (_with_tiles or not name.startswith("amx"))]
+    if _with_tiles and (not has_tiles() if has_tiles else NEEDED[0] in lacking):
         return "this CPU has no bf16 matrix units (AMX)"
     return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
 
@@ -83,10 +84,11 @@ def _compiler() -> list[str]:
 def _build() -> Path:
     """The library for this machine and these sources, compiled unless it is there."""
     compiler = _compiler()
+    flags = [flag if _with_tiles else flag.replace("-mamx", "-mno-amx") for flag in FLAGS]
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
     ).stdout
-    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
+    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
     parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *_sources()]]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     directory = cache_directory()
@@ -98,7 +100,7 @@ def _build() -> Path:
         with (directory / f"native-{digest}.lock").open("w") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
             if not _is_whole(library):
-                _compile(compiler, library)
+                _compile(compiler, flags, library)
     except OSError as error:
         raise UnavailableError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
     return library
@@ -120,11 +122,11 @@ def _wait_for(lock: IO[str]) -> None:
             return
 
 
-def _compile(compiler: list[str], library: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], library: Path) -> None:
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, said = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *FLAGS, *map(str, _sources()), "-o", str(made)]
+        command = [*compiler, *flags, *map(str, _sources()), "-o", str(made)]
         with said.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
             result = subprocess.run(
                 command,
@@ -177,6 +179,24 @@ def torch_instead() -> Iterator[None]:
         yield
     finally:
         _switched_off = before
+
+
+@contextmanager
+def without_tiles() -> Iterator[None]:
+    """Has the kernels compiled for AVX-512's bf16 instructions, in this process, for the time: for tests without AMX.
+
+    A run leaves processors without AMX to torch.
+    """
+    global _with_tiles
+    for cached in (_load, kernel):
+        cached.cache_clear()
+    before, _with_tiles = _with_tiles, False
+    try:
+        yield
+    finally:
+        _with_tiles = before
+        for cached in (_load, kernel):
+            cached.cache_clear()
 
 
 def unavailable() -> str:

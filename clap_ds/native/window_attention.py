@@ -1,4 +1,4 @@
-"""Window attention on CPUs with bf16 matrix units (AMX), by `clap_ds/native/window_attention.cpp`.
+"""Window attention on CPUs with bf16 matrix units (AMX), by `clap_ds/native/window_forward.cpp` and `window_backward.cpp`.
 
 Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time,
 and the mask of shifted windows is worked out from coordinates. Scores and softmax are in fp32; weights and their gradients are

@@ -1,0 +1,155 @@
+// What attention of segments of rows over other segments shares forward and backward: where segments are, dropout, and products
+// of any number of rows, which are padded with zeros to whole tiles in scratch memory. D is the width of a head.
+#pragma once
+
+#include <cstring>
+
+#include "memory.h"
+#include "packing.h"
+
+static inline int64_t tiles_of(int64_t rows) { return divide_up(rows, 16); }
+static inline int64_t blocks_of(int64_t rows) { return divide_up(rows, 32); }
+
+// Rows of one tensor; `stride` in elements.
+struct Matrix {
+    bf16* at;
+    int64_t stride;
+
+    Matrix from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
+    void clear(int64_t rows, int64_t columns) const {
+        for (int64_t row = 0; row < rows; row++) memset(at + row * stride, 0, columns * sizeof(bf16));
+    }
+};
+
+// Where the segments lie among the `total` rows of a tensor, one after the other, perhaps with gaps.
+struct Segments {
+    const int32_t *start, *rows;
+    int64_t count, total;
+
+    int64_t longest() const { return count ? *std::max_element(rows, rows + count) : 0; }
+
+    // Columns of a segment's rows. With `clears`, those of the gap behind it, and of that before the first, get zeros.
+    Matrix part(Matrix all, int64_t segment, int64_t column, int64_t columns, bool clears) const {
+        const int64_t end = start[segment] + rows[segment];
+        if (clears) all.from(end, column).clear((segment + 1 < count ? start[segment + 1] : total) - end, columns);
+        if (clears && segment == 0) all.from(0, column).clear(start[0], columns);
+        return all.from(start[segment], column);
+    }
+};
+
+// Dropout of one head's weights in one segment. Weights are numbered query by query, `stride` of them each.
+struct Dropout {
+    uint64_t seed;
+    float probability;
+    uint32_t stride;
+
+    // What it multiplies the rest by.
+    float factor() const { return 1.0f / (1.0f - probability); }
+
+    // 1 for the weights that stay, of these numbers counted from (query, key).
+    __mmask16 keeps(int64_t query, int64_t key, __m512i numbers) const {
+        const uint32_t first = (uint32_t)query * stride + (uint32_t)key;
+        return kept(seed, _mm512_add_epi32(numbers, _mm512_set1_epi32((int)first)), probability);
+    }
+};
+
+// C (fp32, rows `c_stride` apart) = A · B where one of them, the right one with DOWN, is one tile wide, and the other `tiles`,
+// taken in strips of up to five: many sums at once hide how long each takes.
+template <bool DOWN>
+static void multiply(Operand a, Operand b, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
+    for (int64_t strips = divide_up(tiles, 5), tile = 0; strips > 0; strips--) {
+        const int64_t width = divide_up(tiles - tile, strips);
+        with_constant<1, 2, 3, 4, 5>(width, [=](auto constant) {
+            if constexpr (DOWN)
+                multiply_tiles<constant, 1>(a.from(tile), b, steps, c + tile * 16 * c_stride, c_stride);
+            else
+                multiply_tiles<1, constant>(a, b.from(tile), steps, c + tile * 16, c_stride);
+        });
+        tile += width;
+    }
+}
+
+// A tiles: rows one after the other, then zeros up to whole tiles.
+template <int D>
+static Operand copy_padded(bf16* to, Matrix from, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < D; i += 32)
+            _mm512_storeu_si512(to + row * D + i, _mm512_loadu_si512(from.at + row * from.stride + i));
+    memset(to + rows * D, 0, (tiles_of(rows) * 16 - rows) * D * sizeof(bf16));
+    return {to, D, 16 * D, 32};
+}
+
+// B tiles of rows as columns, D / 32 tiles for each 16 rows.
+template <int D>
+static Operand pack_columns(bf16* to, Matrix from, int64_t rows) {
+    for (int64_t tile = 0; tile < tiles_of(rows); tile++)
+        for (int i = 0; i < D / 32; i++)
+            pack_transposed(to + (tile * (D / 32) + i) * TILE, from.from(16 * tile, 32 * i).at, from.stride,
+                            (int)std::min<int64_t>(16, rows - 16 * tile));
+    return {to, 32, D / 32 * TILE, TILE};
+}
+
+// B tiles of rows to sum over, D / 16 tiles for each 32 rows.
+template <int D>
+static Operand pack_summed(bf16* to, Matrix from, int64_t rows) {
+    for (int64_t block = 0; block < blocks_of(rows); block++)
+        for (int i = 0; i < D / 16; i++)
+            pack_rows(to + (block * (D / 16) + i) * TILE, from.from(32 * block, 16 * i).at, from.stride,
+                      (int)std::min<int64_t>(32, rows - 32 * block));
+    return {to, 32, TILE, D / 16 * TILE};
+}
+
+// Rows of D fp32 one after the other, times `factors[row]` if there are any, to bf16.
+template <int D, bool SCALED = false>
+static void store_rows(Matrix to, const float* from, int64_t rows, const float* factors = nullptr) {
+    for (int64_t row = 0; row < rows; row++) {
+        for (int i = 0; i < D; i += 32) {
+            __m512 low = load(from + row * D + i), high = load(from + row * D + i + 16);
+            if constexpr (SCALED) low = low * splat(factors[row]), high = high * splat(factors[row]);
+            store(to.at + row * to.stride + i, low, high);
+        }
+    }
+}
+
+// A head of a segment; `index` is of all heads of all segments.
+struct SegmentHead {
+    const Segments &in_queries, &in_keys;
+    int64_t index, heads, dim;
+    float scale;
+    Dropout dropout;
+    const int64_t segment = index / heads, head = index % heads;
+    const int64_t queries = in_queries.rows[segment], keys = in_keys.rows[segment];
+
+    Matrix of_queries(bf16* at, int64_t stride, bool clears = false) const {
+        return in_queries.part({at, stride}, segment, head * dim, dim, clears);
+    }
+    Matrix of_keys(bf16* at, int64_t stride, bool clears = false) const {
+        return in_keys.part({at, stride}, segment, head * dim, dim, clears);
+    }
+    // In (heads, rows of queries).
+    template <typename T>
+    T* log_sums(T* all) const {
+        return all + head * in_queries.total + in_queries.start[segment];
+    }
+};
+
+// Calls `function(state, head)` for all, in several threads, each with a State<head dim> of its own, which is made from the
+// longest segments' lengths.
+template <template <int> class State, typename Function>
+static void for_each_head(const Segments& queries, const Segments& keys, int64_t heads, int64_t head_dim, float scale,
+                          float dropout, int64_t seed, Function function) {
+    with_constant<32, 64, 96, 128>(head_dim, [&](auto constant) {
+#pragma omp parallel
+        {
+            const Tiles tiles;
+            const FlushToZero flush;
+            State<decltype(constant)::value> state(queries.longest(), keys.longest());
+#pragma omp for schedule(dynamic, 4)
+            for (int64_t i = 0; i < queries.count * heads; i++) {
+                const uint32_t stride = blocks_of(keys.rows[i / heads]) * 32;
+                const Dropout own = {seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
+                function(state, SegmentHead{queries, keys, i, heads, head_dim, scale, own});
+            }
+        }
+    });
+}
