@@ -86,7 +86,7 @@ setup(
         "train": ["webdataset>=1.0", "braceexpand", "fsspec>=2024.6", "soundfile>=0.13", "nvidia-ml-py"],
         "s3": ["s3fs>=2024.6"],
         "gcs": ["gcsfs>=2024.6"],
-        "analysis": ["matplotlib>=3.9"],
+        "analysis": ["matplotlib>=3.9", "markdown-it-py>=3"],
         "test": [
             "pytest>=9",
             "pytest-xdist[psutil]>=3.6",

@@ -9,24 +9,24 @@ runs on different nodes, or at different times, can differ by more.
 
 from __future__ import annotations
 
-import argparse
-import sys
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.intervals import bootstrap_ratio, ratio_uncertainty
-from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run, run_command
-from clap_ds.analysis.table import Row, format_cell, markdown_table, series_title
-from clap_ds.analysis.throughput import add_input_options, given_of, read_all
+from clap_ds.analysis.efficiency import ratio_uncertainty, scaling_table
+from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
+from clap_ds.analysis.table import Row, Run, markdown_table
+from clap_ds.config.errors import UserError, run_alone
 
 FEWEST_WINDOWS = 5
 """Below this a bootstrap over windows says little; the intervals' own widths are used."""
+_FACTS = {
+    "samples_per_s_per_gpu": "samples/s/GPU", "samples_per_s_per_gpu_2sigma": "±", "scaling_efficiency_percent":
+    "efficiency %", "mfu_percent": "MFU % (published)", "mfu_model_percent": "MFU % (model)", "step_time_s": "step s",
+    "slowest_rank_step_time_s": "slowest rank s", "data_wait_percent": "data wait %", "memory_peak_gib": "memory GiB",
+    "batch_per_gpu": "batch per GPU", "state": "state",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,23 @@ class Comparison:
     b: Row
     ratio: float
     """B's samples/s/GPU over A's."""
-    low: float | None
-    high: float | None
+    interval: tuple[float, float] | None
     interval_from: str
 
-
-@dataclass(frozen=True)
-class PartChange:
-    """One part of the step in both, seconds a step."""
-
-    part: str
-    a_s: float
-    b_s: float
+    @property
+    def verdict(self) -> str:
+        """One sentence: faster, slower, or not told apart."""
+        if self.interval is None:
+            return f"B / A = {self.ratio:.4f} ({self.interval_from})"
+        low, high = self.interval
+        found = "B is faster" if low > 1 else "B is slower" if high < 1 else "not told apart"
+        return f"B / A = {self.ratio:.4f} ({low:.4f}–{high:.4f}; {self.interval_from}): {found}"
 
     @property
-    def change_s(self) -> float:
-        return self.b_s - self.a_s
+    def part_changes(self) -> list[tuple[str, float, float]]:
+        """Parts of the step that both breakdowns have, with seconds a step in A and in B, largest change first."""
+        a, b = self.a.breakdown_s, self.b.breakdown_s
+        return sorted(((part, a[part], b[part]) for part in a if part in b), key=lambda item: -abs(item[2] - item[1]))
 
 
 def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
@@ -61,9 +62,9 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
     Rows are paired by model, nodes and GPUs; two single runs are paired whatever they are.
 
     Raises:
-        InputError: one of them has no rate, or no scale of one is in the other.
+        UserError: one of them has no rate, or no scale of one is in the other.
     """
-    a_rows, b_rows = _measured(scaling_table(a_runs), "A"), _measured(scaling_table(b_runs), "B")
+    a_rows, b_rows = _measured(a_runs, "A"), _measured(b_runs, "B")
     if len(a_rows) == len(b_rows) == 1:
         windows = (a_runs[0].windows, b_runs[0].windows) if len(a_runs) == len(b_runs) == 1 else ((), ())
         return [_ratio(a_rows[0], b_rows[0], *windows)]
@@ -73,15 +74,16 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
         alike = [b for b in partners if b.scaling == a.scaling] or partners
         found += [_ratio(a, b) for b in alike[:1]]
     if not found:
-        raise InputError(f"A has {_scales(a_rows)} and B has {_scales(b_rows)}: no model and scale in common")
+        raise UserError(f"A has {_scales(a_rows)} and B has {_scales(b_rows)}: no model and scale in common")
     return found
 
 
-def _measured(rows: list[Row], name: str) -> list[Row]:
-    measured = [row for row in rows if row.samples_per_s_per_gpu]
+def _measured(runs: Sequence[Run], name: str) -> list[Row]:
+    rows = scaling_table(runs)
+    measured = [row for row in rows if row.rate]
     if not measured:
         states = ", ".join(dict.fromkeys(row.state for row in rows))
-        raise InputError(f"{name}: no rate was measured (state: {states})")
+        raise UserError(f"{name}: no rate was measured (state: {states})")
     return measured
 
 
@@ -90,38 +92,29 @@ def _scales(rows: Sequence[Row]) -> str:
 
 
 def _ratio(a: Row, b: Row, a_windows: Sequence[float] = (), b_windows: Sequence[float] = ()) -> Comparison:
-    assert a.samples_per_s_per_gpu
-    assert b.samples_per_s_per_gpu
+    assert a.rate
+    assert b.rate
     if min(len(a_windows), len(b_windows)) >= FEWEST_WINDOWS:
-        low, high = bootstrap_ratio(b_windows, a_windows)
         described = f"95 % bootstrap of the medians of {len(b_windows)} and {len(a_windows)} windows"
-        return Comparison(a, b, median(b_windows) / median(a_windows), low, high, described)
-    ratio = b.samples_per_s_per_gpu / a.samples_per_s_per_gpu
+        ratio = median(b_windows) / median(a_windows)
+        return Comparison(a, b, ratio, bootstrap_ratio(b_windows, a_windows), described)
+    ratio = b.rate / a.rate
     a_error, b_error = a.samples_per_s_per_gpu_2sigma, b.samples_per_s_per_gpu_2sigma
     if a_error is None or b_error is None:
-        return Comparison(a, b, ratio, None, None, "no interval: not both state their spread")
-    error = ratio_uncertainty(b.samples_per_s_per_gpu, b_error, a.samples_per_s_per_gpu, a_error)
+        return Comparison(a, b, ratio, None, "no interval: not both state their spread")
+    error = ratio_uncertainty(b.rate, b_error, a.rate, a_error)
     described = f"first-order propagation; A: {a.uncertainty_from}, B: {b.uncertainty_from}"
-    return Comparison(a, b, ratio, ratio - error, ratio + error, described)
+    return Comparison(a, b, ratio, (ratio - error, ratio + error), described)
 
 
-def part_changes(a: Row, b: Row) -> list[PartChange]:
-    """Parts of the step that both breakdowns have, largest change first."""
-    parts = [part for part in BREAKDOWN_PARTS if part in a.breakdown_s and part in b.breakdown_s]
-    changes = [PartChange(part, a.breakdown_s[part], b.breakdown_s[part]) for part in parts]
-    return sorted(changes, key=lambda change: -abs(change.change_s))
-
-
-def verdict(comparison: Comparison) -> str:
-    """One sentence: faster, slower, or not told apart."""
-    if comparison.low is None or comparison.high is None:
-        return f"B / A = {comparison.ratio:.4f} ({comparison.interval_from})"
-    text = f"B / A = {comparison.ratio:.4f} ({comparison.low:.4f}–{comparison.high:.4f}; {comparison.interval_from})"
-    if comparison.low > 1:
-        return f"{text}: B is faster"
-    if comparison.high < 1:
-        return f"{text}: B is slower"
-    return f"{text}: not told apart"
+def bootstrap_ratio(top: Sequence[float], bottom: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile-bootstrap interval of median(top) / median(bottom), the two resampled independently."""
+    generator = random.Random(0)
+    ratios = sorted(
+        median(generator.choices(top, k=len(top))) / median(generator.choices(bottom, k=len(bottom)))
+        for _ in range(resamples)
+    )
+    return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples) - 1]
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -129,63 +122,40 @@ def render(comparisons: Sequence[Comparison]) -> str:
     parts = []
     for comparison in comparisons:
         a, b = comparison.a, comparison.b
-        lines = [f"### {series_title(a)}, {a.nodes} nodes × {a.gpus} GPUs"]
-        if (series_title(a), a.nodes, a.gpus) != (series_title(b), b.nodes, b.gpus):
-            lines[0] += f" and {series_title(b)}, {b.nodes} nodes × {b.gpus} GPUs"
-        lines += ["", verdict(comparison), "", markdown_table(("", "A", "B"), _facts(a, b))]
-        changes = part_changes(a, b)
-        if changes:
-            total = sum(change.change_s for change in changes)
-            body = [
-                [
-                    change.part.replace("_", " "),
-                    *(f"{1000 * s:.3f}" for s in (change.a_s, change.b_s)),
-                    f"{1000 * change.change_s:+.3f}",
-                    f"{100 * (change.b_s / change.a_s - 1):+.1f}" if change.a_s else "",
-                ]
-                for change in changes
-            ]
-            header = ("part of the step", "A ms", "B ms", "change ms", "change %")
-            lines += ["", markdown_table(header, body), "", _largest(changes[0], total)]
-        else:
-            lines += ["", "Which part changed can't be told: not both have a breakdown."]
-        parts.append("\n".join(lines) + "\n")
+        titles = dict.fromkeys(f"{row.title}, {row.nodes} nodes × {row.gpus} GPUs" for row in (a, b))
+        facts = [[label, a.cell(column), b.cell(column)] for column, label in _FACTS.items()]
+        facts = [row for row in facts if row[1] or row[2]]
+        blocks = [f"### {' and '.join(titles)}", comparison.verdict, markdown_table(("", "A", "B"), facts)]
+        parts.append("\n\n".join([*blocks, *_changes(comparison.part_changes)]) + "\n")
     return "\n".join(parts)
 
 
-def _facts(a: Row, b: Row) -> list[list[str]]:
-    columns = {
-        "samples_per_s_per_gpu": "samples/s/GPU", "samples_per_s_per_gpu_2sigma": "±", "scaling_efficiency_percent":
-        "efficiency %", "mfu_percent": "MFU % (published)", "mfu_model_percent": "MFU % (model)", "step_time_s": "step s",
-        "slowest_rank_step_time_s": "slowest rank s", "data_wait_percent": "data wait %", "memory_peak_gib": "memory GiB",
-        "batch_per_gpu": "batch per GPU", "state": "state",
-    }  # fmt: skip
-    rows = [
-        [label, format_cell(column, getattr(a, column)), format_cell(column, getattr(b, column))]
-        for column, label in columns.items()
-    ]
-    return [row for row in rows if row[1] or row[2]]
-
-
-def _largest(change: PartChange, total: float) -> str:
-    if change.change_s == 0:
-        return "No part of the step changed."
-    name = change.part.replace("_", " ")
-    return (
-        f"Largest change: {name}, {1000 * change.change_s:+.3f} ms a step; all parts together {1000 * total:+.3f} ms "
-        "(from an instrumented pass, whose parts need not add up to the timed step)."
+def _changes(changes: Sequence[tuple[str, float, float]]) -> list[str]:
+    if not changes:
+        return ["Which part changed can't be told: not both have a breakdown."]
+    body = [
+        [part.replace("_", " "), f"{1000 * a:.3f}", f"{1000 * b:.3f}", f"{1000 * (b - a):+.3f}",
+         f"{100 * (b / a - 1):+.1f}" if a else ""]
+        for part, a, b in changes
+    ]  # fmt: skip
+    table = markdown_table(("part of the step", "A ms", "B ms", "change ms", "change %"), body)
+    part, a, b = changes[0]
+    if a == b:
+        return [table, "No part of the step changed."]
+    total = sum(b - a for _, a, b in changes)
+    text = (
+        f"Largest change: {part.replace('_', ' ')}, {1000 * (b - a):+.3f} ms a step; all parts together "
+        f"{1000 * total:+.3f} ms (from an instrumented pass, whose parts need not add up to the timed step)."
     )
+    return [table, text]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare two runs or tables: how much faster is B than A, and where.")
-    parser.add_argument("a", type=Path, metavar="A", help="run directory, folder of them, DeepSpeed log or table")
-    parser.add_argument("b", type=Path, metavar="B")
-    add_input_options(parser)
-    options = parser.parse_args()
-    given = given_of(options)
-    print(render(compare(read_all([options.a], given), read_all([options.b], given))), end="")
+    options = parse_options(
+        "Compare two runs or tables: how much faster is B than A, and where.", "a", "b", *INPUT_OPTIONS
+    )
+    print(render(compare(read_runs([options.a], options), read_runs([options.b], options))), end="")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_alone(main)

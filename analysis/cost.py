@@ -8,18 +8,12 @@ are not in it, and no price is assumed.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from clap_ds.analysis.runs import InputError, run_command
-from clap_ds.analysis.table import Row, markdown_table, read_table, series_title, significant
-from clap_ds.analysis.throughput import positive_float
+from clap_ds.analysis.runs import COST_OPTIONS, parse_options
+from clap_ds.analysis.table import Row, by_series, markdown_table, read_table, significant
+from clap_ds.config.errors import UserError, run_alone
 
 
 @dataclass(frozen=True)
@@ -27,37 +21,28 @@ class Cost:
     """Time and GPU-hours of a number of samples at one scale."""
 
     row: Row
+    samples_per_s: float
     hours: float
-    price_per_gpu_hour: float | None = None
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.hours * self.row.gpus
-
-    @property
-    def money(self) -> float | None:
-        """In the unit of the price; None without one."""
-        return None if self.price_per_gpu_hour is None else self.gpu_hours * self.price_per_gpu_hour
+    gpu_hours: float
+    money: float | None
+    """In the unit of the price; None without one."""
 
 
 def costs(rows: Sequence[Row], samples: float, price_per_gpu_hour: float | None = None) -> list[Cost]:
-    """Cost at every row that has a rate, in the rows' order.
-
-    Args:
-        rows: scaling tables' rows.
-        samples: samples to train on, repetitions counted each time.
-        price_per_gpu_hour: of one GPU, in any unit of money.
+    """Cost of `samples` (repetitions counted each time) at every row that has a rate, in the rows' order.
 
     Raises:
-        InputError: no row has a rate.
+        UserError: no row has a rate.
     """
     found = []
     for row in rows:
-        if row.samples_per_s_per_gpu:
-            rate = row.samples_per_s or row.samples_per_s_per_gpu * row.gpus
-            found.append(Cost(row, samples / rate / 3600, price_per_gpu_hour))
+        if row.rate:
+            rate = row.samples_per_s or row.rate * row.gpus
+            hours = samples / rate / 3600
+            money = None if price_per_gpu_hour is None else hours * row.gpus * price_per_gpu_hour
+            found.append(Cost(row, rate, hours, hours * row.gpus, money))
     if not found:
-        raise InputError("no row of the table has a rate")
+        raise UserError("no row of the table has a rate")
     return found
 
 
@@ -70,26 +55,21 @@ def cheapest(found: Sequence[Cost], deadline_hours: float | None = None) -> Cost
 def render(found: Sequence[Cost], deadline_hours: float | None = None) -> str:
     """A table and a verdict per series, as Markdown."""
     parts = []
-    for series in dict.fromkeys(cost.row.series for cost in found):
-        members = [cost for cost in found if cost.row.series == series]
-        header = ["nodes", "GPUs", "samples/s", "hours", "GPU-hours"]
-        header += ["cost"] if members[0].money is not None else []
-        header += ["in time"] if deadline_hours is not None else []
-        body = [_cells(cost, deadline_hours) for cost in members]
-        lines = [f"### {series_title(members[0].row)}", "", markdown_table(header, body), ""]
-        parts.append("\n".join([*lines, _verdict(members, deadline_hours)]) + "\n")
-    return "\n".join(parts)
-
-
-def _cells(cost: Cost, deadline_hours: float | None) -> list[str]:
-    row = cost.row
-    rate = row.samples_per_s or (row.samples_per_s_per_gpu or 0) * row.gpus
-    cells = [str(row.nodes), str(row.gpus), significant(rate), significant(cost.hours), significant(cost.gpu_hours)]
-    if cost.money is not None:
-        cells.append(f"{cost.money:.2f}")
-    if deadline_hours is not None:
-        cells.append("yes" if cost.hours <= deadline_hours else "no")
-    return cells
+    for rows in by_series([cost.row for cost in found]):
+        members = [cost for cost in found if cost.row.series == rows[0].series]
+        columns = {
+            "nodes": [str(cost.row.nodes) for cost in members],
+            "GPUs": [str(cost.row.gpus) for cost in members],
+            "samples/s": [significant(cost.samples_per_s) for cost in members],
+            "hours": [significant(cost.hours) for cost in members],
+            "GPU-hours": [significant(cost.gpu_hours) for cost in members],
+            "cost": [f"{cost.money:.2f}" for cost in members if cost.money is not None],
+            "in time": ["yes" if cost.hours <= deadline_hours else "no" for cost in members if deadline_hours],
+        }
+        columns = {name: cells for name, cells in columns.items() if cells}
+        table = markdown_table(tuple(columns), list(zip(*columns.values(), strict=True)))
+        parts += [f"### {rows[0].title}", table, _verdict(members, deadline_hours)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _verdict(members: Sequence[Cost], deadline_hours: float | None) -> str:
@@ -109,15 +89,11 @@ def _verdict(members: Sequence[Cost], deadline_hours: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GPU-hours and money for a number of samples at each measured scale.")
-    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE")
-    parser.add_argument("--samples", type=positive_float, required=True, help="samples to train on, each pass counted")
-    parser.add_argument("--price_per_gpu_hour", type=positive_float, help="in any unit of money")
-    parser.add_argument("--deadline_hours", type=positive_float, help="name the cheapest scale that meets it")
-    options = parser.parse_args()
+    description = "GPU-hours and money for a number of samples at each measured scale."
+    options = parse_options(description, "tables", *COST_OPTIONS, required=["--samples"])
     rows = [row for path in options.tables for row in read_table(path)]
     print(render(costs(rows, options.samples, options.price_per_gpu_hour), options.deadline_hours), end="")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_alone(main)

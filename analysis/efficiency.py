@@ -1,32 +1,49 @@
-"""Runs → the scaling table: one row per model and scale, with efficiency, MFU, uncertainty and the reasons for the
-loss.
+"""Runs → the scaling table: one row per model and scale, with efficiency, MFU, uncertainty and the reasons for the loss.
 
     python analysis/efficiency.py RUN_OR_LOG… [--baseline_nodes N] [--csv table.csv] [--markdown table.md]
 
-Reads through `clap_ds.analysis.throughput`; plotting, comparing and projecting start from the table written here. Scaling
-efficiency is samples/s/GPU over that of the baseline scale: the smallest node count, with all the GPUs used on it.
+Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
+baseline scale: the smallest node count, with all the GPUs used on it. Of the repeats of a scale it is the median of those
+that completed (of the others only where none did, and that is said); ± is 2σ over repeats, or half the interval that a
+single run's windows give. Outliers are named in the notes and stay in.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
 
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from clap_ds.analysis.published import FORWARD_GFLOPS, published_mfu_percent, wrong_claims
+from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
+from clap_ds.analysis.table import Row, Run, by_series, markdown_table, significant, write_csv, write_text
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.record.schema import STEP_PHASES
+from clap_ds.record.statistics import median_interval
 
-from clap_ds.analysis.combine import combine_repeats, differing_settings
-from clap_ds.analysis.intervals import ratio_uncertainty
-from clap_ds.analysis.published import FORWARD_GFLOPS, claim_follows, published_mfu_percent, rate_bounds
-from clap_ds.analysis.runs import InputError, Run, run_command
-from clap_ds.analysis.table import Row, format_cell, markdown_table, series_title, write_csv, write_text
-from clap_ds.analysis.throughput import add_input_options, given_of, positive_int, read_all
-
-BATCH_UNKNOWN_NOTE = "batch not stated: weak or strong scaling can't be told"
+GOOD_STATES = ("completed", "published", "unknown")
+"""A log without a launcher's last line doesn't say how it ended; its rate counts."""
+OUTLIER_DEVIATIONS = 3.5
+"""Modified z-score beyond which a repeat is pointed out (Iglewicz and Hoaglin, 1993)."""
+IGNORED_SETTINGS = (
+    "clap.output.", "clap.seed", "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "tensorboard.", "comms_logger.",
+)  # fmt: skip
+"""Settings that may differ between repeats and scales without being worth a word."""
+_COLUMNS = {
+    "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU ±": "samples_per_s_per_gpu", "samples/s": "samples_per_s",
+    "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup", "MFU % published": "mfu_percent",
+    "MFU % model": "mfu_model_percent", "slowest rank s": "slowest_rank_step_time_s",
+    "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
+    "memory GiB": "memory_peak_gib", "state": "state",
+}  # fmt: skip
+_SPREADS = {
+    "samples_per_s_per_gpu": "samples_per_s_per_gpu_2sigma",
+    "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
+}
 
 
 def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> list[Row]:
@@ -37,21 +54,18 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
     in each.
 
     Raises:
-        InputError: `baseline_nodes` is given and no series has it.
+        UserError: `baseline_nodes` is given and no series has it.
     """
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.model or "", run.device_name or "", run.precision or "", run.text_tokens or 0].append(run)
+        groups[run.model, run.device, run.precision, run.text_tokens or 0].append(run)
     rows: list[Row] = []
-    baselines_found = 0
     for _, group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
         for scaling, members in split_scaling(group):
-            series, has_baseline = _series_rows(scaling, members, baseline_nodes)
-            rows += series
-            baselines_found += has_baseline
-    if baseline_nodes is not None and not baselines_found:
-        counts = sorted({run.num_nodes for run in runs if run.num_nodes and run.rate})
-        raise InputError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
+            rows += _series_rows(scaling, members, baseline_nodes)
+    if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
+        counts = sorted({run.nodes for run in runs if run.rate})
+        raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
     return rows
 
 
@@ -66,13 +80,12 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     if not per_gpu:
         return [("", list(group))]
     if len(per_gpu) == 1:
-        known = [run if run.batch_per_gpu else replace(run, micro_batch_per_gpu=next(iter(per_gpu))) for run in group]
-        return [("weak", known)]
+        return [("weak", [replace(run, batch_per_gpu=next(iter(per_gpu))) for run in group])]
     found: list[tuple[str, list[Run]]] = []
-    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", lambda run: run.global_batch)):
-        for size in sorted({size_of(run) for run in group if size_of(run)}):
+    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", _global_batch)):
+        for size in sorted({size for run in group if (size := size_of(run))}):
             members = [run for run in group if size_of(run) == size]
-            if len({run.num_gpus for run in members}) > 1:
+            if len({run.gpus for run in members}) > 1:
                 found.append((name, members))
     placed = {id(run) for _, members in found for run in members}
     alone: dict[int | None, list[Run]] = defaultdict(list)
@@ -82,25 +95,125 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     return found + [("", members) for members in alone.values()]
 
 
-def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> tuple[list[Row], bool]:
-    """Rows of one series, and whether it has its baseline."""
+def _global_batch(run: Run) -> int | None:
+    return run.batch_per_gpu and run.batch_per_gpu * run.gpus
+
+
+def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> list[Row]:
     scales: dict[tuple[int, int], list[Run]] = defaultdict(list)
     for run in runs:
-        assert run.num_nodes
-        assert run.num_gpus
-        scales[run.num_nodes, run.num_gpus].append(run)
+        scales[run.nodes, run.gpus].append(run)
     rows = [combine_repeats(scaling, members) for _, members in sorted(scales.items())]
     baseline = find_baseline(rows, baseline_nodes)
-    rows = [_with_efficiency(row, baseline, len(rows)) for row in rows]
-    claims = {(run.num_nodes, run.num_gpus): run for run in runs if run.claims}
-    if claims:
-        rows = [_check_claims(row, baseline, claims) for row in rows]
+    claims = {(run.nodes, run.gpus): run.claims for run in runs if run.claims}
+    rows = [_with_efficiency(row, baseline, claims) for row in rows]
+    notes = []
+    if len(rows) == 1 and rows[0].speedup:
+        notes.append("one scale only: nothing to scale against")
     if not scaling and all(run.batch_per_gpu is None for run in runs) and len(rows) > 1:
-        rows[0] = _add_note(rows[0], BATCH_UNKNOWN_NOTE)
-    differing = differing_settings([run.config for run in runs])
-    if differing:
-        rows[0] = _add_note(rows[0], f"settings differ between runs: {', '.join(differing)}")
-    return rows, baseline is not None
+        notes.append("batch not stated: weak or strong scaling can't be told")
+    if differing := differing_settings([run.config for run in runs]):
+        notes.append(f"settings differ between runs: {', '.join(differing)}")
+    return [_with_notes(rows[0], notes), *rows[1:]]
+
+
+def _with_notes(row: Row, notes: Iterable[str]) -> Row:
+    return replace(row, notes="; ".join(filter(None, [row.notes, *notes])))
+
+
+def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
+    """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
+    first = runs[0]
+    with_rate = [run for run in runs if run.rate]
+    used = [run for run in with_rate if run.state in GOOD_STATES] or with_rate
+    rate = _median(used, "samples_per_s_per_gpu")
+    total = used[0].samples_per_s if len(used) == 1 else None
+    peak = next(filter(None, (run.peak_tflops for run in used)), None)
+    breakdown = _mean_breakdown(used)
+    exposed = breakdown.get("exposed_communication_s")
+    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
+    low, high = (median_interval(targets).low, median_interval(targets).high) if len(targets) > 1 else (None, None)
+    states = Counter(run.state for run in runs)
+    spread, spread_from = _spread(used)
+    averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent")
+    medians: dict[str, Any] = {name: _median(used, name) for name in averaged}
+    identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu")
+    return Row(
+        **{name: getattr(first, name) for name in identity}, **medians, **breakdown, scaling=scaling,
+        samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
+        mfu_percent=published_mfu_percent(first.model, rate, peak) if rate else None, peak_tflops=peak,
+        samples_per_s_per_gpu_2sigma=spread, uncertainty_from=spread_from, repeats=len(used),
+        global_batch=_global_batch(first),
+        exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
+        memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
+        time_to_target_s=median(targets) if targets else None, time_to_target_low_s=low, time_to_target_high_s=high,
+        state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
+        notes="; ".join(dict.fromkeys(_notes(runs, used))),
+    )  # fmt: skip
+
+
+def _spread(used: Sequence[Run]) -> tuple[float | None, str]:
+    """(±, what it is): 2σ of one repeat, not the mean's error; or half the interval of one run's windows."""
+    if len(used) > 1:
+        return 2 * stdev(run.rate for run in used if run.rate), f"2σ over {len(used)} repeats"
+    interval = used[0].interval if used else None
+    return ((interval[1] - interval[0]) / 2, used[0].uncertainty_from) if interval else (None, "")
+
+
+def _median(runs: Sequence[Run], name: str) -> float | None:
+    values = [value for run in runs if (value := getattr(run, name)) is not None]
+    return median(values) if values else None
+
+
+def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
+    """Columns of the parts that every run with a breakdown has, averaged over these runs."""
+    known = [run.breakdown_s for run in runs if sum(run.breakdown_s.values()) > 0]
+    parts = [part for part in STEP_PHASES if known and all(part in breakdown for breakdown in known)]
+    return {f"{part}_s": mean(breakdown[part] for breakdown in known) for part in parts}
+
+
+def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterable[str]:
+    for run in runs:
+        yield from filter(None, run.notes.split("; "))
+    if used and used[0].state not in GOOD_STATES:
+        yield "rate of a run that did not complete"
+    if left_out := sum(1 for run in runs if run.rate) - len(used):
+        yield f"{left_out} with a rate but not completed left out of the median"
+    rates = [run.rate for run in used if run.rate]
+    for index in outliers(rates):
+        yield f"outlier kept: {significant(rates[index], 1)} samples/s/GPU in {used[index].name}"
+    if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
+        found = median_interval(targets)
+        percent = 95 if found.coverage >= 0.95 else round(100 * found.coverage)
+        between = f", {found.low:.0f} to {found.high:.0f} s ({percent} % interval)" if len(targets) > 1 else ""
+        yield f"target reached by {len(targets)} of {len(runs)} runs, after {found.median:.0f} s{between}"
+    for run in runs:
+        if run.error:
+            yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"
+
+
+def outliers(values: Sequence[float]) -> list[int]:
+    """Indices of values far from the median by the median absolute deviation; none among fewer than 4 values."""
+    if len(values) < 4:
+        return []
+    centre = median(values)
+    deviations = [abs(value - centre) for value in values]
+    scale = 1.4826 * median(deviations) or 1e-6 * abs(centre)
+    return [index for index, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS * scale]
+
+
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names (dotted) of settings whose values differ among run configurations, where there are any."""
+    flat = [_flatten(config) for config in configs if config]
+    names = sorted({name for values in flat for name in values if not name.startswith(IGNORED_SETTINGS)})
+    return [name for name in names if len({str(values.get(name, "not set")) for values in flat}) > 1]
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def find_baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
@@ -108,122 +221,68 @@ def find_baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None
 
     Where every row has the same node count it is the one with fewest GPUs.
     """
-    measured = [row for row in rows if row.samples_per_s_per_gpu]
-    if baseline_nodes is not None:
-        measured = [row for row in measured if row.nodes == baseline_nodes]
-    if not measured:
-        return None
-    if len({row.nodes for row in measured}) == 1 and baseline_nodes is None:
-        return min(measured, key=lambda row: row.gpus)
-    least = min(row.nodes for row in measured)
-    return max((row for row in measured if row.nodes == least), key=lambda row: row.gpus)
+    measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
+    fewest = 1 if len({row.nodes for row in measured}) == 1 and baseline_nodes is None else -1
+    return min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
 
 
-def _with_efficiency(row: Row, baseline: Row | None, num_rows: int) -> Row:
-    rate = row.samples_per_s_per_gpu
-    if rate is None:
+def ratio_uncertainty(top: float, top_error: float, bottom: float, bottom_error: float) -> float:
+    """Error of top / bottom for independent errors, to first order (delta method)."""
+    return top / bottom * math.hypot(top_error / top, bottom_error / bottom)
+
+
+def _with_efficiency(row: Row, baseline: Row | None, claims: Mapping[tuple[int, int], Mapping[str, str]]) -> Row:
+    """The row with its efficiency, and notes of digits its table states that don't follow from its own samples/s."""
+    if row.rate is None:
         return row
     if baseline is None:
-        return _add_note(row, "no baseline: efficiency not given")
-    base = baseline.samples_per_s_per_gpu
-    assert base
+        return _with_notes(row, ["no baseline: efficiency not given"])
     assert row.samples_per_s
+    assert baseline.rate
     assert baseline.samples_per_s
+    errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
     uncertainty = None
-    if row is baseline:
-        uncertainty = 0.0 if row.samples_per_s_per_gpu_2sigma is not None else None
-    elif row.samples_per_s_per_gpu_2sigma is not None and baseline.samples_per_s_per_gpu_2sigma is not None:
-        errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
-        uncertainty = 100 * ratio_uncertainty(rate, errors[0], base, errors[1])
+    if errors[0] is not None and errors[1] is not None:
+        uncertainty = 0.0 if row is baseline else 100 * ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
     row = replace(
         row,
-        scaling_efficiency_percent=100 * rate / base,
+        scaling_efficiency_percent=100 * row.rate / baseline.rate,
         scaling_efficiency_2sigma_percent=uncertainty,
         speedup=row.samples_per_s / baseline.samples_per_s,
     )
-    return _add_note(row, "one scale only: nothing to scale against") if num_rows == 1 else row
-
-
-def _check_claims(row: Row, baseline: Row | None, claims: dict[tuple[int | None, int | None], Run]) -> Row:
-    """Mark the digits a table states that don't follow from its own samples/s, however those were rounded."""
-    run = claims.get((row.nodes, row.gpus))
-    if run is None or row.samples_per_s_per_gpu is None:
-        return row
-    cells = run.claims
-    total = cells.get("samples_per_s", "")
-    rate_low, rate_high = rate_bounds(cells["samples_per_s_per_gpu"], total, row.gpus)
-    checks = [("samples_per_s", rate_low * row.gpus, rate_high * row.gpus)] if total else []
-    mfu_low = published_mfu_percent(row.model, rate_low, run.peak_tflops)
-    mfu_high = published_mfu_percent(row.model, rate_high, run.peak_tflops)
-    if mfu_low is not None and mfu_high is not None:
-        checks.append(("mfu_percent", mfu_low, mfu_high))
-    base = claims.get((baseline.nodes, baseline.gpus)) if baseline else None
-    if base is not None and float(base.claims.get("scaling_efficiency_percent") or 0) == 100:
-        base_low, base_high = rate_bounds(
-            base.claims["samples_per_s_per_gpu"], base.claims.get("samples_per_s", ""), base.num_gpus or 1
-        )
-        checks.append(("scaling_efficiency_percent", 100 * rate_low / base_high, 100 * rate_high / base_low))
-    for column, low, high in checks:
-        stated = cells.get(column, "")
-        if stated and not claim_follows(stated, low, high):
-            right = format_cell(column, getattr(row, column))
-            row = _add_note(row, f"table states {column} {stated}, which does not follow from its samples/s: {right}")
-    return row
-
-
-def _add_note(row: Row, note: str) -> Row:
-    return replace(row, notes=f"{row.notes}; {note}" if row.notes else note)
+    cells, base = claims.get((row.nodes, row.gpus)), claims.get((baseline.nodes, baseline.gpus))
+    wrong = wrong_claims(cells, row.gpus, row.model, row.peak_tflops, base, baseline.gpus) if cells else {}
+    unlike = "which does not follow from its samples/s"
+    return _with_notes(row, (f"table states {name} {text}, {unlike}: {row.cell(name)}" for name, text in wrong.items()))
 
 
 def render(rows: Sequence[Row]) -> str:
     """The table as Markdown, one part per series, with numbered notes under it."""
     parts = []
-    for series in dict.fromkeys(row.series for row in rows):
-        members = [row for row in rows if row.series == series]
+    for members in by_series(rows):
         notes: dict[str, int] = {}
-        body = [_cells(row, notes) for row in members]
-        header = (
-            "nodes", "GPUs", "samples/s/GPU ±", "samples/s", "efficiency % ±", "speed-up", "MFU % published", "MFU % model",
-            "slowest rank s", "exposed comm. %", "data wait %", "memory GiB", "state",
-        )  # fmt: skip
-        text = f"### {series_title(members[0])}\n\n{markdown_table(header, body)}\n"
-        spread = ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from))
-        if spread:
-            text += f"\n± from: {spread}.\n"
-        if FORWARD_GFLOPS.get(members[0].model) and any(row.mfu_percent for row in members):
-            text += "\nMFU published: forward cost at 514 text tokens, as the published tables count; MFU model: work done.\n"
-        for note, number in notes.items():
-            text += f"\n[{number}] {note}\n"
-        parts.append(text)
-    return "\n".join(parts)
-
-
-def _cells(row: Row, notes: dict[str, int]) -> list[str]:
-    def cell(column: str, sigma: str = "") -> str:
-        text = format_cell(column, getattr(row, column))
-        spread = format_cell(sigma, getattr(row, sigma)) if sigma else ""
-        return f"{text} ± {spread}" if text and spread else text
-
-    marks = ""
-    for note in filter(None, row.notes.split("; ")):
-        marks += f" [{notes.setdefault(note, len(notes) + 1)}]"
-    return [
-        cell("nodes"), cell("gpus"), cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma"), cell("samples_per_s"),
-        cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent"), cell("speedup"), cell("mfu_percent"),
-        cell("mfu_model_percent"), cell("slowest_rank_step_time_s"), cell("exposed_communication_percent"),
-        cell("data_wait_percent"), cell("memory_peak_gib"), row.state + marks,
-    ]  # fmt: skip
+        body = []
+        for row in members:
+            numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
+            cells = [row.cell(column, _SPREADS.get(column, "")) for column in _COLUMNS.values()]
+            body.append([*cells[:-1], cells[-1] + "".join(f" [{number}]" for number in numbers)])
+        blocks = [f"### {members[0].title}", markdown_table(tuple(_COLUMNS), body)]
+        if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from)):
+            blocks.append(f"± from: {spread}.")
+        if members[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in members):
+            blocks.append(
+                "MFU published: forward cost at 514 text tokens, as the published tables count; MFU model: work done."
+            )
+        parts += [*blocks, *(f"[{number}] {note}" for note, number in notes.items())]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Scaling efficiency and MFU of runs, logs or tables.")
-    parser.add_argument("inputs", nargs="+", type=Path, help="run directories, folders of them, DeepSpeed logs, tables")
-    parser.add_argument("--baseline_nodes", type=positive_int, help="node count that is 100 %% (default: the smallest)")
-    parser.add_argument("--csv", type=Path, help="write the table here")
-    parser.add_argument("--markdown", type=Path, help="write what is printed here")
-    add_input_options(parser)
-    options = parser.parse_args()
-    rows = scaling_table(read_all(options.inputs, given_of(options)), options.baseline_nodes)
+    options = parse_options(
+        "Scaling efficiency and MFU of runs, logs or tables.",
+        *("inputs", "--baseline_nodes", "--csv", "--markdown", *INPUT_OPTIONS),
+    )
+    rows = scaling_table(read_runs(options.inputs, options), options.baseline_nodes)
     text = render(rows)
     print(text, end="")
     if options.csv:
@@ -233,4 +292,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_alone(main)

@@ -1,256 +1,246 @@
 """Scaling tables → one figure: throughput with the ideal line, scaling efficiency and MFU against GPUs.
 
-    python analysis/plot_scaling.py TABLE.csv… --output scaling.png|svg|html [--no_published]
+    python analysis/plot_scaling.py TABLE.csv… --output scaling.png|svg|pdf|html [--no_published]
 
-Draws what `efficiency.py` worked out and works out nothing itself. The published curve of every model shown is laid
-over it.
+Draws what `efficiency.py` worked out, and for `project.py` the projection, and works out nothing itself. The published
+curve of every model shown is laid over it.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
-
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.figure import (
-    SERIES_STYLES,
-    HoverPoints,
-    SeriesStyle,
-    check_format,
-    gpu_axis,
-    new_figure,
-    save,
-)
-from clap_ds.analysis.page import html_table
+from clap_ds.analysis.figure import IDEAL, SERIES_STYLES, Picture, check_format, gpu_axis, styled
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from clap_ds.analysis.runs import InputError, run_command
-from clap_ds.analysis.table import Row, format_cell, read_table, read_table_runs, series_title
+from clap_ds.analysis.runs import FIT_NODES, PROJECTED_GPUS, parse_options
+from clap_ds.analysis.step_model import TERMS, Series
+from clap_ds.analysis.table import Row, by_series, markdown_table, read_table, read_table_runs
+from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LEGEND_CHARACTERS = 46
 """That fit beside a legend's line in a column's width."""
+_COLUMNS = {
+    "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU": "samples_per_s_per_gpu", "samples/s": "samples_per_s",
+    "efficiency %": "scaling_efficiency_percent", "MFU % (published convention)": "mfu_percent",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One series of measured scales under one label."""
-
-    label: str
-    rows: tuple[Row, ...]
-    is_published: bool
-
-    @property
-    def gpus(self) -> list[int]:
-        return [row.gpus for row in self.rows]
-
-
-def read_curves(paths: Sequence[Path], with_published: bool = True) -> list[Curve]:
-    """The series of the tables, and the published ones of the same models.
+def read_curves(paths: Sequence[Path], with_published: bool = True) -> dict[str, list[Row]]:
+    """The series of the tables, and the published ones of the same models: rows with a rate, by label.
 
     Raises:
-        InputError: a table that can't be read, or no row with a rate in any of them.
+        UserError: a table that can't be read, or no row with a rate in any of them.
     """
-    curves: list[Curve] = []
-    for path in paths:
-        rows = _complete_rows(path)
-        for series in dict.fromkeys(row.series for row in rows):
-            members = tuple(row for row in rows if row.series == series and row.samples_per_s_per_gpu)
-            if members:
-                curves.append(_curve(members))
-    if not curves:
-        raise InputError(f"{', '.join(map(str, paths))}: no row has a rate to plot")
-    if with_published:
-        shown = {curve.rows[0].model for curve in curves if curve.is_published}
-        wanted = {curve.rows[0].model for curve in curves} - shown
-        for stem, facts in PUBLISHED_TABLES.items():
-            if facts.model in wanted:
-                curves.append(_curve(tuple(_complete_rows(PUBLISHED_DIR / f"{stem}.csv"))))
-    return _told_apart(curves, paths)
+    series = [rows for path in paths for rows in _series(path)]
+    if not series:
+        raise UserError(f"{', '.join(map(str, paths))}: no row has a rate to plot")
+    shown = {rows[0].model for rows in series if _is_published(rows)}
+    wanted = {rows[0].model for rows in series if with_published} - shown
+    for stem, facts in PUBLISHED_TABLES.items():
+        series += _series(PUBLISHED_DIR / f"{stem}.csv") if facts["model"] in wanted else []
+    return _labelled(series)
 
 
-def _complete_rows(path: Path) -> list[Row]:
-    """A table's rows; one that lacks this project's columns is worked out first."""
+def _series(path: Path) -> list[list[Row]]:
+    """Rows with a rate of each series of a table; one that lacks this project's columns is worked out first."""
     rows = read_table(path)
-    if any(row.samples_per_s_per_gpu and (row.speedup is None or not row.model) for row in rows):
-        return scaling_table(read_table_runs(path))
-    return rows
+    if any(row.rate and (row.speedup is None or not row.model) for row in rows):
+        rows = scaling_table(read_table_runs(path))
+    return by_series([row for row in rows if row.rate])
 
 
-def _curve(rows: tuple[Row, ...]) -> Curve:
-    return Curve(series_title(rows[0]), rows, all(row.state.startswith("published") for row in rows))
+def _is_published(rows: Sequence[Row]) -> bool:
+    return all(row.state.startswith("published") for row in rows)
 
 
-def _told_apart(curves: list[Curve], paths: Sequence[Path]) -> list[Curve]:
-    """Labels as short as tells the series apart: the model, and whatever else differs."""
-    names = ("model", "device", "precision", "text_tokens", "scaling", "batch_per_gpu")
-    measured = [curve for curve in curves if not curve.is_published]
-    differing = [name for name in names[1:] if len({getattr(curve.rows[0], name) for curve in measured}) > 1]
-    labelled = []
-    for curve in curves:
-        row = curve.rows[0]
-        label = row.model.replace("_", "-") or "model not stated"
-        if curve.is_published:
-            label += f" (published, {row.device})"
-        else:
-            words = {"text_tokens": "{} tokens", "scaling": "{} scaling", "batch_per_gpu": "{} per GPU"}
-            values = [(name, getattr(row, name)) for name in differing]
-            extra = [words.get(name, "{}").format(value) for name, value in values if value]
-            label += f" ({', '.join(extra)})" if extra else ""
-        labelled.append(replace(curve, label=label))
-    seen: dict[str, int] = {}
-    for index, curve in enumerate(labelled):
-        seen[curve.label] = seen.get(curve.label, 0) + 1
-        if seen[curve.label] > 1:
-            labelled[index] = replace(curve, label=f"{curve.label} [{seen[curve.label]}]")
+def _labelled(series: Sequence[list[Row]]) -> dict[str, list[Row]]:
+    """Under labels as short as keeps the series apart: the model, and whatever else differs."""
+    units = {"text_tokens": " tokens", "scaling": " scaling", "batch_per_gpu": " per GPU"}
+    measured = [rows[0] for rows in series if not _is_published(rows)]
+    differing = [name for name in ("device", "precision", *units) if len({getattr(row, name) for row in measured}) > 1]
+    labelled: dict[str, list[Row]] = {}
+    for rows in series:
+        row = rows[0]
+        extra = [f"{value}{units.get(name, '')}" for name in differing if (value := getattr(row, name))]
+        extra = ["published", row.device] if _is_published(rows) else extra
+        plain = label = row.model_name + (f" ({', '.join(extra)})" if extra else "")
+        while label in labelled:
+            label = f"{plain} [{sum(other.startswith(plain) for other in labelled) + 1}]"
+        labelled[label] = rows
     return labelled
 
 
-def draw(curves: Sequence[Curve]) -> tuple[Figure, HoverPoints]:
+@styled
+def draw(curves: Mapping[str, Sequence[Row]]) -> Picture:
     """Draw throughput, efficiency and, where any is known, MFU, one panel under the other."""
-    has_mfu = any(row.mfu_percent or row.mfu_model_percent for curve in curves for row in curve.rows)
-    figure, panels = new_figure(3 if has_mfu else 2)
-    hover = HoverPoints()
-    for index, (curve, style) in enumerate(zip(curves, _styles(curves), strict=True)):
-        _draw_throughput(panels[0], curve, style, hover, label_ideal=index == 0)
-        _draw_line(
-            panels[1], curve, style, hover, "scaling_efficiency_percent", "scaling_efficiency_2sigma_percent", "%"
-        )
-        if has_mfu:
-            _draw_line(panels[2], curve, style, hover, "mfu_percent", "", "% MFU, published convention")
-            dotted = replace(style, line=":", filled=False)
-            _draw_line(panels[2], curve, dotted, hover, "mfu_model_percent", "", "% MFU, by the work done")
-    panels[0].set_yscale("log")
-    panels[0].set_ylabel("samples/s")
-    panels[1].axhline(100, color="0.55", linewidth=0.8, linestyle=(0, (1, 1)))
-    panels[1].set_ylabel("scaling efficiency (%)")
-    if has_mfu:
-        panels[2].set_ylabel("MFU (%)")
-        panels[2].set_ylim(0, 1.06 * panels[2].get_ylim()[1])
-    gpu_axis(panels[-1], [gpus for curve in curves for gpus in curve.gpus])
-    handles, labels = panels[0].get_legend_handles_labels()
-    if any(row.mfu_model_percent for curve in curves for row in curve.rows):
-        handles.append(_legend_line())
+    rows = [row for members in curves.values() for row in members]
+    has_mfu = any(row.mfu_percent or row.mfu_model_percent for row in rows)
+    picture = Picture((3 if has_mfu else 2, 1))
+    throughput, efficiency, *mfu = picture.panels
+    styles = _styles(curves)
+    for label, members in curves.items():
+        line, gpus = _Line(picture, label, members, styles[label]), [row.gpus for row in members]
+        base = next((row for row in members if row.speedup and abs(row.speedup - 1) < 1e-9), members[0])
+        ideal = [(base.rate or 0) * end for end in (min(gpus), max(gpus))]
+        name = "ideal" if label == next(iter(curves)) else None
+        throughput.plot([min(gpus), max(gpus)], ideal, **IDEAL, label=name)
+        line.draw(throughput, "samples_per_s", "samples/s", "samples_per_s_per_gpu_2sigma")
+        line.draw(efficiency, "scaling_efficiency_percent", "%", "scaling_efficiency_2sigma_percent")
+        for axes in mfu:
+            line.draw(axes, "mfu_percent", "% MFU, published convention")
+            dotted = {"linestyle": ":", "markerfacecolor": "white"}
+            line.draw(axes, "mfu_model_percent", "% MFU, by the work done", **dotted)
+            axes.set_ylabel("MFU (%)")
+    throughput.set(yscale="log", ylabel="samples/s")
+    efficiency.axhline(100, **IDEAL)
+    efficiency.set_ylabel("scaling efficiency (%)")
+    for axes in mfu:
+        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+    gpu_axis(picture.panels[-1], [row.gpus for row in rows])
+    handles, labels = throughput.get_legend_handles_labels()
+    if any(row.mfu_model_percent for row in rows):
+        handles += picture.panels[-1].plot([], [], color="0.3", linestyle=":", marker="o", markerfacecolor="white")
         labels.append("MFU by the work done (else published FLOPs)")
     wrapped = [fill(label, LEGEND_CHARACTERS) for label in labels]
-    figure.legend(handles, wrapped, loc="outside lower center", frameon=False, fontsize=7, handlelength=3.2)
-    for panel in panels:
-        panel.tick_params(labelsize=7, width=0.6)
-        panel.yaxis.label.set_fontsize(8)
-    return figure, hover
+    picture.figure.legend(handles, wrapped, loc="outside lower center", handlelength=3.2)
+    body = [[label, *row.cells(*_COLUMNS.values())] for label, members in curves.items() for row in members]
+    picture.table = markdown_table(("series", *_COLUMNS), body)
+    return picture
 
 
-def _styles(curves: Sequence[Curve]) -> list[SeriesStyle]:
-    """A style for each curve, by order; a published one in its measured model's colour, open and dashed."""
-    measured = [curve for curve in curves if not curve.is_published]
-    by_model: dict[str, SeriesStyle] = {}
-    styles = []
-    for index, curve in enumerate([*measured, *(curve for curve in curves if curve.is_published)]):
-        style = SERIES_STYLES[index % len(SERIES_STYLES)]
-        if curve.is_published and curve.rows[0].model in by_model:
-            style = replace(by_model[curve.rows[0].model], line=(0, (4, 2)), filled=False)
-        elif not curve.is_published:
-            by_model.setdefault(curve.rows[0].model, style)
-        styles.append((id(curve), style))
-    found = dict(styles)
-    return [found[id(curve)] for curve in curves]
+def _styles(curves: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
+    """By label, in order, the measured ones first; a published one in its measured model's colour, open and dashed."""
+    styles: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, dict[str, Any]] = {}
+    for index, (label, rows) in enumerate(sorted(curves.items(), key=lambda item: _is_published(item[1]))):
+        styles[label] = dict(SERIES_STYLES[index % len(SERIES_STYLES)])
+        if not _is_published(rows):
+            by_model.setdefault(rows[0].model, styles[label])
+        elif rows[0].model in by_model:
+            styles[label] = by_model[rows[0].model] | {"linestyle": (0, (4, 2)), "markerfacecolor": "white"}
+    return styles
 
 
-def _draw_throughput(axes: Axes, curve: Curve, style: SeriesStyle, hover: HoverPoints, label_ideal: bool) -> None:
-    base = next((row for row in curve.rows if row.speedup and abs(row.speedup - 1) < 1e-9), curve.rows[0])
-    assert base.samples_per_s_per_gpu
-    ends = [min(curve.gpus), max(curve.gpus)]
-    ideal = [base.samples_per_s_per_gpu * gpus for gpus in ends]
-    axes.plot(ends, ideal, color="0.55", linewidth=0.8, linestyle=(0, (1, 1)), label="ideal" if label_ideal else None)
-    rows = [row for row in curve.rows if row.samples_per_s]
-    values = [row.samples_per_s or 0.0 for row in rows]
-    errors = [(row.samples_per_s_per_gpu_2sigma or 0.0) * row.gpus for row in rows]
-    _errorbar(axes, [row.gpus for row in rows], values, errors, style, curve.label)
-    for row, value in zip(rows, values, strict=True):
-        rate = format_cell("samples_per_s_per_gpu", row.samples_per_s_per_gpu)
-        spread = format_cell("samples_per_s_per_gpu_2sigma", row.samples_per_s_per_gpu_2sigma)
-        per_gpu = f"{rate} ± {spread}" if spread else rate
-        text = f"{format_cell('samples_per_s', value)} samples/s\n{per_gpu} samples/s/GPU"
-        hover.add(axes, row.gpus, value, f"{_where(curve, row)}\n{text}")
+@dataclass(frozen=True)
+class _Line:
+    """One series of measured scales, to be drawn on several panels."""
+
+    picture: Picture
+    label: str
+    rows: Sequence[Row]
+    style: Mapping[str, Any]
+
+    def draw(self, axes: Axes, column: str, unit: str, spread: str = "", **style: str) -> None:
+        """Draw a column with error bars, each value shown on hover."""
+        rows = [row for row in self.rows if getattr(row, column) is not None]
+        is_total = column == "samples_per_s"
+        values = [getattr(row, column) for row in rows]
+        errors = [(getattr(row, spread, None) or 0.0) * (row.gpus if is_total else 1) for row in rows]
+        bars = errors if any(errors) else None
+        label = self.label if is_total else None
+        if rows:
+            axes.errorbar(
+                [row.gpus for row in rows], values, bars, elinewidth=0.8, label=label, **{**self.style, **style}
+            )
+        for row, value, error in zip(rows, values, errors, strict=True):
+            text = f"{value:.1f}" + (f" ± {error:.2f}" if error else "") + f" {unit}"
+            if is_total:
+                text = f"{row.cell(column)} {unit}\n{row.cell('samples_per_s_per_gpu', spread)} samples/s/GPU"
+            self.picture.hover(axes, row.gpus, value, f"{self.label}\n{row.nodes} nodes, {row.gpus} GPUs\n{text}")
 
 
-def _draw_line(
-    axes: Axes, curve: Curve, style: SeriesStyle, hover: HoverPoints, column: str, sigma: str, unit: str
-) -> None:
-    rows = [row for row in curve.rows if getattr(row, column) is not None]
-    if not rows:
-        return
-    values = [getattr(row, column) for row in rows]
-    errors = [(getattr(row, sigma) or 0.0) if sigma else 0.0 for row in rows]
-    _errorbar(axes, [row.gpus for row in rows], values, errors, style, None)
-    for row, value, error in zip(rows, values, errors, strict=True):
-        spread = f" ± {error:.2f}" if error else ""
-        hover.add(axes, row.gpus, value, f"{_where(curve, row)}\n{value:.1f}{spread} {unit}")
+@styled
+def draw_projection(
+    found: Sequence[Series], fit_nodes: int = FIT_NODES, max_gpus: int = max(PROJECTED_GPUS)
+) -> Picture:
+    """Draw projected efficiency with its band over the measured one, and what the first series' step is lost to.
+
+    Hold-out fits, on up to `fit_nodes`, are drawn where a series has one.
+    """
+    picture = Picture((2, 1), panel_height=2.1)
+    efficiency, losses = picture.panels
+    handles: dict[str, Any] = {}
+    cells: list[list[str]] = []
+    for index, series in enumerate(found):
+        style = dict(SERIES_STYLES[index % len(SERIES_STYLES)])
+        style |= {"markerfacecolor": style["color"] if index % 2 == 0 else "white"}
+        cells += _draw_efficiency(picture, efficiency, series, style, fit_nodes, _node_counts(series, max_gpus))
+        band = efficiency.fill_between([], [], [], color=style["color"], alpha=0.18, linewidth=0)
+        handles[f"{series.name}: measured, model, 95 % band"] = (band, *efficiency.plot([], [], **style))
+    if any(series.has_hold_out(fit_nodes) for series in found):
+        (line,) = efficiency.plot([], [], color="0.3", linestyle=":", linewidth=1.0)
+        handles[f"model fitted on up to {fit_nodes} nodes only"] = line
+    _draw_losses(picture, losses, found[0], _node_counts(found[0], max_gpus))
+    efficiency.set_ylabel("efficiency (%)")
+    gpu_axis(losses, [int(row[2]) for row in cells])
+    picture.figure.legend(list(handles.values()), list(handles), loc="outside lower center", handlelength=3.2)
+    picture.table = markdown_table(("series", "nodes", "GPUs", "projected efficiency %", "95 % band"), cells)
+    return picture
 
 
-def _errorbar(
-    axes: Axes, gpus: list[int], values: list[float], errors: list[float], style: SeriesStyle, label: str | None
-) -> None:
-    axes.errorbar(
-        gpus,
-        values,
-        yerr=errors if any(errors) else None,
-        color=style.color,
-        marker=style.marker,
-        linestyle=style.line,
-        markerfacecolor=style.color if style.filled else "white",
-        markersize=4,
-        linewidth=1.2,
-        capsize=2,
-        elinewidth=0.8,
-        label=label,
-    )
+def _node_counts(series: Series, max_gpus: int) -> list[int]:
+    """Measured node counts, then doublings up to `max_gpus`."""
+    counts = [nodes for nodes, _ in series.rates]
+    while 2 * counts[-1] * series.workload.gpus_per_node <= max_gpus:
+        counts.append(2 * counts[-1])
+    return counts
 
 
-def _legend_line() -> Artist:
-    from matplotlib.lines import Line2D
+def _draw_efficiency(
+    picture: Picture, axes: Axes, series: Series, style: Mapping[str, Any], fit_nodes: int, counts: Sequence[int]
+) -> list[list[str]]:
+    """Points, fitted line and band of one series; returns what the page's table says of it."""
+    model, bands = series.fit(), series.bands(counts)
+    gpus = [nodes * series.workload.gpus_per_node for nodes in counts]
+    color, line = style["color"], style["linestyle"]
+    if bands:
+        low, high = zip(*(bands[nodes] for nodes in counts), strict=True)
+        axes.fill_between(gpus, low, high, color=color, alpha=0.18, linewidth=0)
+    projected = [series.efficiency_percent(model.rate(nodes)) for nodes in counts]
+    axes.plot(gpus, projected, color=color, linestyle=line)
+    if series.has_hold_out(fit_nodes):
+        held_out = series.up_to(fit_nodes).fit()
+        tried = [series.efficiency_percent(held_out.rate(nodes)) for nodes in counts]
+        axes.plot(gpus, tried, color=color, linestyle=":", linewidth=1.0)
+    points = [series.efficiency_percent(rate) for _, rate in series.rates]
+    axes.plot(gpus[: len(points)], points, **{**style, "linestyle": "none"})
+    cells = []
+    for count, nodes, value in zip(gpus, counts, projected, strict=True):
+        band = "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
+        cells.append([series.title, str(nodes), str(count), f"{value:.1f}", band])
+        text = f"{series.name}\n{nodes} nodes, {count} GPUs\nmodel {value:.1f} %"
+        picture.hover(axes, count, value, text + (f"\n95 % band {band} %" if band else ""))
+    return cells
 
-    return Line2D([], [], color="0.3", linestyle=":", marker="o", markerfacecolor="white", markersize=4)
 
-
-def _where(curve: Curve, row: Row) -> str:
-    return f"{curve.label}\n{row.nodes} nodes, {row.gpus} GPUs"
-
-
-def _page_table(curves: Sequence[Curve]) -> str:
-    columns = ("nodes", "gpus", "samples_per_s_per_gpu", "samples_per_s", "scaling_efficiency_percent", "mfu_percent")
-    header = ("series", "nodes", "GPUs", "samples/s/GPU", "samples/s", "efficiency %", "MFU % (published convention)")
-    body = [
-        [curve.label, *(format_cell(column, getattr(row, column)) for column in columns)]
-        for curve in curves
-        for row in curve.rows
-    ]
-    return html_table(header, body)
+def _draw_losses(picture: Picture, axes: Axes, series: Series, counts: Sequence[int]) -> None:
+    model = series.fit()
+    gpus = [nodes * series.workload.gpus_per_node for nodes in counts]
+    for style, term in zip(SERIES_STYLES, reversed(TERMS[1:]), strict=False):
+        shares = [100 * model.terms_s(nodes)[term] / model.step_s(nodes) for nodes in counts]
+        axes.plot(gpus, shares, markersize=3.5, label=term, **style)
+        for count, share in zip(gpus, shares, strict=True):
+            picture.hover(axes, count, share, f"{term}\n{count} GPUs\n{share:.1f} % of the step")
+    axes.set_ylabel("share of the step (%)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(series.name, fontsize=7, loc="right", pad=2)
+    axes.legend(loc="upper left", handlelength=3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plot scaling tables.")
-    parser.add_argument("tables", nargs="+", type=Path, help="tables that efficiency.py wrote, or published ones")
-    parser.add_argument("--output", type=Path, required=True, help="scaling.png, .svg or .html")
-    parser.add_argument("--no_published", action="store_true", help="leave the published curves out")
-    options = parser.parse_args()
+    options = parse_options("Plot scaling tables.", "tables", "--output", "--no_published", required=["--output"])
     check_format(options.output)
-    curves = read_curves(options.tables, not options.no_published)
-    figure, hover = draw(curves)
-    save(figure, options.output, hover, "Scaling of CLAP training", _page_table(curves))
+    draw(read_curves(options.tables, not options.no_published)).save(options.output, "Scaling of CLAP training")
     print(f"wrote {options.output}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_alone(main)

@@ -2,77 +2,106 @@
 
     python analysis/project.py TABLE.csv [OTHER.csv…] [--fit_nodes 16] [--output projection.png|svg|html]
 
-Fits `clap_ds.analysis.step_model` to the first table; says how well it fits, how well a fit on the small scales foretells the
+Fits `clap_ds.analysis.step_model` to the first table; says how well it fits, how well a fit on the small scales predicts the
 large ones, and how well its delays, unchanged, describe the other tables. Then projects, with 95 % bands, and asks what if.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
+from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.figure import check_format
-from clap_ds.analysis.projection import (
-    Measured,
-    Setting,
-    at_rate,
-    engine_methods,
-    errors_points,
-    fit_measured,
-    log_linear_efficiency,
-    node_counts_of,
-    prediction_bands,
-    read_measured,
-    transfer,
-    what_ifs,
-)
 from clap_ds.analysis.published import GH200_PEAK_TFLOPS
-from clap_ds.analysis.runs import run_command
-from clap_ds.analysis.step_model import TERMS, Machine, Method, StepModel
+from clap_ds.analysis.runs import FIT_NODES, MACHINE_OPTIONS, PROJECTED_GPUS, parse_options
+from clap_ds.analysis.step_model import BACKWARD_SHARE, TERMS, Machine, Method, Series, StepModel, read_series, transfer
 from clap_ds.analysis.table import markdown_table, write_text
-from clap_ds.analysis.throughput import positive_float, positive_int
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.settings import ClapSettings
 
-PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
 OTHER_TAILS = (1.6, 3.0)
-FIT_NODES = 16
 FASTER = 5.0
 BASELINE_NOTE = "Efficiency over the same configuration's smallest scale, in percent (samples/s/GPU)."
+DEFAULT_BUCKET_MB: float = ClapSettings.model_fields["gradient_bucket_mb"].default
+
+
+def what_ifs(model: StepModel) -> dict[str, StepModel]:
+    """The model with one thing changed at a time."""
+    machine, method = model.machine, model.method
+    slow = replace(machine, node_bytes_per_s=machine.node_bytes_per_s / 4)
+    overlapped = "without overlap of the all-reduce" if method.overlap else "with overlap of the all-reduce"
+    return {
+        "as fitted": model,
+        overlapped: replace(model, method=replace(method, overlap=not method.overlap)),
+        "exact local loss": replace(model, method=replace(method, loss="exact_local", early_gather=True)),
+        "bf16 all-reduce": replace(model, method=replace(method, gradient_bytes=2)),
+        "compute twice as fast": replace(model, compute_s=model.compute_s / 2, window_s=model.window_s / 2),
+        "links a quarter as fast": replace(model, machine=slow),
+        "a quarter of the delays": replace(model, delay_s=model.delay_s / 4),
+    }
+
+
+def engine_methods() -> dict[str, Method]:
+    """This project's loss and all-reduce, each with and without, bf16 on the wire throughout."""
+    neither = Method(overlap=False, gradient_bytes=2, feature_bytes=2, bucket_bytes=1e6 * DEFAULT_BUCKET_MB)
+    exact = replace(neither, loss="exact_local", early_gather=True)
+    return {
+        "neither": neither,
+        "exact local loss": exact,
+        "overlapped all-reduce": replace(neither, overlap=True),
+        "both": replace(exact, overlap=True),
+    }
+
+
+def at_rate(model: StepModel, rate: float, nodes: int, delays_shrink: bool) -> StepModel:
+    """The model with compute so short that it reaches `rate` samples/s/GPU on `nodes` nodes.
+
+    Delays shorten with the step (work that varies) or stay (what the machine does).
+
+    Raises:
+        UserError: so fast that what is not compute alone takes longer.
+    """
+    step_s = model.workload.batch_per_gpu / rate
+    delay_s = model.delay_s * step_s / model.step_s(nodes) if delays_shrink else model.delay_s
+    faster = replace(model, window_s=BACKWARD_SHARE * step_s, delay_s=delay_s).with_step(step_s, nodes)
+    if faster.compute_s <= 0:
+        raise UserError(f"{rate:g} samples/s/GPU on {nodes} nodes: communication and delays alone take longer")
+    return faster
 
 
 def render(
-    measured: Measured,
-    others: Sequence[Measured],
-    setting: Setting,
+    series: Series,
+    others: Sequence[Series] = (),
     fit_nodes: int = FIT_NODES,
     gpus: Sequence[int] = PROJECTED_GPUS,
     faster_rate: float | None = None,
 ) -> str:
-    """The whole answer as Markdown; `faster_rate` (default: five times the measured one) is that of the faster step."""
-    model = fit_measured(measured, setting)
-    errors = errors_points(model, measured)
-    lines = [f"## Projection of {measured.title}", "", _assumptions(model), "", "### Fit", ""]
+    """The whole answer as Markdown: `series` is fitted and projected, its delays are tried on `others`.
+
+    The hold-out is fitted on up to `fit_nodes`; `gpus` that fill no whole number of nodes are left out; the faster step's
+    `faster_rate`, in samples/s/GPU, is five times the measured one unless given.
+    """
+    model = series.fit()
+    errors = series.errors_points(model)
     rows = [
-        [str(nodes), f"{measured.efficiency_percent(rate):.1f}", f"{measured.efficiency_percent(model.rate(nodes)):.1f}",
-         f"{error:+.2f}"] + [f"{1000 * model.terms_s(nodes)[term]:.1f}" for term in TERMS]
-        for (nodes, rate), error in zip(measured.rates, errors, strict=True)
+        [str(nodes), f"{series.efficiency_percent(rate):.1f}", f"{series.efficiency_percent(model.rate(nodes)):.1f}",
+         f"{error:+.2f}", *(f"{1000 * model.terms_s(nodes)[term]:.1f}" for term in TERMS)]
+        for (nodes, rate), error in zip(series.rates, errors, strict=True)
     ]  # fmt: skip
     header = ["nodes", "measured %", "model %", "error pp", *(f"{term} ms" for term in TERMS)]
-    lines += [markdown_table(header, rows), ""]
-    lines += [
+    per_node = series.workload.gpus_per_node
+    counts = [count // per_node for count in gpus if count >= per_node and count % per_node == 0]
+    blocks = [
+        f"## Projection of {series.title}", _assumptions(model), "### Fit", markdown_table(header, rows),
         f"Fitted: {1000 * model.compute_s:.1f} ms of compute, delays of scale {1000 * model.delay_s:.2f} ms. "
-        f"Largest error {max(map(abs, errors)):.2f} percentage points of efficiency.", "",
+        f"Largest error {max(map(abs, errors)):.2f} percentage points of efficiency.",
+        *_hold_out(series, fit_nodes), *(block for other in others for block in _transferred(model, other, fit_nodes)),
+        *_projected(series, model, counts), *_what_if(model, counts, series.rates[0][0]),
+        *_with_engine(model, counts, series.rates[0][0], faster_rate or FASTER * series.rates[0][1]),
     ]  # fmt: skip
-    lines += _hold_out(measured, setting, fit_nodes)
-    for other in others:
-        lines += _transferred(model, other, setting, fit_nodes)
-    lines += _projected(measured, setting, model, gpus, faster_rate or FASTER * measured.rates[0][1])
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def _assumptions(model: StepModel) -> str:
@@ -87,27 +116,29 @@ def _assumptions(model: StepModel) -> str:
     )
 
 
-def _hold_out(measured: Measured, setting: Setting, fit_nodes: int) -> list[str]:
-    small = measured.up_to(fit_nodes)
-    larger = [point for point in measured.rates if point[0] > fit_nodes]
-    if not larger or len(small.rates) < 2:
-        return [f"No hold-out: the table needs two scales up to {fit_nodes} nodes and one above.", ""]
-    model = fit_measured(small, setting)
-    bands = prediction_bands(small, setting, [nodes for nodes, _ in larger])
+def _hold_out(series: Series, fit_nodes: int) -> list[str]:
+    small = series.up_to(fit_nodes)
+    larger = [point for point in series.rates if point[0] > fit_nodes]
+    if not series.has_hold_out(fit_nodes):
+        return [f"No hold-out: the table needs two scales up to {fit_nodes} nodes and one above."]
+    model, bands = small.fit(), small.bands([nodes for nodes, _ in larger])
     rows = []
     for nodes, rate in larger:
-        actual, foretold = measured.efficiency_percent(rate), measured.efficiency_percent(model.rate(nodes))
-        band = f"{bands[nodes][0]:.1f}–{bands[nodes][1]:.1f}" if bands else ""
-        cells = [str(nodes), f"{actual:.1f}", f"{foretold:.1f}", band, f"{foretold - actual:+.2f}"]
-        rival = log_linear_efficiency(small, nodes) - actual if len(small.rates) >= 3 else None
-        rows.append([*cells, f"{rival:+.2f}" if rival is not None else ""])
-    header = ("nodes", "measured %", "foretold %", "95 % band", "error pp", "log + linear pp")
-    return [f"### Fitted on up to {fit_nodes} nodes, tried on the rest", "", markdown_table(header, rows), ""]
+        actual, predicted = series.efficiency_percent(rate), series.efficiency_percent(model.rate(nodes))
+        rival = f"{small.log_linear_efficiency(nodes) - actual:+.2f}" if len(small.rates) >= 3 else ""
+        rows.append(
+            [str(nodes), f"{actual:.1f}", f"{predicted:.1f}", _band(bands, nodes), f"{predicted - actual:+.2f}", rival]
+        )
+    header = ("nodes", "measured %", "predicted %", "95 % band", "error pp", "log + linear pp")
+    return [f"### Fitted on up to {fit_nodes} nodes, tried on the rest", markdown_table(header, rows)]
 
 
-def _transferred(model: StepModel, other: Measured, setting: Setting, fit_nodes: int) -> list[str]:
-    moved = errors_points(transfer(model, other, setting), other)
-    own = errors_points(fit_measured(other, setting), other)
+def _band(bands: dict[int, tuple[float, float]], nodes: int) -> str:
+    return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
+
+
+def _transferred(model: StepModel, other: Series, fit_nodes: int) -> list[str]:
+    moved, own = other.errors_points(transfer(model, other)), other.errors_points(other.fit())
     rows = [
         [str(nodes), f"{other.efficiency_percent(rate):.1f}", f"{first:+.2f}", f"{second:+.2f}"]
         for (nodes, rate), first, second in zip(other.rates, moved, own, strict=True)
@@ -117,120 +148,95 @@ def _transferred(model: StepModel, other: Measured, setting: Setting, fit_nodes:
         f"Largest error {max(map(abs, moved)):.2f} points with the delays of the first table and nothing fitted but its "
         f"own smallest scale; {max(map(abs, own)):.2f} with both parameters fitted."
     )
-    lines = [f"### Same model on {other.title}", "", markdown_table(header, rows), "", text, ""]
-    return lines + [line.replace("### ", "#### ") for line in _hold_out(other, setting, fit_nodes)]
+    held_out = [block.replace("### ", "#### ") for block in _hold_out(other, fit_nodes)]
+    return [f"### Same model on {other.title}", markdown_table(header, rows), text, *held_out]
 
 
-def _projected(
-    measured: Measured, setting: Setting, model: StepModel, gpus: Sequence[int], faster_rate: float
-) -> list[str]:
-    counts = node_counts_of(measured, gpus)
-    baseline = measured.rates[0][0]
-    bands = prediction_bands(measured, setting, counts)
-    tails = [fit_measured(measured, setting, tail) for tail in OTHER_TAILS]
+def _projected(series: Series, model: StepModel, counts: Sequence[int]) -> list[str]:
+    bands = series.bands(counts)
+    models = [model, *(series.fit(tail) for tail in OTHER_TAILS)]
     rows = []
     for nodes in counts:
-        total = model.rate(nodes) * nodes * measured.workload.gpus_per_node
-        band = f"{bands[nodes][0]:.1f}–{bands[nodes][1]:.1f}" if bands else ""
-        cells = [f"{measured.efficiency_percent(item.rate(nodes)):.1f}" for item in (model, *tails)]
-        rows.append(
-            [str(nodes), str(nodes * measured.workload.gpus_per_node), cells[0], band, f"{total:.0f}", *cells[1:]]
-        )
-    header = [
-        "nodes",
-        "GPUs",
-        "efficiency %",
-        "95 % band",
-        "samples/s",
-        *(f"% if tail index {t:g}" for t in OTHER_TAILS),
-    ]
-    lines = ["### Projection", "", markdown_table(header, rows), ""]
-    lines += ["The band holds noise, fitted parameters and the tail index, with the terms as assumed; the last columns "
-              "show what the tail index alone is worth.", ""]  # fmt: skip
-    changed = [
-        [name, f"{changed.rate(baseline):.1f}"]
-        + [f"{changed.efficiency_percent(nodes, baseline):.1f} ({changed.rate(nodes):.1f})" for nodes in counts]
-        for name, changed in what_ifs(model).items()
-    ]
-    header = ["what if", f"samples/s/GPU, {baseline} node{'s' if baseline > 1 else ''}"]
-    header += [f"{nodes * measured.workload.gpus_per_node} GPUs" for nodes in counts]
-    lines += ["### What if", "", markdown_table(header, changed), "", BASELINE_NOTE, ""]
-    return lines + _with_engine(measured, model, counts, faster_rate)
+        gpus = nodes * series.workload.gpus_per_node
+        percents = [f"{series.efficiency_percent(item.rate(nodes)):.1f}" for item in models]
+        total = f"{model.rate(nodes) * gpus:.0f}"
+        rows.append([str(nodes), str(gpus), percents[0], _band(bands, nodes), total, *percents[1:]])
+    tails = [f"% if tail index {tail:g}" for tail in OTHER_TAILS]
+    header = ["nodes", "GPUs", "efficiency %", "95 % band", "samples/s", *tails]
+    text = (
+        "The band holds noise, fitted parameters and the tail index, with the terms as assumed; the last columns "
+        "show what the tail index alone is worth."
+    )
+    return ["### Projection", markdown_table(header, rows), text]
 
 
-def _with_engine(measured: Measured, model: StepModel, counts: Sequence[int], faster_rate: float) -> list[str]:
+def _what_if(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
+    rows = [[name, *_rates(changed, counts, baseline)] for name, changed in what_ifs(model).items()]
+    return ["### What if", markdown_table(["what if", *_rates_header(model, counts, baseline)], rows), BASELINE_NOTE]
+
+
+def _rates(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
+    """Samples/s/GPU on the baseline's nodes; efficiency and rate at every count."""
+    cells = [f"{model.efficiency_percent(nodes, baseline):.1f} ({model.rate(nodes):.1f})" for nodes in counts]
+    return [f"{model.rate(baseline):.1f}", *cells]
+
+
+def _rates_header(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
+    gpus = [f"{nodes * model.workload.gpus_per_node} GPUs" for nodes in counts]
+    return [f"samples/s/GPU, {baseline} node{'s' if baseline > 1 else ''}", *gpus]
+
+
+def _with_engine(model: StepModel, counts: Sequence[int], baseline: int, faster_rate: float) -> list[str]:
     """This project's loss and all-reduce, each with and without, at the measured step and a faster one."""
-    baseline = measured.rates[0][0]
     methods = engine_methods()
     both = replace(model, method=methods["both"])
-    steps = {"as measured": model}
-    for shrink in (False, True):
-        name = f"{faster_rate:.0f} samples/s/GPU, delays {'in proportion' if shrink else 'unchanged'}"
-        steps[name] = at_rate(both, faster_rate, baseline, shrink)
-    rows = []
-    for step, found in steps.items():
-        for name, method in methods.items():
-            changed = replace(found, method=method)
-            cells = [f"{changed.efficiency_percent(n, baseline):.1f} ({changed.rate(n):.1f})" for n in counts]
-            rows.append([step, name, f"{changed.rate(baseline):.1f}", *cells])
-    header = ["step", "with", f"samples/s/GPU, {baseline} node{'s' if baseline > 1 else ''}"]
-    header += [f"{nodes * measured.workload.gpus_per_node} GPUs" for nodes in counts]
+    faster = f"{faster_rate:.0f} samples/s/GPU, delays"
+    steps = {
+        "as measured": model,
+        f"{faster} unchanged": at_rate(both, faster_rate, baseline, False),
+        f"{faster} in proportion": at_rate(both, faster_rate, baseline, True),
+    }
+    rows = [
+        [step, name, *_rates(replace(found, method=method), counts, baseline)]
+        for step, found in steps.items()
+        for name, method in methods.items()
+    ]
     text = (
         "Gradients and features in bf16. Exact local loss: features gathered once, the audio tower's under the text tower's "
         "forward pass, and 2 floats a sample; no feature gradient travels. Without it, as many bytes again. Overlapped "
         f"all-reduce: buckets of {both.method.bucket_bytes / 1e6:g} MB under the backward pass. {BASELINE_NOTE}"
     )
-    return ["### This project's loss and all-reduce", "", markdown_table(header, rows), "", text]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Project a scaling table to more GPUs.")
-    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE", help="the first is fitted, the others tried")
-    parser.add_argument(
-        "--fit_nodes", type=positive_int, default=FIT_NODES, help="hold-out: largest scale fitted (default 16)"
-    )
-    parser.add_argument("--project_gpus", type=positive_int, nargs="+", default=list(PROJECTED_GPUS), metavar="GPUS")
-    parser.add_argument("--output", type=Path, help="figure (.png, .svg or .html)")
-    parser.add_argument("--markdown", type=Path, help="write what is printed here")
-    parser.add_argument("--faster_rate", type=positive_float, help="samples/s/GPU of a faster step (default: 5 times)")
-    parser.add_argument("--num_parameters", type=positive_float, help="trained parameters, for models not published")
-    parser.add_argument("--joint_dim", type=positive_int, help="width of the joint embedding, for models not published")
-    add_machine_options(parser)
-    parser.add_argument("--gradient_bytes", type=int, choices=(2, 4), default=4, help="per gradient on the network")
-    parser.add_argument("--no_overlap", action="store_true", help="the all-reduce was not overlapped with backward")
-    parser.add_argument("--loss", choices=("gather_with_grad", "exact_local"), default="gather_with_grad")
-    options = parser.parse_args()
-    if options.output:
-        check_format(options.output)
-    method = Method(not options.no_overlap, options.gradient_bytes, 2, options.loss)
-    setting = Setting(machine_of(options), method)
-    found = [read_measured(path, options.num_parameters, options.joint_dim) for path in options.tables]
-    text = render(found[0], found[1:], setting, options.fit_nodes, options.project_gpus, options.faster_rate)
-    print(text, end="")
-    if options.markdown:
-        write_text(options.markdown, text)
-    if options.output:
-        from clap_ds.analysis.plot_projection import save_projection
-
-        save_projection(options.output, found, setting, options.fit_nodes, max(options.project_gpus))
-
-
-def add_machine_options(parser: argparse.ArgumentParser, peak: bool = True) -> None:
-    """Options of `Machine`, a Jupiter node unless said otherwise; without `peak`, `--peak_tflops` is there already."""
-    parser.add_argument("--node_gbytes_per_s", type=positive_float, default=80, help="into one node (default 80)")
-    parser.add_argument("--gpu_gbytes_per_s", type=positive_float, default=150, help="between a node's GPUs")
-    parser.add_argument("--latency_us", type=positive_float, default=10, help="of a hop between nodes")
-    if peak:
-        parser.add_argument("--peak_tflops", type=positive_float, help="dense peak of one GPU (default 989)")
-    parser.add_argument("--memory_tbytes_per_s", type=positive_float, default=4, help="of one GPU's memory")
+    table = markdown_table(["step", "with", *_rates_header(model, counts, baseline)], rows)
+    return ["### This project's loss and all-reduce", table, text]
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
+    """What a projection assumes of links and GPUs: a Jupiter node unless the options say otherwise."""
     return Machine(
         1e9 * options.node_gbytes_per_s, 1e9 * options.gpu_gbytes_per_s, 1e-6 * options.latency_us,
         1e12 * (options.peak_tflops or GH200_PEAK_TFLOPS), 1e12 * options.memory_tbytes_per_s,
     )  # fmt: skip
 
 
+def main() -> None:
+    options = parse_options(
+        "Project scaling tables to more GPUs: the first is fitted, the others tried.",
+        *("tables", "--fit_nodes", "--project_gpus", "--output", "--markdown", "--faster_rate", "--num_parameters"),
+        *("--joint_dim", *MACHINE_OPTIONS, "--gradient_bytes", "--no_overlap", "--loss"),
+    )
+    if options.output:
+        check_format(options.output)
+    method = Method(not options.no_overlap, options.gradient_bytes, 2, options.loss)
+    sizes = options.num_parameters or 0, options.joint_dim or 0
+    found = [read_series(path, machine_of(options), method, *sizes) for path in options.tables]
+    text = render(found[0], found[1:], options.fit_nodes, options.project_gpus, options.faster_rate)
+    print(text, end="")
+    if options.markdown:
+        write_text(options.markdown, text)
+    if options.output:
+        picture = plot_scaling.draw_projection(found, options.fit_nodes, max(options.project_gpus))
+        picture.save(options.output, "Projected scaling of CLAP training")
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_alone(main)

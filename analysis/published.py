@@ -1,5 +1,4 @@
-"""What LAION published for CLAP training on Jupiter (`published/*.csv`), its conventions, and which of its digits
-don't add up.
+"""What LAION published for CLAP training on Jupiter (`published/*.csv`), its conventions, and which of its digits don't add up.
 
 MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak, with the forward
 cost of 514 text tokens whatever the run's captions were. Peaks of other GPUs are not known here: they come with a
@@ -9,42 +8,29 @@ run's record or from the user.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PUBLISHED_DIR = Path(__file__).with_name("published")
 FORWARD_GFLOPS: Mapping[str, float] = {"htsat_tiny_roberta_base": 111.20, "htsat_base_roberta_base": 130.09}
 """Claimed forward cost per sample."""
 GH200_PEAK_TFLOPS = 989.0
-
-
-@dataclass(frozen=True)
-class PublishedTable:
-    """Facts about a published table that its CSV has no column for."""
-
-    model: str
-    micro_batch_per_gpu: int
-    device_name: str = "GH200"
-    peak_tflops: float = GH200_PEAK_TFLOPS
-    precision: str = "amp_bf16"
-
-
-PUBLISHED_TABLES: Mapping[str, PublishedTable] = {
-    "jupiter_htsat_tiny": PublishedTable("htsat_tiny_roberta_base", 616),
-    "jupiter_htsat_base": PublishedTable("htsat_base_roberta_base", 416),
+_SETUP = {
+    "device": "GH200", "peak_tflops": GH200_PEAK_TFLOPS, "precision": "amp_bf16", "scaling": "weak", "state": "published",
+}  # fmt: skip
+PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
+    "jupiter_htsat_tiny": {"model": "htsat_tiny_roberta_base", "batch_per_gpu": 616, **_SETUP},
+    "jupiter_htsat_base": {"model": "htsat_base_roberta_base", "batch_per_gpu": 416, **_SETUP},
 }
-"""By file name without ending."""
+"""Columns of a scaling table that the published CSV lacks, by its file name without ending."""
 
 
-def published_mfu_percent(model: str | None, rate: float, peak_tflops: float | None) -> float | None:
-    """MFU in the published convention; None where the model has no published cost or the GPU's peak is not known.
+def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) -> float | None:
+    """MFU in the published convention at `rate` samples/s/GPU.
 
-    Args:
-        model: preset name.
-        rate: samples/s/GPU.
-        peak_tflops: dense peak of one GPU at the precision used.
+    None where the model (a preset's name) has no published cost or the dense peak of its GPU is not known.
     """
-    gflops = FORWARD_GFLOPS.get(model or "")
+    gflops = FORWARD_GFLOPS.get(model)
     if gflops is None or peak_tflops is None:
         return None
     return 100 * gflops * 3 * rate / (peak_tflops * 1000)
@@ -57,11 +43,8 @@ def rounding_bounds(digits: str) -> tuple[float, float]:
     return value - half, value + half
 
 
-def rate_bounds(rate: str, total: str | None, num_gpus: int) -> tuple[float, float]:
-    """Range of samples/s/GPU that agrees with the printed rate and, where there is one, with the printed total.
-
-    Where the two contradict each other (an empty range) the rate per GPU is taken.
-    """
+def rate_bounds(rate: str, total: str, num_gpus: int) -> tuple[float, float]:
+    """Range of samples/s/GPU that agrees with the printed rate and, unless it is empty or contradicts it, the printed total."""
     low, high = rounding_bounds(rate)
     if total:
         total_low, total_high = rounding_bounds(total)
@@ -71,13 +54,32 @@ def rate_bounds(rate: str, total: str | None, num_gpus: int) -> tuple[float, flo
     return low, high
 
 
+def wrong_claims(
+    cells: Mapping[str, str],
+    gpus: int,
+    model: str,
+    peak_tflops: float | None,
+    base: Mapping[str, str] | None,
+    base_gpus: int,
+) -> dict[str, str]:
+    """Digits (by column) a table states that don't follow from its own samples/s, however those were rounded.
+
+    Args are the row's cells as printed and what its MFU needs; and, where known, cells of the row that is 100 % efficient.
+    """
+    total = cells.get("samples_per_s", "")
+    low, high = rate_bounds(cells["samples_per_s_per_gpu"], total, gpus)
+    bounds = {"samples_per_s": (low * gpus, high * gpus)} if total else {}
+    mfu = [published_mfu_percent(model, rate, peak_tflops) for rate in (low, high)]
+    if mfu[0] is not None and mfu[1] is not None:
+        bounds["mfu_percent"] = mfu[0], mfu[1]
+    if base and float(base.get("scaling_efficiency_percent") or 0) == 100:
+        base_low, base_high = rate_bounds(base["samples_per_s_per_gpu"], base.get("samples_per_s", ""), base_gpus)
+        bounds["scaling_efficiency_percent"] = 100 * low / base_high, 100 * high / base_low
+    return {name: text for name in bounds if (text := cells.get(name)) and not claim_follows(text, *bounds[name])}
+
+
 def claim_follows(claimed: str, low: float, high: float) -> bool:
     """Whether a printed number is the rounding of some value in [low, high]."""
     claimed_low, claimed_high = rounding_bounds(claimed)
     tolerance = 1e-9 * abs(high)
     return claimed_low <= high + tolerance and low <= claimed_high + tolerance
-
-
-def read_facts(path: Path) -> PublishedTable | None:
-    """The facts belonging to a published table, recognised by its file name."""
-    return PUBLISHED_TABLES.get(path.stem)

@@ -1,4 +1,4 @@
-"""This project's run directory → a run, whatever state the run ended in.
+"""This project's run directory → a run, whatever state the run ended in and whichever version wrote it.
 
 `summary.json` is believed first; what it lacks comes from `config.json` and `environment.json`, and the rates of a
 run that was killed before it could sum up come from `metrics.jsonl`.
@@ -7,16 +7,17 @@ run that was killed before it could sum up come from `metrics.jsonl`.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from clap_ds.analysis.intervals import median_interval
-from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run, non_negative, positive, whole
-
-RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
+from clap_ds.analysis.table import Run
+from clap_ds.config.errors import UserError
+from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
+from clap_ds.record.statistics import median_interval
 
 
 def is_record(path: Path) -> bool:
@@ -31,129 +32,133 @@ def read_record(path: Path) -> Run:
         the run; its rates are None where it ended before one window was complete, and `notes` says what is missing.
 
     Raises:
-        InputError: no node or GPU count anywhere, or only unreadable files.
+        UserError: no summary, configuration or environment that can be read.
     """
     notes: list[str] = []
-    summary = _load(path / "summary.json", notes)
-    config = _load(path / "config.json", notes)
-    environment = _load(path / "environment.json", notes)
+    summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
-        raise InputError(f"{path}: none of {', '.join(RECORD_FILES)} holds a JSON object")
+        raise UserError(f"{path}: none of {', '.join(RECORD_FILES)} holds a JSON object")
     clap = _section(config, "clap")
-    num_gpus = whole(summary.get("world_size")) or whole(environment.get("world_size"))
-    num_nodes = whole(summary.get("num_nodes")) or whole(environment.get("num_nodes"))
     micro_batch = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
-    accumulation = (
-        whole(summary.get("gradient_accumulation_steps")) or whole(config.get("gradient_accumulation_steps")) or 1
-    )
-    rates = _section(summary, "samples_per_s_per_gpu")
-    windows = tuple(rate for value in _list(rates.get("windows")) if (rate := positive(value)))
-    step = _section(summary, "step_time_s")
-    if not windows and not positive(rates.get("median")) and micro_batch:
-        windows, step = _windows_of_metrics(path / "metrics.jsonl", micro_batch * accumulation, _window_steps(clap))
+    accumulation = whole((config | summary).get("gradient_accumulation_steps")) or 1
+    batch = micro_batch and micro_batch * accumulation
+    rates, step = _section(summary, "samples_per_s_per_gpu"), _section(summary, "step_time_s")
+    stated = rates.get("windows")
+    windows = tuple(rate for value in (stated if isinstance(stated, list) else ()) if (rate := positive(value)))
+    rate = positive(rates.get("median"))
+    if not windows and not rate and batch:
+        windows, step = _windows_of_steps(path, batch, whole(_section(clap, "bench").get("steps_per_window")))
         if windows:
             notes.append(f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up")
-    if not windows and not positive(rates.get("median")):
+    if not windows and not rate:
         notes.append("no complete window was measured")
+    memory = positive(summary.get("memory_peak_bytes"))
+    parts = _section(summary, "breakdown_s")
+    breakdown: dict[str, Any] = {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
-        source=str(path),
-        kind="record",
-        state=str(summary.get("state") or "unknown"),
-        error=_text(summary.get("error")),
-        model=_text(summary.get("preset")) or _text(_section(clap, "model").get("preset")),
-        device_name=_text(summary.get("device_name")) or _text(environment.get("device_name")),
-        precision=_text(summary.get("precision")),
+        source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
+        model=_text(summary, "preset") or _text(_section(clap, "model"), "preset"),
+        device=_text(summary, "device_name") or _text(environment, "device_name"), precision=_text(summary, "precision"),
         text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
-        num_nodes=num_nodes,
-        num_gpus=num_gpus,
-        micro_batch_per_gpu=micro_batch,
-        gradient_accumulation_steps=accumulation,
-        **_rate_fields(rates, windows),
-        step_time_s=positive(step.get("median")),
-        slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
+        nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
+        gpus=whole(summary.get("world_size")) or whole(environment.get("world_size")) or 0,
+        batch_per_gpu=batch, accumulation=accumulation, **_rate_fields(rates, rate, windows),
+        step_time_s=positive(step.get("median")), slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         data_wait_percent=non_negative(summary.get("data_wait_percent")),
-        memory_peak_bytes=positive(summary.get("memory_peak_bytes")),
-        breakdown_s={
-            part: seconds
-            for part in BREAKDOWN_PARTS
-            if (seconds := non_negative(_section(summary, "breakdown_s").get(part))) is not None
-        },
-        mfu_model_percent=positive(summary.get("mfu_model_percent")),
-        peak_tflops=positive(summary.get("peak_tflops")),
-        time_to_target_s=positive(summary.get("time_to_target_s")),
-        notes=tuple(notes),
-        config=config,
-    )
+        memory_peak_gib=memory and memory / 1024**3, **breakdown,
+        mfu_model_percent=positive(summary.get("mfu_model_percent")), peak_tflops=positive(summary.get("peak_tflops")),
+        time_to_target_s=positive(summary.get("time_to_target_s")), notes="; ".join(notes),
+        config=config, environment=environment, finished=_text(summary, "finished"),
+    )  # fmt: skip
 
 
-def _rate_fields(rates: Mapping[str, Any], windows: tuple[float, ...]) -> dict[str, Any]:
+def _rate_fields(rates: Mapping[str, Any], rate: float | None, windows: tuple[float, ...]) -> dict[str, Any]:
     """The median rate and its interval, from the summary where it has them, else from the windows."""
-    rate = positive(rates.get("median")) or (median(windows) if windows else None)
     low, high = positive(rates.get("low")), positive(rates.get("high"))
-    if rate is not None and low is not None and high is not None:
-        return {
-            "rate": rate,
-            "rate_low": low,
-            "rate_high": high,
-            "windows": windows,
-            "interval_from": f"95 % interval of {len(windows)} windows of 1 run" if windows else "interval of 1 run",
-        }
-    return {"rate": rate, **interval_fields(windows)}
+    if (rate or windows) and low is not None and high is not None:
+        described = f"95 % interval of {len(windows)} windows of 1 run" if windows else "interval of 1 run"
+        known = {"interval": (low, high), "windows": windows, "uncertainty_from": described}
+    else:
+        known = interval_fields(windows)
+    return {"samples_per_s_per_gpu": rate or (median(windows) if windows else None), **known}
 
 
 def interval_fields(windows: tuple[float, ...]) -> dict[str, Any]:
-    """`Run` fields of the interval that order statistics of the windows give; nothing for fewer than two windows."""
+    """`Run`'s fields of the interval that order statistics of the windows give; none for fewer than two windows."""
     if len(windows) < 2:
         return {"windows": windows}
-    low, high, coverage = median_interval(windows)
-    kind = "95 % interval" if coverage >= 0.95 else "range"
+    found = median_interval(windows)
+    kind = "95 % interval" if found.coverage >= 0.95 else "range"
     described = f"{kind} of {len(windows)} windows of 1 run"
-    return {"windows": windows, "rate_low": low, "rate_high": high, "interval_from": described}
+    return {"windows": windows, "interval": (found.low, found.high), "uncertainty_from": described}
 
 
-def _windows_of_metrics(
+def _windows_of_steps(
     path: Path, batch_per_gpu: int, steps_per_window: int | None
 ) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Samples/s/GPU of each whole window in `metrics.jsonl`, and the step times; a cut last line is left out."""
-    times: dict[int, list[float]] = defaultdict(list)
+    """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
+    times: dict[float, list[float]] = defaultdict(list)
     slowest: list[float] = []
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if not isinstance(entry, dict) or entry.get("phase") != "window":
-                    continue
-                time, window = positive(entry.get("time_s")), non_negative(entry.get("window"))
-                if time is not None and window is not None:
-                    times[int(window)].append(time)
-                    slowest.append(positive(entry.get("slowest_rank_time_s")) or time)
-    wanted = steps_per_window or max((len(steps) for steps in times.values()), default=0)
+    for line in read_steps(path, "window"):
+        time, window = positive(line.get("time_s")), non_negative(line.get("window"))
+        if time is not None and window is not None:
+            times[window].append(time)
+            slowest.append(positive(line.get("slowest_rank_time_s")) or time)
+    wanted = steps_per_window or max(map(len, times.values()), default=0)
     whole_windows = [steps for _, steps in sorted(times.items()) if len(steps) == wanted]
     if not whole_windows:
         return (), {}
-    rates = tuple(batch_per_gpu * len(steps) / sum(steps) for steps in whole_windows)
-    every_step = [time for steps in whole_windows for time in steps]
-    return rates, {"median": median(every_step), "slowest_rank_median": median(slowest)}
+    rates = tuple(batch_per_gpu * wanted / sum(steps) for steps in whole_windows)
+    step_s = median(time for steps in whole_windows for time in steps)
+    return rates, {"median": step_s, "slowest_rank_median": median(slowest)}
 
 
-def _window_steps(clap: Mapping[str, Any]) -> int | None:
-    return whole(_section(clap, "bench").get("steps_per_window"))
-
-
-def _load(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
+def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
+    """A JSON object of a run directory (`summary`, …); empty where it is missing or damaged, the latter with a note."""
+    file = path / f"{name}.json"
+    if not file.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(file.read_bytes())
     except (ValueError, OSError):
         value = None
-    if isinstance(value, dict):
-        return value
-    notes.append(f"{path.name} is not readable JSON")
-    return {}
+    if not isinstance(value, dict):
+        notes.append(f"{file.name} is not readable JSON")
+        return {}
+    return value
+
+
+def read_steps(path: Path, *phases: str) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of these phases (`clap_ds.record.schema.StepLine`); a line that was cut is left out."""
+    lines = []
+    if (path / "metrics.jsonl").is_file():
+        with (path / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    continue
+                if isinstance(line, dict) and line.get("phase") in phases:
+                    lines.append(line)
+    return lines
+
+
+def positive(value: object) -> float | None:
+    """`value` as a float if it is a finite number above zero, else None."""
+    return non_negative(value) or None
+
+
+def non_negative(value: object) -> float | None:
+    """`value` as a float if it is a finite number of at least zero, else None (booleans and text are not numbers)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
+
+
+def whole(value: object) -> int | None:
+    """`value` as an int if it is a whole number above zero, else None."""
+    number = positive(value)
+    return int(number) if number is not None and number == int(number) else None
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -161,9 +166,6 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return value if isinstance(value, str) else ""

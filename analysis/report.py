@@ -1,4 +1,4 @@
-"""Command: everything there is to say about some runs, as one HTML page and as Markdown, to send to a colleague.
+"""Everything there is to say about some runs, as one HTML page and as Markdown, to send to a colleague.
 
     python analysis/report.py RUN_OR_LOG… --output report [--samples 1e9 --price_per_gpu_hour 2.5]
 
@@ -9,176 +9,289 @@ works out nothing itself. The page holds its figures, with values on hover, and 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if __name__ == "__main__" and not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from clap_ds.analysis import cost, efficiency
-from clap_ds.analysis.page import from_markdown, page
-from clap_ds.analysis.project import FIT_NODES, add_machine_options, machine_of
-from clap_ds.analysis.provenance import provenance_gaps, read_provenance, render_provenance
-from clap_ds.analysis.report_parts import (
-    by_series,
-    changes_with_scale,
-    gaps,
-    headline,
-    projected,
-    published_comparison,
-    step_table,
-)
-from clap_ds.analysis.runs import InputError, Run, run_command
-from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, series_title, write_csv, write_text
-from clap_ds.analysis.throughput import add_input_options, given_of, positive_float, positive_int, read_all
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from clap_ds.analysis.figure import HoverPoints
+from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
+from clap_ds.analysis.figure import Picture, page
+from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
+from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
+from clap_ds.analysis.step_model import Machine, Method, Series, series_of
+from clap_ds.analysis.table import Row, Run, by_series, markdown_table, read_table_runs, write_csv, write_text
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.record.schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
+PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What to train, for the costs; nothing of it is assumed."""
+def build(
+    runs: Sequence[Run], rows: Sequence[Row], table: Path, options: argparse.Namespace
+) -> tuple[str, dict[str, Picture]]:
+    """The whole report: Markdown, and the figures it shows by file name.
 
-    samples: float | None = None
-    price_per_gpu_hour: float | None = None
-    deadline_hours: float | None = None
-
-
-@dataclass
-class Report:
-    """Markdown blocks, and the figures they show by file name."""
-
-    blocks: list[str] = field(default_factory=list)
-    figures: dict[str, tuple[Figure, HoverPoints]] = field(default_factory=dict)
-
-    def add(self, *blocks: str) -> None:
-        self.blocks += [block.strip() for block in blocks if block.strip()]
-
-    def show(self, name: str, alt: str, drawn: tuple[Figure, HoverPoints]) -> None:
-        self.figures[name] = drawn
-        self.add(f"![{alt}]({name})")
-
-    @property
-    def markdown(self) -> str:
-        return "\n\n".join(self.blocks) + "\n"
-
-
-def build(runs: Sequence[Run], rows: Sequence[Row], machine: Machine, table: Path, budget: Budget) -> Report:
-    """The whole report.
-
-    Args:
-        runs: what was read.
-        rows: their scaling table.
-        machine: what the projection assumes of links and GPUs.
-        table: the rows as CSV, for the plots.
-        budget: for the costs.
+    `rows` are the runs' scaling table, `table` the same as a file, `options` those of the command.
     """
-    from clap_ds.analysis import plot_breakdown, plot_scaling
+    figures: dict[str, Picture] = {}
 
-    report = Report()
-    report.add(f"# {TITLE}", headline(runs, rows))
-    report.add("## Efficiency", _deeper(efficiency.render(rows)))
-    if any(row.samples_per_s_per_gpu for row in rows):
-        report.show("scaling.png", "Throughput, efficiency and MFU against GPUs",
-                    plot_scaling.draw(plot_scaling.read_curves([table])))  # fmt: skip
-        report.add("## Against the published tables", published_comparison(rows))
-    report.add(
-        "## Where a step's time goes",
-        "From an instrumented pass that synchronises between the parts, after the timed one.",
-    )
+    def shown(name: str, alt: str, picture: Picture) -> str:
+        figures[name] = picture
+        return f"![{alt}]({name})"
+
+    blocks = [f"# {TITLE}", headline(runs, rows), "## Efficiency", efficiency.render(rows)]
+    if any(row.rate for row in rows):
+        picture = plot_scaling.draw(plot_scaling.read_curves([table]))
+        blocks.append(shown("scaling.png", "Throughput, efficiency and MFU against GPUs", picture))
+        blocks += ["## Against the published tables", published_comparison(rows)]
+    blocks.append("## Where a step's time goes")
+    blocks.append("From an instrumented pass that synchronises between the parts, after the timed one.")
     for number, members in enumerate(by_series(rows), start=1):
-        report.add(step_table(members), changes_with_scale(members))
+        blocks += [step_table(members), changes_with_scale(members)]
         if any(row.breakdown_s for row in members):
-            name = f"breakdown-{number}.png"
-            report.show(name, f"Parts of a step, {series_title(members[0])}", plot_breakdown.draw(members))
-    report.add("## Projection")
+            picture = plot_run.draw_breakdown(members)
+            blocks.append(shown(f"breakdown-{number}.png", f"Parts of a step, {members[0].title}", picture))
+    blocks.append("## Projection")
     for number, members in enumerate(by_series(rows), start=1):
-        _add_projection(report, number, members, runs, machine)
-    if budget.samples:
-        found = cost.costs(rows, budget.samples, budget.price_per_gpu_hour)
-        report.add(f"## Cost of {budget.samples:g} samples", _deeper(cost.render(found, budget.deadline_hours)))
-    provenance = [read_provenance(run) for run in runs]
-    report.add("## Runs", render_provenance(provenance))
-    missing = [*gaps(rows, runs), *provenance_gaps(provenance)]
-    report.add("## What is missing", "\n".join(f"- {gap}" for gap in missing) or "Nothing this report looks for.")
-    return report
+        try:
+            text, picture = _projection(projectable(members, runs, project.machine_of(options)))
+            blocks += [text, shown(f"projection-{number}.png", f"Projection of {members[0].title}", picture)]
+        except UserError as error:
+            blocks += [f"### {members[0].title}", f"{error}."]
+    if options.samples:
+        found = cost.costs(rows, options.samples, options.price_per_gpu_hour)
+        blocks += [f"## Cost of {options.samples:g} samples", cost.render(found, options.deadline_hours)]
+    missing = "\n".join(f"- {gap}" for gap in gaps(rows, runs)) or "Nothing this report looks for."
+    blocks += ["## Runs", provenance(runs), "## What is missing", missing]
+    return "\n\n".join(block.strip() for block in blocks if block) + "\n", figures
 
 
-def _add_projection(report: Report, number: int, members: Sequence[Row], runs: Sequence[Run], machine: Machine) -> None:
-    from clap_ds.analysis import plot_projection
+def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    """What was measured, in a sentence for each series."""
+    num_rows = sum(run.kind == "table" for run in runs)
+    counts = {"run": len(runs) - num_rows, "table row": num_rows}
+    read = " and ".join(_count(number, noun) for noun, number in counts.items() if number)
+    lines = [f"From {read}, at {_count(len({(row.nodes, row.gpus) for row in rows}), 'scale')}.", ""]
+    for members in by_series(rows):
+        text = f"- **{members[0].title}**: no rate was measured ({members[0].state})"
+        if measured := sorted((row for row in members if row.rate), key=lambda row: (row.nodes, row.gpus)):
+            last = max(measured, key=lambda row: row.gpus)
+            scale = f"{_count(last.gpus, 'GPU')} ({_count(last.nodes, 'node')})"
+            text = f"- **{last.title}**: {last.cell('samples_per_s_per_gpu')} samples/s/GPU on {scale}"
+            if len(measured) > 1 and last.scaling_efficiency_percent is not None:
+                spread = last.scaling_efficiency_2sigma_percent
+                percent = f"{last.scaling_efficiency_percent:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
+                text += f", {percent} % of the rate per GPU on {_count(measured[0].gpus, 'GPU')}"
+        lines.append(f"{text}.")
+    return "\n".join(lines)
 
-    try:
-        found = projected(members, runs, machine)
-    except InputError as error:
-        report.add(f"### {series_title(members[0])}", f"{error}.")
-        return
-    report.add(_deeper(found.render()))
-    drawn = plot_projection.draw([found.measured], found.setting, FIT_NODES, max(found.gpus))
-    report.show(f"projection-{number}.png", f"Projection of {found.measured.title}", drawn)
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _deeper(markdown: str) -> str:
-    """Headings from level 3 down, whatever they started at."""
-    lines = markdown.splitlines()
-    levels = [len(line) - len(line.lstrip("#")) for line in lines if line.startswith("#")]
-    more = "#" * max(0, 3 - min(levels, default=3))
-    return "\n".join(more + line if line.startswith("#") else line for line in lines)
+def published_comparison(rows: Sequence[Row]) -> str:
+    """Ours beside LAION's at the same scale, or beside its one node where it has no such scale."""
+    blocks = []
+    header = ("nodes", "GPUs", "device", "samples/s/GPU", "published", "on GPUs", "ratio", "efficiency %", "published %",
+              "MFU % (published)", "published %")  # fmt: skip
+    for stem, facts in PUBLISHED_TABLES.items():
+        ours = [row for row in rows if row.model == facts["model"] and row.rate and row.state != "published"]
+        if ours:
+            published = efficiency.scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv"))
+            table = markdown_table(header, [_published_cells(row, published) for row in ours])
+            blocks += [f"### {facts['model'].replace('_', '-')}", table]
+            if devices := {row.device for row in ours} - {facts["device"]}:
+                here = f"Published on {facts['device']}, here on {', '.join(sorted(devices))}"
+                blocks.append(f"{here}: the ratio compares machines as much as programs.")
+    if any(row.state == "published" for row in rows):
+        blocks.append("The published tables are among the inputs themselves.")
+    return "\n\n".join(blocks) or f"Published are {', '.join(FORWARD_GFLOPS)}; none of these was measured here."
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write `report.md` with its PNGs, and `report.html`, which needs none of them.
+def _published_cells(row: Row, published: Sequence[Row]) -> list[str]:
+    same = next((other for other in published if other.gpus == row.gpus), None)
+    other = same or published[0]
+    assert row.rate
+    assert other.rate
+    cells = row.cells("nodes", "gpus", "device", "samples_per_s_per_gpu")
+    cells += [*other.cells("samples_per_s_per_gpu", "gpus"), f"{row.rate / other.rate:#.4g}"]
+    cells += [row.cell("scaling_efficiency_percent"), same.cell("scaling_efficiency_percent") if same else ""]
+    return [*cells, row.cell("mfu_percent"), other.cell("mfu_percent")]
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """Batch, step time and the parts of a step at every scale of one series."""
+    parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in rows)]
+    header = ["nodes", "GPUs", "batch per GPU", "global batch", "runs", "step ms", "slowest rank ms"]
+    header += [f"{part.replace('_', ' ')} ms" for part in parts]
+    body = []
+    for row in rows:
+        step_s = row.step_time_s or (row.batch_per_gpu / row.rate if row.batch_per_gpu and row.rate else None)
+        seconds = [step_s, row.slowest_rank_step_time_s, *(row.breakdown_s.get(part) for part in parts)]
+        milliseconds = ["" if value is None else f"{1000 * value:.1f}" for value in seconds]
+        body.append(row.cells("nodes", "gpus", "batch_per_gpu", "global_batch", "repeats") + milliseconds)
+    text = f"### {rows[0].title}\n\n{markdown_table(header, body)}"
+    return text if parts else f"{text}\n\nNo breakdown was recorded."
+
+
+def changes_with_scale(rows: Sequence[Row]) -> str:
+    """Which part of the step grew most from the smallest scale to the largest; empty where that isn't known."""
+    known = sorted((row for row in rows if row.breakdown_s and row.rate), key=lambda row: row.gpus)
+    if not known or known[0].gpus == known[-1].gpus:
+        return ""
+    first, last = known[0], known[-1]
+    grown = {part: last.breakdown_s.get(part, 0.0) - seconds for part, seconds in first.breakdown_s.items()}
+    part = max(grown, key=lambda name: grown[name])
+    if grown[part] <= 0:
+        return f"No part of the step grew from {first.gpus} to {last.gpus} GPUs."
+    growth = f"{part.replace('_', ' ')} grew most: {1000 * grown[part]:+.1f} ms a step"
+    return f"From {first.gpus} to {last.gpus} GPUs, {growth}."
+
+
+def _projection(series: Series) -> tuple[str, Picture]:
+    """Up to eight times the GPUs measured."""
+    largest = max(nodes for nodes, _ in series.rates) * series.workload.gpus_per_node
+    text = project.render(series, gpus=[largest * factor // 2 for factor in (1, 2, 4, 8, 16)])
+    text = re.sub("^##", "###", text, flags=re.MULTILINE)
+    if series.machine == Machine() and "GH200" not in series.title:
+        text += (
+            "\nLinks, latency and peak assumed are those of a GH200 node, which this was not measured on: "
+            "give this machine's (`--node_gbytes_per_s` and so on)."
+        )
+    return text, plot_scaling.draw_projection([series], max_gpus=8 * largest)
+
+
+def projectable(rows: Sequence[Row], runs: Sequence[Run], machine: Machine) -> Series:
+    """A series with the method that its runs' configuration says.
 
     Raises:
-        InputError: the folder can't be written.
+        UserError: it can't be projected; says why.
     """
-    from clap_ds.analysis.figure import figure_svg, save
+    if rows[0].scaling == "strong":
+        raise UserError("Not for strong scaling: the model is one of a constant batch per GPU")
+    own = [getattr(rows[0], name) for name in ("model", "device", "precision", "text_tokens")]
+    of_series = [run for run in runs if [run.model, run.device, run.precision, run.text_tokens] == own]
+    config = next((run.config for run in of_series if run.config), {})
+    return series_of("This series", rows, machine, method_of(config))
 
-    drawings = {}
-    for number, (name, (figure, hover)) in enumerate(report.figures.items()):
-        save(figure, folder / name, hover, "")
-        drawings[name] = figure_svg(figure, hover.texts, f"f{number}-")
-    write_text(folder / "report.md", report.markdown)
-    write_text(folder / "report.html", page(TITLE, from_markdown(report.markdown, drawings)))
+
+def method_of(config: Mapping[str, Any]) -> Method:
+    """How a run was trained, from its configuration; without one, as the published runs were."""
+    if not config:
+        return Method()
+    clap = config.get("clap", {})
+    is_bf16 = bool(config.get("bf16", {}).get("enabled"))
+    features = clap.get("loss", {}).get("features") or ("bf16" if is_bf16 else "fp32")
+    return replace(
+        project.engine_methods()["both"],
+        overlap=clap.get("gradient_sync", "overlapped") == "overlapped",
+        gradient_bytes=2 if is_bf16 or config.get("communication_data_type") in ("bf16", "fp16") else 4,
+        feature_bytes=2 if features == "bf16" else 4,
+        bucket_bytes=1e6 * clap.get("gradient_bucket_mb", project.DEFAULT_BUCKET_MB),
+    )
+
+
+def provenance(runs: Sequence[Run]) -> str:
+    """A table with a line a run, log or table, without empty columns; then each command that is known, once."""
+    by_source: dict[str, list[Run]] = {}
+    for run in runs:
+        by_source.setdefault(run.source, []).append(run)
+    lines: dict[str, dict[str, str]] = {}
+    commands: dict[str, list[str]] = {}
+    for source, members in by_source.items():
+        first, environment = members[0], members[0].environment
+        hosts = [str(host) for host in environment.get("hosts") or ()]
+        versions = environment.get("versions") or {}
+        nodes, gpus = [run.nodes for run in members], [run.gpus for run in members]
+        known = {
+            "state": ", ".join(dict.fromkeys(run.state for run in members)),
+            "nodes": "–".join(map(str, dict.fromkeys((min(nodes), max(nodes))))),
+            "GPUs": "–".join(map(str, dict.fromkeys((min(gpus), max(gpus))))),
+            "device": first.device, **{name: versions.get(name) for name in PACKAGES},
+            "Python": environment.get("python"), "driver": environment.get("driver"), "commit": _commit(first)[:12],
+            "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
+            "finished": first.finished[:19].replace("T", " "),
+        }  # fmt: skip
+        lines[source] = {"run": first.name, **{name: str(value or "") for name, value in known.items()}}
+        if command := environment.get("command"):
+            commands.setdefault(shlex.join(map(str, command)), []).append(first.name)
+    header = [name for name in lines[runs[0].source] if any(line[name] for line in lines.values())]
+    text = markdown_table(header, [[line[name] for name in header] for line in lines.values()])
+    listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
+    return f"{text}\n\nCommands:\n\n{listed}" if listed else text
+
+
+def _commit(run: Run) -> str:
+    return str(run.environment.get("git_commit") or "")
+
+
+def gaps(rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
+    """What a reader would look for and not find, and what should make them doubt."""
+    for members in by_series(rows):
+        title = members[0].title
+        measured = [row for row in members if row.rate]
+        if len({row.gpus for row in measured}) < 2:
+            yield f"{title}: {_count(len(measured), 'scale')} with a rate, so no scaling efficiency"
+        if without := _gpus(row for row in measured if row.samples_per_s_per_gpu_2sigma is None):
+            yield f"{title}: no spread known at {without} GPUs"
+        if single := _gpus(row for row in measured if row.repeats == 1 and row.state != "published"):
+            yield f"{title}: one run only at {single} GPUs, so its spread over repeats is not known"
+        if measured and not any(row.mfu_percent or row.mfu_model_percent for row in measured):
+            yield f"{title}: no MFU; the device's peak or the model's FLOPs are not known"
+        if unbroken := _gpus(row for row in measured if not row.breakdown_s):
+            yield f"{title}: no breakdown of the step at {unbroken} GPUs"
+    for run in runs:
+        if run.state not in ("completed", "published"):
+            reason = f": {' '.join(run.error.split())[:160]}" if run.error else ""
+            yield f"{run.name}: state {run.state}{reason}"
+    if without := _some(run for run in runs if run.kind != "record"):
+        yield f"no record of versions, commit or command: {without}"
+    if uncommitted := _some(run for run in runs if run.kind == "record" and not _commit(run)):
+        yield f"git commit not recorded: {uncommitted}"
+    versions = [
+        str([known.get(name) for name in PACKAGES]) for run in runs if (known := run.environment.get("versions"))
+    ]
+    for what, found in (("commit", map(_commit, runs)), ("versions", versions)):
+        if len(set(filter(None, found))) > 1:
+            yield f"runs differ in {what}: compare them with care"
+
+
+def _gpus(rows: Iterator[Row]) -> str:
+    return ", ".join(str(row.gpus) for row in rows)
+
+
+def _some(runs: Iterator[Run]) -> str:
+    names = list(dict.fromkeys(run.name for run in runs))
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="One page about some runs: efficiency, reasons, projection, provenance."
+    options = parse_options(
+        "One page about some runs: efficiency, reasons, projection, provenance.",
+        *("inputs", "--output", "--baseline_nodes", *COST_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS),
+        output=Path("report"),
     )
-    parser.add_argument("inputs", nargs="+", type=Path, help="run directories, folders of them, DeepSpeed logs, tables")
-    parser.add_argument("--output", type=Path, default=Path("report"), help="folder to write (default: report)")
-    parser.add_argument("--baseline_nodes", type=positive_int, help="node count that is 100 %% (default: the smallest)")
-    parser.add_argument("--samples", type=positive_float, help="samples to train on, for the costs")
-    parser.add_argument("--price_per_gpu_hour", type=positive_float, help="in any unit of money")
-    parser.add_argument("--deadline_hours", type=positive_float, help="name the cheapest scale that meets it")
-    add_input_options(parser)
-    add_machine_options(parser, peak=False)
-    options = parser.parse_args()
-    runs = read_all(options.inputs, given_of(options))
+    runs = read_runs(options.inputs, options)
     rows = efficiency.scaling_table(runs, options.baseline_nodes)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{options.output}: can't be made ({error.strerror})") from error
+    options.output.mkdir(parents=True, exist_ok=True)
     table = options.output / "table.csv"
     write_csv(table, rows)
-    budget = Budget(options.samples, options.price_per_gpu_hour, options.deadline_hours)
-    write(build(runs, rows, machine_of(options), table, budget), options.output)
+    markdown, figures = build(runs, rows, table, options)
+    for name, picture in figures.items():
+        picture.save(options.output / name)
+    drawings = {name: picture.svg(f"f{number}-") for number, (name, picture) in enumerate(figures.items())}
+    write_text(options.output / "report.md", markdown)
+    write_text(options.output / "report.html", page(TITLE, markdown, drawings))
     print(f"wrote {options.output / 'report.html'}, report.md and table.csv beside it")
 
 
 def command() -> None:
     """Console command `clap-report`."""
-    run_command(main)
+    run_alone(main)
 
 
 if __name__ == "__main__":

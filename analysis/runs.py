@@ -1,111 +1,162 @@
-"""One measured run as the rest of `analysis` sees it, whatever it was read from.
+"""Reads runs from what there is: this project's run directories, DeepSpeed logs, and tables of either.
 
-Holds only the typed record, the error class and the small helpers that keep NaN and zero out of it. Reading is the
-business of `record` (run directories), `deepspeed_log` (logs) and `table` (CSV tables).
+The one way to measured numbers, and the one place of options, for every other command here. As a command it lists what
+it found:
+
+    python analysis/runs.py runs/ slurm-*.out [--nodes 2 --gpus 8]
+
+A run directory's counts come from its record; a log's from the launcher's or the engine's lines, else from `--nodes`
+and `--gpus`.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-BREAKDOWN_PARTS = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
-"""Parts of a step, in the order they happen."""
-
-Source = Literal["record", "log", "table"]
-
-
-class InputError(ValueError):
-    """A file or option that can't be used: says which, what was found and what was expected."""
+from clap_ds.analysis.deepspeed_log import read_log
+from clap_ds.analysis.record import is_record, read_record
+from clap_ds.analysis.table import Run, read_table_runs
+from clap_ds.config.errors import UserError, run_alone
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run. Rates are samples per second per GPU; anything not known is None, never NaN or zero."""
+def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
+    """Runs of every path; a file that holds none is named on stderr and the rest goes on.
 
-    source: str
-    kind: Source
-    state: str = "unknown"
-    error: str | None = None
-    model: str | None = None
-    device_name: str | None = None
-    precision: str | None = None
-    text_tokens: int | None = None
-    num_nodes: int | None = None
-    num_gpus: int | None = None
-    micro_batch_per_gpu: int | None = None
-    gradient_accumulation_steps: int = 1
-    rate: float | None = None
-    """Median of the windows, samples/s/GPU."""
-    total_rate: float | None = None
-    """Samples/s of all GPUs where the source states it with more digits than `rate`."""
-    rate_low: float | None = None
-    rate_high: float | None = None
-    windows: tuple[float, ...] = ()
-    interval_from: str = ""
-    """What `rate_low` and `rate_high` are, in words."""
-    step_time_s: float | None = None
-    slowest_rank_step_time_s: float | None = None
-    data_wait_percent: float | None = None
-    memory_peak_bytes: float | None = None
-    breakdown_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds a step by part (`BREAKDOWN_PARTS`), of an instrumented pass; parts not measured are absent."""
-    mfu_model_percent: float | None = None
-    peak_tflops: float | None = None
-    time_to_target_s: float | None = None
-    """Seconds a training run took to reach `clap.train.stop_at`."""
-    claims: Mapping[str, str] = field(default_factory=dict)
-    """Digits a table states about itself (`mfu_percent`, …), to be checked against its own samples/s."""
-    notes: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    Args:
+        paths: run directories, folders of run directories, DeepSpeed logs (plain or gzip) or CSV tables.
+        given: values of `INPUT_OPTIONS`: what to assume where an input doesn't say.
 
-    @property
-    def batch_per_gpu(self) -> int | None:
-        """Samples each GPU contributes to one optimiser step."""
-        if self.micro_batch_per_gpu is None:
-            return None
-        return self.micro_batch_per_gpu * self.gradient_accumulation_steps
-
-    @property
-    def global_batch(self) -> int | None:
-        if self.batch_per_gpu is None or self.num_gpus is None:
-            return None
-        return self.batch_per_gpu * self.num_gpus
+    Raises:
+        UserError: none of the paths holds a run.
+    """
+    runs: list[Run] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            runs += [_complete(run, given) for run in _read(path, given)]
+        except UserError as error:
+            problems.append(str(error))
+    if not runs:
+        raise UserError("; ".join(problems))
+    for problem in problems:
+        print(f"warning: {problem}; going on without it", file=sys.stderr)
+    return runs
 
 
-def positive(value: object) -> float | None:
-    """`value` as a float if it is a finite number above zero, else None."""
-    number = non_negative(value)
-    return number if number else None
+def _read(path: Path, given: argparse.Namespace) -> list[Run]:
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    if path.is_dir():
+        records = [path] if is_record(path) else sorted(filter(is_record, path.iterdir()))
+        if not records:
+            raise UserError(f"{path}: neither a run directory nor a folder of them")
+        return [read_record(record) for record in records]
+    return read_table_runs(path) if path.suffix == ".csv" else read_log(path, given.warmup_steps, given.gpus)
 
 
-def non_negative(value: object) -> float | None:
-    """`value` as a float if it is a finite number of at least zero, else None (booleans and text are not numbers)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+def _complete(run: Run, given: argparse.Namespace) -> Run:
+    """Fill what the input left out from what the user gave, and insist on the counts."""
+    nodes, gpus = run.nodes or given.nodes, run.gpus or given.gpus
+    missing = [
+        f"number of {what}" for count, what in ((nodes, "nodes (--nodes)"), (gpus, "GPUs (--gpus)")) if not count
+    ]
+    if missing:
+        raise UserError(f"{run.source}: doesn't state the {' and the '.join(missing)}; give it")
+    if gpus < nodes:
+        raise UserError(f"{run.source}: {gpus} GPUs on {nodes} nodes; expected at least one per node")
+    batch = run.batch_per_gpu or (given.micro_batch and given.micro_batch * run.accumulation)
+    step_s = batch / run.rate if run.kind == "log" and run.rate and batch else run.step_time_s
+    known: dict[str, Any] = {
+        "model": run.model or given.model or "",
+        "peak_tflops": run.peak_tflops or given.peak_tflops,
+    }
+    return replace(run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, **known)
 
 
-def whole(value: object) -> int | None:
-    """`value` as an int if it is a whole number above zero, else None."""
-    number = positive(value)
-    return int(number) if number is not None and number == int(number) else None
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above zero")
+    return value
 
 
-def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`; a user's mistake is one line on stderr and exit code 2, not a traceback."""
-    try:
-        main()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above zero")
+    return value
 
 
-def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
+FIT_NODES = 16
+INPUT_OPTIONS = ("--nodes", "--gpus", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
+MACHINE_OPTIONS = (
+    "--node_gbytes_per_s", "--gpu_gbytes_per_s", "--latency_us", "--peak_tflops", "--memory_tbytes_per_s",
+)  # fmt: skip
+COST_OPTIONS = ("--samples", "--price_per_gpu_hour", "--deadline_hours")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, DeepSpeed logs, tables"},
+    "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
+    "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
+    "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
+    "b": {"type": Path, "metavar": "B", "help": "another"},
+    "--nodes": {"type": positive_int, "help": "node count of logs that don't state it"},
+    "--gpus": {"type": positive_int, "help": "GPU count (all nodes together) of logs that don't state it"},
+    "--model": {"help": "model preset of logs, which never state it (htsat_tiny_roberta_base, …)"},
+    "--micro_batch": {"type": positive_int, "help": "samples per GPU and micro-step where not stated"},
+    "--warmup_steps": {"type": int, "default": 10, "help": "steps of a log to drop at each start (default 10)"},
+    "--baseline_nodes": {"type": positive_int, "help": "node count that is 100 %% (default: the smallest)"},
+    "--csv": {"type": Path, "help": "write the table here"},
+    "--markdown": {"type": Path, "help": "write what is printed here"},
+    "--output": {"type": Path, "help": "picture to write: .png, .svg, .pdf or .html"},
+    "--no_published": {"action": "store_true", "help": "leave the published curves out"},
+    "--samples": {"type": positive_float, "help": "samples to train on, each pass counted"},
+    "--price_per_gpu_hour": {"type": positive_float, "help": "in any unit of money"},
+    "--deadline_hours": {"type": positive_float, "help": "name the cheapest scale that meets it"},
+    "--fit_nodes": {"type": positive_int, "default": FIT_NODES, "help": "hold-out: largest scale fitted (default 16)"},
+    "--project_gpus": {"type": positive_int, "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},
+    "--faster_rate": {"type": positive_float, "help": "samples/s/GPU of a faster step (default: 5 times)"},
+    "--num_parameters": {"type": positive_float, "help": "trained parameters, for models not published"},
+    "--joint_dim": {"type": positive_int, "help": "width of the joint embedding, for models not published"},
+    "--gradient_bytes": {"type": int, "choices": (2, 4), "default": 4, "help": "per gradient on the network"},
+    "--no_overlap": {"action": "store_true", "help": "the all-reduce was not overlapped with backward"},
+    "--loss": {"choices": ("gather_with_grad", "exact_local"), "default": "gather_with_grad"},
+    "--node_gbytes_per_s": {"type": positive_float, "default": 80, "help": "into one node (default 80)"},
+    "--gpu_gbytes_per_s": {"type": positive_float, "default": 150, "help": "between a node's GPUs"},
+    "--latency_us": {"type": positive_float, "default": 10, "help": "of a hop between nodes"},
+    "--peak_tflops": {"type": positive_float, "help": "dense peak of one GPU where not stated"},
+    "--memory_tbytes_per_s": {"type": positive_float, "default": 4, "help": "of one GPU's memory"},
+}
+"""Every option of every command here."""
+
+
+def parse_options(
+    description: str, *names: str, required: Sequence[str] = (), **defaults: object
+) -> argparse.Namespace:
+    """Options of a command, of those that all commands share; `defaults` are its own."""
+    parser = argparse.ArgumentParser(description=description)
+    for name in dict.fromkeys(names):
+        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name in required else {})))
+    parser.set_defaults(**defaults)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options("List the runs found in run directories, logs and tables.", "inputs", *INPUT_OPTIONS)
+    for run in read_runs(options.inputs, options):
+        print(f"{run.source}: {run.model or 'model not stated'}, {run.nodes} nodes × {run.gpus} GPUs, {run.state}")
+        if run.rate is not None:
+            low, high = run.interval or (0.0, 0.0)
+            between = f" ({low:.5g}–{high:.5g}, {run.uncertainty_from})" if run.interval else ""
+            print(f"  {run.rate:.5g} samples/s/GPU{between}")
+        for note in filter(None, run.notes.split("; ")):
+            print(f"  {note}")
+
+
+if __name__ == "__main__":
+    run_alone(main)

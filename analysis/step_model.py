@@ -11,9 +11,15 @@ index a (the chance of more than t is about (s/t)^a) that is s·Γ(1 - 1/a)·P^(
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.table import Row, by_series, read_table_runs
+from clap_ds.config.errors import UserError
 
 TAIL_INDEX = 2.0
 BACKWARD_SHARE = 0.6
@@ -22,8 +28,9 @@ LOGIT_PASSES = 8
 """Times the fp32 logits cross the GPU's memory, forward and backward."""
 MATMUL_EFFICIENCY = 0.3
 
+BAND_TAILS = (1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0)
+RESAMPLES = 400
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
-Loss = Literal["gather_with_grad", "exact_local"]
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,9 @@ class Method:
     gradient_bytes: int = 4
     """Per parameter on the network."""
     feature_bytes: int = 2
-    loss: Loss = "gather_with_grad"
+    loss: Literal["gather_with_grad", "exact_local"] = "gather_with_grad"
     bucket_bytes: float = 25e6
-    """Gradients sent at a time; torch DDP's default and this project's. The last bucket is never hidden."""
+    """Gradients sent at a time; torch DDP's default. The last bucket is never hidden."""
     early_gather: bool = False
     """Audio features, the first to be ready, are gathered under the text tower's forward pass."""
 
@@ -90,37 +97,6 @@ def all_gather_s(bytes_per_gpu: float, nodes: int, gpus_per_node: int, machine: 
     return inside + (nodes - 1) * gpus_per_node * bytes_per_gpu / machine.node_bytes_per_s
 
 
-def known_terms_s(
-    workload: Workload, machine: Machine, method: Method, nodes: int, window_s: float
-) -> dict[str, float]:
-    """Seconds a step of the terms that are not fitted.
-
-    Args:
-        nodes: node count, all of `workload.gpus_per_node` GPUs.
-        window_s: time of the backward pass under which gradients can travel.
-    """
-    gpus = workload.gpus_per_node
-    gradients = workload.num_parameters * method.gradient_bytes
-    reduce = all_reduce_s(gradients, nodes, gpus, machine)
-    if method.overlap:
-        last = all_reduce_s(min(method.bucket_bytes, gradients), nodes, gpus, machine)
-        reduce = max(last, reduce - window_s)
-    batch, ranks = workload.batch_per_gpu, nodes * gpus
-    features = 2 * batch * workload.joint_dim * method.feature_bytes
-    exchange = all_gather_s(features, nodes, gpus, machine)
-    if method.early_gather:
-        text_forward_s = window_s * (1 - BACKWARD_SHARE) / BACKWARD_SHARE / 2
-        exchange -= min(exchange / 2, text_forward_s)
-    # Backward: gradients of all features go back to their ranks; the exact local gradient needs 2 floats a sample instead.
-    backward_bytes = features if method.loss == "gather_with_grad" else 2 * batch * 4
-    exchange += all_gather_s(backward_bytes, nodes, gpus, machine)
-    logits = 2 * batch * batch * ranks
-    flops = 3 * 2 * logits * workload.joint_dim
-    loss = flops / (MATMUL_EFFICIENCY * machine.peak_flops)
-    loss += LOGIT_PASSES * 4 * logits / machine.memory_bytes_per_s
-    return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
-
-
 def expected_slowest(ranks: int, tail_index: float = TAIL_INDEX) -> float:
     """Expected maximum of as many power-law delays as there are ranks, in units of their scale."""
     return math.gamma(1 - 1 / tail_index) * ranks ** (1 / tail_index)
@@ -128,61 +104,197 @@ def expected_slowest(ranks: int, tail_index: float = TAIL_INDEX) -> float:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A fitted model: step time and efficiency at any number of nodes."""
+    """Step time and efficiency at any number of nodes; zero of what is fitted where nothing has been."""
 
     workload: Workload
     machine: Machine
     method: Method
-    compute_s: float
-    delay_s: float
+    compute_s: float = 0.0
+    delay_s: float = 0.0
     """Scale of a rank's delay."""
-    window_s: float
+    window_s: float = 0.0
+    """Time of the backward pass under which gradients can travel."""
     tail_index: float = TAIL_INDEX
+
+    def known_terms_s(self, nodes: int) -> dict[str, float]:
+        """Seconds a step of the terms that are not fitted, on all GPUs of the nodes."""
+        workload, machine, method, gpus = self.workload, self.machine, self.method, self.workload.gpus_per_node
+        gradients = workload.num_parameters * method.gradient_bytes
+        reduce = all_reduce_s(gradients, nodes, gpus, machine)
+        if method.overlap:
+            last = all_reduce_s(min(method.bucket_bytes, gradients), nodes, gpus, machine)
+            reduce = max(last, reduce - self.window_s)
+        batch = workload.batch_per_gpu
+        features = 2 * batch * workload.joint_dim * method.feature_bytes
+        exchange = all_gather_s(features, nodes, gpus, machine)
+        if method.early_gather:
+            text_forward_s = self.window_s * (1 - BACKWARD_SHARE) / BACKWARD_SHARE / 2
+            exchange -= min(exchange / 2, text_forward_s)
+        # Backward: gradients of all features go back to their ranks; the exact local gradient needs 2 floats a sample.
+        exchange += all_gather_s(features if method.loss == "gather_with_grad" else 2 * batch * 4, nodes, gpus, machine)
+        logits = 2 * batch * batch * nodes * gpus
+        loss = 3 * 2 * logits * workload.joint_dim / (MATMUL_EFFICIENCY * machine.peak_flops)
+        loss += LOGIT_PASSES * 4 * logits / machine.memory_bytes_per_s
+        return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
 
     def terms_s(self, nodes: int) -> dict[str, float]:
         """Seconds a step by `TERMS`."""
-        known = known_terms_s(self.workload, self.machine, self.method, nodes, self.window_s)
-        ranks = nodes * self.workload.gpus_per_node
-        waiting = self.delay_s * expected_slowest(ranks, self.tail_index)
-        return {"compute": self.compute_s, **known, "waiting for the slowest": waiting}
+        waiting = self.delay_s * expected_slowest(nodes * self.workload.gpus_per_node, self.tail_index)
+        return {"compute": self.compute_s, **self.known_terms_s(nodes), "waiting for the slowest": waiting}
+
+    def step_s(self, nodes: int) -> float:
+        return sum(self.terms_s(nodes).values())
 
     def rate(self, nodes: int) -> float:
         """Samples/s/GPU."""
-        return self.workload.batch_per_gpu / sum(self.terms_s(nodes).values())
+        return self.workload.batch_per_gpu / self.step_s(nodes)
 
     def efficiency_percent(self, nodes: int, baseline_nodes: int = 1) -> float:
         return 100 * self.rate(nodes) / self.rate(baseline_nodes)
 
+    def with_step(self, step_s: float, nodes: int) -> StepModel:
+        """The same, computing for as long as makes a step of `step_s` on that many nodes (negative: it can't)."""
+        return replace(self, compute_s=step_s - replace(self, compute_s=0.0).step_s(nodes))
 
-def fit(
-    workload: Workload,
-    machine: Machine,
-    method: Method,
-    rates: Sequence[tuple[int, float]],
-    tail_index: float = TAIL_INDEX,
-) -> StepModel:
-    """Least squares on relative step time over (nodes, samples/s/GPU); neither parameter may be negative.
+
+@dataclass(frozen=True)
+class Series:
+    """A weak-scaling series: what it trained, how and on what, and (nodes, samples/s/GPU), smallest scale first."""
+
+    title: str
+    workload: Workload
+    rates: tuple[tuple[int, float], ...]
+    machine: Machine = Machine()
+    method: Method = Method()
+
+    @property
+    def name(self) -> str:
+        """Of the model alone."""
+        return self.title.partition(",")[0]
+
+    def efficiency_percent(self, rate: float) -> float:
+        return 100 * rate / self.rates[0][1]
+
+    def up_to(self, nodes: int) -> Series:
+        return replace(self, rates=tuple(point for point in self.rates if point[0] <= nodes))
+
+    def has_hold_out(self, nodes: int) -> bool:
+        """Whether it can be fitted on that many nodes and tried on more."""
+        return 2 <= len(self.up_to(nodes).rates) < len(self.rates)
+
+    def errors_points(self, model: StepModel) -> list[float]:
+        """Model minus measurement at every scale, percentage points of efficiency (both over the measured baseline)."""
+        percent = self.efficiency_percent
+        return [percent(model.rate(nodes)) - percent(rate) for nodes, rate in self.rates]
+
+    def fit(self, tail_index: float = TAIL_INDEX) -> StepModel:
+        """Least squares on relative step time over the rates; neither parameter may be negative.
+
+        Raises:
+            ValueError: fewer than two different node counts.
+        """
+        if len({nodes for nodes, _ in self.rates}) < 2:
+            raise ValueError("a fit needs at least two node counts")
+        times = [self.workload.batch_per_gpu / rate for _, rate in self.rates]
+        window_s = BACKWARD_SHARE * min(times)
+        model = StepModel(self.workload, self.machine, self.method, window_s=window_s, tail_index=tail_index)
+        aa = ab = bb = ay = by = 0.0
+        for (nodes, _), time in zip(self.rates, times, strict=True):
+            a = 1 / time
+            b = expected_slowest(nodes * self.workload.gpus_per_node, tail_index) / time
+            y = (time - model.step_s(nodes)) / time
+            aa, ab, bb, ay, by = aa + a * a, ab + a * b, bb + b * b, ay + a * y, by + b * y
+        determinant = aa * bb - ab * ab
+        compute_s, delay_s = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
+        if delay_s < 0:
+            compute_s, delay_s = ay / aa, 0.0
+        if compute_s < 0:
+            compute_s, delay_s = 0.0, max(by / bb, 0.0)
+        return replace(model, compute_s=compute_s, delay_s=delay_s)
+
+    def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """95 % bands of efficiency at each node count, by refitting to the fitted table with its residuals' noise put back.
+
+        Each refit also chooses the tail index anew among `BAND_TAILS`. So the bands hold the parameters' and the index's
+        uncertainty and one measurement's noise, but not the choice of terms. Empty under 4 scales, which are too few.
+        """
+        if len(self.rates) < 4:
+            return {}
+        model = self.fit()
+        noise = math.sqrt(_squares(model, self) / (len(self.rates) - 2))
+        generator = random.Random(0)
+        repeats = {nodes: random.Random(f"0 {nodes}") for nodes in node_counts}
+        drawn: dict[int, list[float]] = {nodes: [] for nodes in node_counts}
+        for _ in range(RESAMPLES):
+            rates = tuple((nodes, model.rate(nodes) * (1 + generator.gauss(0, noise))) for nodes, _ in self.rates)
+            again = replace(self, rates=rates)
+            best = min((again.fit(tail) for tail in BAND_TAILS), key=lambda found: _squares(found, again))
+            for nodes in node_counts:
+                drawn[nodes].append(self.efficiency_percent(best.rate(nodes) * (1 + repeats[nodes].gauss(0, noise))))
+        cut = RESAMPLES // 40
+        return {nodes: (sorted(values)[cut], sorted(values)[-cut - 1]) for nodes, values in drawn.items()}
+
+    def log_linear_efficiency(self, nodes: int) -> float:
+        """The plain rival: step time = a + b·log2(nodes) + c·nodes by least squares, as efficiency in percent at `nodes`."""
+        import numpy as np
+
+        times = np.array([1 / rate for _, rate in self.rates])
+        columns = np.array([[1.0, math.log2(count), count] for count, _ in self.rates]) / times[:, None]
+        weights, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
+        return self.efficiency_percent(float(1 / (weights @ np.array([1.0, math.log2(nodes), nodes]))))
+
+
+def _squares(model: StepModel, series: Series) -> float:
+    """Sum of squared relative residuals."""
+    return sum((rate / model.rate(nodes) - 1) ** 2 for nodes, rate in series.rates)
+
+
+def transfer(model: StepModel, series: Series) -> StepModel:
+    """Another series described with this model's delays: only its smallest scale's speed is its own."""
+    nodes, rate = series.rates[0]
+    step_s = series.workload.batch_per_gpu / rate
+    window_s = model.window_s * step_s / model.step_s(nodes)
+    moved = replace(model, workload=series.workload, machine=series.machine, method=series.method, window_s=window_s)
+    return moved.with_step(step_s, nodes)
+
+
+def read_series(path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0) -> Series:
+    """The weak-scaling series of a table; sizes are for models that are not published.
 
     Raises:
-        ValueError: fewer than two different node counts.
+        UserError: several models in it, or as of `series_of`.
     """
-    if len({nodes for nodes, _ in rates}) < 2:
-        raise ValueError("a fit needs at least two node counts")
-    times = [workload.batch_per_gpu / rate for _, rate in rates]
-    window = BACKWARD_SHARE * min(times)
-    sums = [0.0] * 5
-    for (nodes, _), time in zip(rates, times, strict=True):
-        known = sum(known_terms_s(workload, machine, method, nodes, window).values())
-        one = 1 / time
-        slowest = expected_slowest(nodes * workload.gpus_per_node, tail_index) / time
-        rest = (time - known) / time
-        products = (one * one, one * slowest, slowest * slowest, one * rest, slowest * rest)
-        sums = [total + product for total, product in zip(sums, products, strict=True)]
-    aa, ab, bb, ay, by = sums
-    determinant = aa * bb - ab * ab
-    compute, delay = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
-    if delay < 0:
-        compute, delay = ay / aa, 0.0
-    if compute < 0:
-        compute, delay = 0.0, by / bb
-    return StepModel(workload, machine, method, compute, max(delay, 0.0), window, tail_index)
+    rows = scaling_table(read_table_runs(path))
+    series = by_series([row for row in rows if row.rate and row.scaling != "strong"])
+    if len(series) > 1:
+        titles = ", ".join(members[0].title for members in series)
+        raise UserError(f"{path}: holds {len(series)} series ({titles}); give one each")
+    return series_of(str(path), rows, machine, method, num_parameters, joint_dim)
+
+
+def series_of(
+    name: str, rows: Sequence[Row], machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0
+) -> Series:
+    """One series' rows as a weak-scaling series; `name` is what an error calls them.
+
+    Raises:
+        UserError: fewer than two scales, or model sizes that are neither published nor given.
+    """
+    rows = [row for row in rows if row.rate and row.scaling != "strong"]
+    if len({row.nodes for row in rows}) < 2:
+        raise UserError(f"{name}: weak scaling measured at one node count only; a projection needs at least two")
+    first, known = rows[0], WORKLOADS.get(rows[0].model, Workload(0, joint_dim, num_parameters))
+    gpus_per_node = {row.gpus / row.nodes for row in rows}
+    if not (num_parameters or known.num_parameters) or not (joint_dim or known.joint_dim):
+        raise UserError(f"{name}: sizes of {first.model!r} are not known; give --num_parameters and --joint_dim")
+    if first.batch_per_gpu is None:
+        raise UserError(f"{name}: no batch_per_gpu; a step's time can't be told from its rate")
+    if len(gpus_per_node) > 1 or not min(gpus_per_node).is_integer():
+        raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
+    workload = Workload(
+        first.batch_per_gpu,
+        joint_dim or known.joint_dim,
+        num_parameters or known.num_parameters,
+        int(min(gpus_per_node)),
+    )
+    return Series(first.title, workload, tuple((row.nodes, row.rate) for row in rows if row.rate), machine, method)

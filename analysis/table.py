@@ -1,4 +1,4 @@
-"""The scaling table: its columns, and reading and writing it as CSV and Markdown.
+"""Measured runs and the scaling table's rows, and reading and writing them as CSV and Markdown.
 
 A table's first columns are those of `published/*.csv`, so each can stand in for the other. An absent value is an
 empty cell (CSV) or a dash (Markdown); zero, negative or non-finite rates are refused on reading and can't be written.
@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from clap_ds.analysis.published import PublishedTable, rate_bounds, read_facts, rounding_bounds
-from clap_ds.analysis.runs import BREAKDOWN_PARTS, InputError, Run
+from clap_ds.analysis.published import PUBLISHED_TABLES, rate_bounds, rounding_bounds
+from clap_ds.config.errors import UserError
+from clap_ds.record.schema import STEP_PHASES
 
 
 @dataclass(frozen=True)
 class Row:
-    """One scale of one series (a model on a kind of GPU, weak or strong scaling). Field order is column order."""
+    """One scale of one series (a model on a kind of GPU, weak or strong scaling). Field order is column order.
 
-    nodes: int
-    gpus: int
+    What is not known is None, an empty text or, for counts of nodes and GPUs, 0; never NaN.
+    """
+
+    nodes: int = 0
+    gpus: int = 0
     samples_per_s_per_gpu: float | None = None
     samples_per_s: float | None = None
     mfu_percent: float | None = None
@@ -42,9 +47,10 @@ class Row:
     device: str = ""
     precision: str = ""
     peak_tflops: float | None = None
-    """Dense peak of one GPU, where known."""
+    """Dense peak of one GPU."""
     text_tokens: int | None = None
     batch_per_gpu: int | None = None
+    """Samples each GPU contributes to one optimiser step."""
     global_batch: int | None = None
     step_time_s: float | None = None
     slowest_rank_step_time_s: float | None = None
@@ -63,39 +69,83 @@ class Row:
     time_to_target_high_s: float | None = None
     state: str = ""
     notes: str = ""
+    """Joined by semicolons."""
+
+    @property
+    def rate(self) -> float | None:
+        return self.samples_per_s_per_gpu
 
     @property
     def series(self) -> tuple[str, str, str, str, int | None]:
         return self.model, self.scaling, self.device, self.precision, self.text_tokens
 
     @property
+    def title(self) -> str:
+        """The series in words: model, GPU, precision, caption length, kind of scaling."""
+        tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
+        scaling = f"{self.scaling} scaling" if self.scaling else ""
+        return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, scaling)))
+
+    @property
+    def model_name(self) -> str:
+        return self.model.replace("_", "-") or "model not stated"
+
+    @property
     def breakdown_s(self) -> dict[str, float]:
-        values = {part: getattr(self, f"{part}_s") for part in BREAKDOWN_PARTS}
+        """Seconds a step by `STEP_PHASES`, of an instrumented pass; parts not measured are absent."""
+        values = {part: getattr(self, f"{part}_s") for part in STEP_PHASES}
         return {part: value for part, value in values.items() if value is not None}
 
+    def cell(self, column: str, spread: str = "") -> str:
+        """A column's text, with that of its uncertainty's column after it; empty for None."""
+        cells = [format_cell(name, getattr(self, name)) for name in (column, spread) if name]
+        return " ± ".join(cells) if all(cells) else cells[0]
 
+    def cells(self, *columns: str) -> list[str]:
+        return [self.cell(column) for column in columns]
+
+
+@dataclass(frozen=True)
+class Run(Row):
+    """One measured run, or a row read from a table, before repeats are combined."""
+
+    source: str = ""
+    kind: Literal["record", "log", "table"] = "record"
+    error: str = ""
+    interval: tuple[float, float] | None = None
+    """Of the rate; `uncertainty_from` says what it is."""
+    windows: tuple[float, ...] = ()
+    """Samples/s/GPU of each; the rate is their median."""
+    accumulation: int = 1
+    """Micro-batches per optimiser step."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """Digits a table states about itself (`mfu_percent`, …), to be checked against its own samples/s."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    finished: str = ""
+
+    @property
+    def name(self) -> str:
+        return Path(self.source).name
+
+
+COLUMNS = tuple(column.name for column in fields(Row))
 _INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "batch_per_gpu", "global_batch"}
 _TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "state", "notes"}
-COLUMNS = tuple(column.name for column in fields(Row))
+_Row = TypeVar("_Row", bound=Row)
 
 
-def series_title(row: Row) -> str:
-    """A series in words: model, GPU, precision, caption length, kind of scaling."""
-    parts = [row.model.replace("_", "-") or "model not stated", row.device, row.precision]
-    parts += [
-        f"{row.text_tokens} text tokens" if row.text_tokens else "",
-        f"{row.scaling} scaling" if row.scaling else "",
-    ]
-    return ", ".join(part for part in parts if part)
+def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Rows of each series, in order."""
+    return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
-    """A positive number with at least four significant digits and `least_decimals` decimals, without exponent."""
+    """A number with at least four significant digits and `least_decimals` decimals, without exponent."""
     assert math.isfinite(value), value
     if value == 0:
         return "0"
-    decimals = max(least_decimals, 3 - math.floor(math.log10(abs(value))))
-    return f"{value:.{decimals}f}"
+    return f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
 def format_cell(column: str, value: Any) -> str:
@@ -105,128 +155,115 @@ def format_cell(column: str, value: Any) -> str:
     if column in _INT_COLUMNS or column in _TEXT_COLUMNS:
         return str(value)
     assert math.isfinite(value), (column, value)
-    if column.endswith("_2sigma_percent"):
+    if column in ("speedup", "memory_peak_gib") or column.endswith("_2sigma_percent"):
         return f"{value:.2f}"
     if column.endswith("_percent"):
         return f"{value:.1f}"
-    if column in ("speedup", "memory_peak_gib"):
-        return f"{value:.2f}"
     return significant(value, 1 if column == "samples_per_s_per_gpu" else 0)
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    with _open_output(path) as output:
-        writer = csv.writer(output, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([format_cell(column, getattr(row, column)) for column in COLUMNS] for row in rows)
-
-
-def _open_output(path: Path) -> Any:
-    try:
-        return path.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        raise InputError(f"{path}: can't be written ({error.strerror})") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    with _open_output(path) as output:
-        output.write(text)
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table padded to read well in a terminal too; cells to the right, empty ones as dashes."""
     cells = [[cell or "–" for cell in row] for row in rows]
-    widths = [max(len(line[index]) for line in [header, *cells]) for index in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
     return "\n".join(
         "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror})") from error
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    output = StringIO()
+    csv.writer(output, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
+    write_text(path, output.getvalue())
+
+
 def read_table(path: Path) -> list[Row]:
     """Rows of a table of this project or of `published/`.
 
     Raises:
-        InputError: not a CSV table, a column missing, or a cell that isn't what its column holds; says which row.
+        UserError: not a CSV table, a column missing, or a cell that isn't what its column holds; says which row.
     """
-    facts = read_facts(path)
-    rows = [_row(path, number, cells, facts) for number, cells in _records(path)]
-    if not rows:
-        raise InputError(f"{path}: a header and no rows")
-    return rows
+    return [row for row, _ in _read(path)]
 
 
-def _records(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """(line number, cells by column) of a table's rows."""
+def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
+    """Rows, and their cells as printed."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: binary file, not a CSV table") from error
+        raise UserError(f"{path}: binary file, not a CSV table") from error
     except OSError as error:
-        raise InputError(f"{path}: can't be read ({error.strerror})") from error
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
     if not text.strip():
-        raise InputError(f"{path}: empty file")
+        raise UserError(f"{path}: empty file")
     reader = csv.DictReader(text.splitlines())
-    header = reader.fieldnames or []
-    missing = [column for column in ("nodes", "gpus", "samples_per_s_per_gpu") if column not in header]
+    missing = [
+        column for column in ("nodes", "gpus", "samples_per_s_per_gpu") if column not in (reader.fieldnames or [])
+    ]
     if missing:
-        raise InputError(f"{path}: no column {', '.join(missing)}; a table begins nodes,gpus,samples_per_s_per_gpu,…")
-    return [(reader.line_num, {name: (cell or "").strip() for name, cell in cells.items() if name}) for cells in reader]
+        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins nodes,gpus,samples_per_s_per_gpu,…")
+    found = []
+    for record in reader:
+        cells = {name: (cell or "").strip() for name, cell in record.items() if name}
+        found.append((_row(path, f"{path}, line {reader.line_num}", cells), cells))
+    if not found:
+        raise UserError(f"{path}: a header and no rows")
+    return found
 
 
-def _row(path: Path, line: int, cells: dict[str, str], facts: PublishedTable | None) -> Row:
-    values: dict[str, Any] = {}
-    for column in COLUMNS:
-        text = cells.get(column, "")
-        if text:
-            values[column] = text if column in _TEXT_COLUMNS else _number(path, line, column, text)
+def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
+    values = {column: _value(where, column, text) for column in COLUMNS if (text := cells.get(column))}
     for column in ("nodes", "gpus"):
         if column not in values:
-            raise InputError(f"{path}, line {line}: {column} is empty")
-    if facts is not None:
-        batch = facts.micro_batch_per_gpu
-        known = {
-            "device": facts.device_name,
-            "precision": facts.precision,
-            "batch_per_gpu": batch,
-            "model": facts.model,
-        }
-        known |= {"peak_tflops": facts.peak_tflops, "global_batch": batch * values["gpus"]}
-        known |= {"scaling": "weak", "state": "published"}
-        values = known | values
+            raise UserError(f"{where}: {column} is empty")
+    if facts := PUBLISHED_TABLES.get(path.stem):
+        values = {**facts, "global_batch": facts["batch_per_gpu"] * values["gpus"], **values}
     elif "model" not in cells:
         values["model"] = path.stem
     return Row(**values)
 
 
-def _number(path: Path, line: int, column: str, text: str) -> float | int:
+def _value(where: str, column: str, text: str) -> Any:
+    if column in _TEXT_COLUMNS:
+        return text
     try:
         value = float(text)
     except ValueError:
-        raise InputError(f"{path}, line {line}: {column} is {text!r}; expected a number") from None
-    least_allowed = 0.0 if "sigma" in column or column.endswith(("_percent", "_s", "repeats")) else None
-    is_rate = column.startswith("samples_per_s") and "sigma" not in column
-    if not math.isfinite(value) or value < 0 or (value == 0 and (is_rate or least_allowed is None)):
-        raise InputError(f"{path}, line {line}: {column} is {text}; expected a finite number above zero")
-    if column in _INT_COLUMNS:
-        if value != int(value):
-            raise InputError(f"{path}, line {line}: {column} is {text}; expected a whole number")
-        return int(value)
-    return value
+        raise UserError(f"{where}: {column} is {text!r}; expected a number") from None
+    may_be_zero = column != "samples_per_s" and ("sigma" in column or column.endswith(("_percent", "_s", "repeats")))
+    if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+        raise UserError(f"{where}: {column} is {text}; expected a finite number above zero")
+    if column in _INT_COLUMNS and value != int(value):
+        raise UserError(f"{where}: {column} is {text}; expected a whole number")
+    return int(value) if column in _INT_COLUMNS else value
 
 
 def read_table_runs(path: Path) -> list[Run]:
-    """The rows of a table as runs, so that its efficiencies and MFU can be worked out again."""
-    records = _records(path)
-    runs = []
-    seen = set()
-    for row, (_, cells) in zip(read_table(path), records, strict=True):
+    """The rows of a table as runs, so that its efficiencies and MFU can be worked out again.
+
+    Raises:
+        UserError: as of `read_table`.
+    """
+    runs: dict[Row, Run] = {}
+    worked_out: dict[str, Any] = dict.fromkeys(
+        ("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent", "speedup")
+    )
+    for row, cells in _read(path):
         # A scale that serves weak and strong scaling has a row in each; it was measured once.
-        identity = replace(row, scaling="", scaling_efficiency_percent=None, speedup=None, notes="")
-        identity = replace(identity, scaling_efficiency_2sigma_percent=None)
-        if identity in seen:
-            continue
-        seen.add(identity)
+        identity = replace(row, scaling="", notes="", **worked_out)
         rate, spread, total = row.samples_per_s_per_gpu, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         if rate is not None and total is not None:
             # Both columns round one number: the middle of what agrees with both is nearer to it than either.
@@ -234,33 +271,10 @@ def read_table_runs(path: Path) -> list[Run]:
             total_low, total_high = rounding_bounds(cells["samples_per_s"])
             total = total if low * row.gpus <= total_high and total_low <= high * row.gpus else None
             rate = (low + high) / 2
-        has_spread = rate is not None and spread is not None and spread < rate
-        runs.append(
-            Run(
-                source=str(path),
-                kind="table",
-                state=row.state or "completed",
-                model=row.model or None,
-                device_name=row.device or None,
-                precision=row.precision or None,
-                text_tokens=row.text_tokens,
-                num_nodes=row.nodes,
-                num_gpus=row.gpus,
-                micro_batch_per_gpu=row.batch_per_gpu,
-                rate=rate,
-                total_rate=total,
-                rate_low=rate - spread if has_spread and rate and spread is not None else None,
-                rate_high=rate + spread if has_spread and rate and spread is not None else None,
-                interval_from=row.uncertainty_from or ("table" if has_spread else ""),
-                step_time_s=row.step_time_s,
-                slowest_rank_step_time_s=row.slowest_rank_step_time_s,
-                data_wait_percent=row.data_wait_percent,
-                memory_peak_bytes=row.memory_peak_gib and row.memory_peak_gib * 1024**3,
-                breakdown_s=row.breakdown_s,
-                mfu_model_percent=row.mfu_model_percent,
-                peak_tflops=row.peak_tflops,
-                claims={} if "scaling" in cells else cells,
-                notes=(row.notes,) if row.notes else (),
-            )
-        )
-    return runs
+        known: dict[str, Any] = {"samples_per_s_per_gpu": rate, "samples_per_s": total, "time_to_target_s": None}
+        known["state"] = row.state or "completed"
+        if rate is not None and spread is not None and spread < rate:
+            known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
+        claims = {} if "scaling" in cells else cells
+        runs.setdefault(identity, Run(**{**vars(row), **known}, source=str(path), kind="table", claims=claims))
+    return list(runs.values())

@@ -9,7 +9,7 @@ import deepspeed
 import matplotlib.pyplot  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
-import clap_ds.analysis.plot_training
+import clap_ds.analysis.plot_run
 import clap_ds.engine.session
 import clap_ds.evaluation.command
 import clap_ds.measuring.flops_profile

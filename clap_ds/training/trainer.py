@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import AgreedError, UserError
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
@@ -207,13 +207,11 @@ def _conclude(session: Session, start: TrainingStart, log: TrainingLog, target: 
 def _draw_page(run_directory: Path) -> None:
     """Curves of the run, where matplotlib is installed."""
     try:
-        from clap_ds.analysis.plot_training import draw, read_training
+        from clap_ds.analysis.plot_run import draw_runs
 
-        draw([read_training(run_directory)], run_directory / "run.png")
+        draw_runs([run_directory], run_directory / "run.png")
         print(f"curves: {run_directory / 'run.png'}", flush=True)
-    except ImportError:
-        print("no curves drawn: matplotlib is not installed (pip install 'clap-ds[analysis]')", flush=True)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         print(f"warning: no curves drawn: {error}", flush=True)
 
 

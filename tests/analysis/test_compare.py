@@ -1,86 +1,91 @@
 """Comparisons with known answers."""
 
 import random
-from pathlib import Path
+import re
+from statistics import median
 from typing import Any
 
 import pytest
 
-from clap_ds.analysis.compare import compare, part_changes, render, verdict
-from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.runs import InputError, Run
-from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.throughput import Given, read_path
-
-DATA = Path(__file__).parent / "data"
+from clap_ds.analysis import compare as compare_command
+from clap_ds.analysis.compare import bootstrap_ratio, compare, render
+from clap_ds.analysis.table import Run, read_table_runs
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import DATA, TINY, command, run
 
 
-def run(windows: list[float], **changes: Any) -> Run:
-    fields: dict[str, Any] = {"state": "completed", "model": "micro", "num_nodes": 1, "num_gpus": 2} | changes
-    middle = sorted(windows)[len(windows) // 2]
-    return Run("here", "record", rate=middle, windows=tuple(windows), **fields)
+def with_windows(windows: list[float], **changes: Any) -> Run:
+    return run(1, median(windows), windows=tuple(windows), gpus=2, **changes)
 
 
 def test_a_faster_run_is_told_from_an_equal_one() -> None:
     generator = random.Random(0)
     slow, same, fast = ([generator.gauss(mean, 1.0) for _ in range(15)] for mean in (100.0, 100.0, 110.0))
-    (faster,) = compare([run(slow)], [run(fast)])
+    (faster,) = compare([with_windows(slow)], [with_windows(fast)])
     assert faster.ratio == pytest.approx(1.1, abs=0.02)
-    assert faster.low is not None
-    assert faster.low > 1.05
-    assert verdict(faster).endswith("B is faster")
-    assert verdict(compare([run(fast)], [run(slow)])[0]).endswith("B is slower")
-    assert verdict(compare([run(slow)], [run(same)])[0]).endswith("not told apart")
+    assert faster.interval is not None
+    assert faster.interval[0] > 1.05
+    assert faster.verdict.endswith("B is faster")
+    assert compare([with_windows(fast)], [with_windows(slow)])[0].verdict.endswith("B is slower")
+    assert compare([with_windows(slow)], [with_windows(same)])[0].verdict.endswith("not told apart")
     assert "bootstrap" in faster.interval_from
 
 
 def test_repeats_are_compared_by_first_order_propagation() -> None:
-    a = [run([rate]) for rate in (99.0, 100.0, 101.0)]
-    b = [run([rate]) for rate in (108.0, 110.0, 112.0)]
-    (comparison,) = compare(a, b)
+    (comparison,) = compare(
+        [run(1, rate) for rate in (99.0, 100.0, 101.0)], [run(1, rate) for rate in (108.0, 110.0, 112.0)]
+    )
     error = 1.1 * ((4 / 110) ** 2 + (2 / 100) ** 2) ** 0.5
     assert comparison.ratio == pytest.approx(1.1)
-    assert (comparison.low, comparison.high) == (pytest.approx(1.1 - error), pytest.approx(1.1 + error))
+    assert comparison.interval == (pytest.approx(1.1 - error), pytest.approx(1.1 + error))
 
 
 def test_too_few_windows_have_no_bootstrap() -> None:
-    (comparison,) = compare([run([1.0, 2.0])], [run([2.0, 4.0])])
-    assert (comparison.low, comparison.high) == (None, None)
-    assert "no interval" in verdict(comparison)
+    (comparison,) = compare([with_windows([1.0, 2.0])], [with_windows([2.0, 4.0])])
+    assert comparison.interval is None
+    assert "no interval" in comparison.verdict
+
+
+def test_bootstrap_interval_narrows_with_more_windows_and_repeats() -> None:
+    generator = random.Random(2)
+    top = [generator.gauss(1.1, 0.02) for _ in range(80)]
+    widths = []
+    for count in (5, 20, 80):
+        low, high = bootstrap_ratio(top[:count], [1.0] * count, 500)
+        assert low <= median(top[:count]) <= high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+    assert bootstrap_ratio(top, [1.0], 100) == bootstrap_ratio(top, [1.0], 100)
 
 
 def test_the_part_that_changed_is_named_first() -> None:
-    before = {"forward": 0.2, "backward": 0.4, "exposed_communication": 0.10, "optimizer": 0.1}
-    after = {"forward": 0.21, "backward": 0.4, "exposed_communication": 0.04, "data_wait": 0.5}
-    (comparison,) = compare([run([1.0] * 6, breakdown_s=before)], [run([1.1] * 6, breakdown_s=after)])
-    changes = part_changes(comparison.a, comparison.b)
-    assert [change.part for change in changes] == ["exposed_communication", "forward", "backward"]
-    assert changes[0].change_s == pytest.approx(-0.06)
-    assert "Largest change: exposed communication, -60.000 ms a step; all parts together -50.000 ms" in render(
-        [comparison]
+    before = {"forward_s": 0.2, "backward_s": 0.4, "exposed_communication_s": 0.10, "optimizer_s": 0.1}
+    after = {"forward_s": 0.21, "backward_s": 0.4, "exposed_communication_s": 0.04, "data_wait_s": 0.5}
+    (comparison,) = compare([with_windows([1.0] * 6, **before)], [with_windows([1.1] * 6, **after)])
+    assert [part for part, _, _ in comparison.part_changes] == ["exposed_communication", "forward", "backward"]
+    text = render([comparison])
+    assert "Largest change: exposed communication, -60.000 ms a step; all parts together -50.000 ms" in text
+    assert re.search(r"\| exposed communication \| +100.000 \| +40.000 \| +-60.000 \| +-60.0 \|", text)
+    assert "No part of the step changed" in render(
+        compare([with_windows([1.0], **before)], [with_windows([1.1], **before)])
     )
 
 
 def test_tables_are_compared_scale_by_scale() -> None:
-    tiny = read_table_runs(PUBLISHED_DIR / "jupiter_htsat_tiny.csv")
+    tiny = read_table_runs(TINY)
     found = compare(tiny[:4], tiny[2:])
     assert [(comparison.a.gpus, comparison.ratio) for comparison in found] == [(16, 1.0), (32, 1.0)]
-
-
-def test_nothing_in_common_is_said() -> None:
-    tiny = read_table_runs(PUBLISHED_DIR / "jupiter_htsat_tiny.csv")
-    with pytest.raises(InputError, match="no model and scale in common"):
+    with pytest.raises(UserError, match="no model and scale in common"):
         compare(tiny[:2], tiny[2:])
 
 
 def test_a_run_without_a_rate_is_refused_with_its_state() -> None:
-    failed = Run("here", "record", state="out_of_memory", model="micro", num_nodes=1, num_gpus=2)
-    with pytest.raises(InputError, match=r"B: no rate was measured \(state: out_of_memory\)"):
-        compare([run([1.0])], [failed])
+    with pytest.raises(UserError, match=r"B: no rate was measured \(state: out_of_memory\)"):
+        compare([run(1, 1.0)], [run(1, None, state="out_of_memory")])
 
 
-def test_two_real_logs() -> None:
-    logs = [read_path(DATA / f"deepspeed_{name}.log", Given()) for name in ("2ranks", "failed")]
-    (comparison,) = compare(*logs)
-    assert comparison.ratio > 0
-    assert "exposed communication" in render([comparison])
+def test_the_command_on_two_real_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command(monkeypatch, compare_command.main, DATA / "deepspeed_2ranks.log", DATA / "deepspeed_failed.log")
+    printed = capsys.readouterr().out
+    assert "B / A = 1.4892 (" in printed
+    assert "exposed communication" in printed

@@ -1,16 +1,12 @@
 """Cost by hand: 1e9 samples at the published rates."""
 
-from pathlib import Path
-
 import pytest
 
 from clap_ds.analysis import cost
 from clap_ds.analysis.cost import cheapest, costs, render
-from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.runs import InputError
 from clap_ds.analysis.table import Row, read_table
-
-TINY = PUBLISHED_DIR / "jupiter_htsat_tiny.csv"
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import TINY, command
 
 
 def test_hours_gpu_hours_and_money_of_a_published_scale() -> None:
@@ -29,43 +25,36 @@ def test_cheapest_scale_within_a_deadline(deadline: float | None, gpus: int | No
 
 
 def test_a_scale_that_is_larger_and_more_efficient_is_cheaper() -> None:
-    rows = [Row(1, 4, 10.0, 40.0), Row(2, 8, 11.0, 88.0)]
-    best = cheapest(costs(rows, 1000))
+    best = cheapest(costs([Row(1, 4, 10.0, 40.0), Row(2, 8, 11.0, 88.0)], 1000))
     assert best is not None
     assert best.row.gpus == 8
 
 
-def test_no_scale_in_time_is_said() -> None:
-    assert "No measured scale meets 0.5 hours; the fastest, 512 GPUs" in render(costs(read_table(TINY), 1e9), 0.5)
-
-
 def test_rows_without_a_rate_are_passed_over_and_only_those_refused() -> None:
     assert len(costs([Row(1, 4, 10.0, 40.0), Row(2, 8)], 100)) == 1
-    with pytest.raises(InputError, match="no row"):
+    with pytest.raises(UserError, match="no row"):
         costs([Row(2, 8)], 100)
 
 
-def test_without_a_price_there_is_no_money() -> None:
-    text = render(costs(read_table(TINY), 1e9))
-    assert "| cost" not in text
-    assert "GPU-hours." in text
+def test_without_a_price_there_is_no_money_and_without_time_no_scale() -> None:
+    found = costs(read_table(TINY), 1e9)
+    assert "| cost" not in render(found)
+    assert "GPU-hours." in render(found)
+    assert "No measured scale meets 0.5 hours; the fastest, 512 GPUs" in render(found, 0.5)
 
 
 @pytest.mark.parametrize("samples", ["0", "-1", "nan", "inf", "many"])
 def test_impossible_sample_counts_are_refused(
     samples: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["cost.py", str(TINY), f"--samples={samples}"])
     with pytest.raises(SystemExit) as stopped:
-        cost.main()
+        command(monkeypatch, cost.main, TINY, f"--samples={samples}")
     assert stopped.value.code == 2
     assert "--samples" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["cost.py", str(Path(TINY)), "--samples", "1e9", "--price_per_gpu_hour", "2.5", "--deadline_hours", "5"]
-    monkeypatch.setattr("sys.argv", arguments)
-    cost.main()
-    assert (
-        "Cheapest within 5 hours: 32 nodes, 128 GPUs: 3.703 hours, 474.0 GPU-hours, 1185.06." in capsys.readouterr().out
-    )
+    command(monkeypatch, cost.main, TINY, "--samples", "1e9", "--price_per_gpu_hour", "2.5", "--deadline_hours", "5")
+    printed = capsys.readouterr().out
+    assert "Cheapest within 5 hours: 32 nodes, 128 GPUs: 3.703 hours, 474.0 GPU-hours, 1185.06." in printed
+    assert "|    16 |   64 |     38512 |  7.213 |     461.6 | 1154.04 |      no |" in printed

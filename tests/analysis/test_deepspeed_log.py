@@ -3,18 +3,19 @@
 import gzip
 import re
 import tracemalloc
+from array import array
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from clap_ds.analysis import deepspeed_log
-from clap_ds.analysis.deepspeed_log import scan_log
-from clap_ds.analysis.log_state import MAX_WINDOWS, WindowSeries
-from clap_ds.analysis.runs import InputError
-from tests.analysis.logs import running_log, throughput_line, write
+from clap_ds.analysis.deepspeed_log import MAX_WINDOWS, Attempt, read_log, scan_log
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import DATA, running_log, throughput_line, write
 
-DATA = Path(__file__).parent / "data"
 TWO_RANKS = DATA / "deepspeed_2ranks.log"
+LAUNCHER = "[x] [INFO] [launch.py:158:main] nnodes={}, num_local_procs=4, node_rank=0\n[x] dist_world_size={}\n"
 
 
 def test_windows_of_single_steps_agree_with_deepspeeds_own_rate_of_each_step() -> None:
@@ -22,7 +23,7 @@ def test_windows_of_single_steps_agree_with_deepspeeds_own_rate_of_each_step() -
     # (with 1e-6 s added to each step's time).
     current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
     scan = scan_log(TWO_RANKS, warmup_steps=10)
-    rates = scan.attempts[0].windows.rates()
+    rates = scan.attempts[0].rates()
     assert len(rates) == 30
     assert rates == pytest.approx(current[-30:], rel=1e-3)
 
@@ -31,47 +32,37 @@ def test_windows_of_sparse_lines_cover_the_steps_between_them(tmp_path: Path) ->
     times = [9.0, 9.0, 2.0, 1.0, 4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
     log = write(tmp_path / "run.log", running_log(times, batch=64, every=2))
     scan = scan_log(log, warmup_steps=4)
-    assert scan.attempts[0].windows.rates() == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
+    assert scan.attempts[0].rates() == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
 
 
 def test_launcher_and_engine_lines_give_shape_and_state() -> None:
     attempt = scan_log(TWO_RANKS).attempts[0]
-    assert (attempt.num_nodes, attempt.world_size) == (1, 2)
-    assert (attempt.micro_batch, attempt.accumulation, attempt.global_batch) == (64, 1, 128)
-    assert (attempt.precision, attempt.state) == ("fp32", "completed")
+    shape = {"nodes": 1, "gpus": 2, "micro_batch": 64, "accumulation": 1, "global_batch": 128}
+    assert (attempt.shape, attempt.precision, attempt.state) == (shape, "fp32", "completed")
     assert scan_log(DATA / "deepspeed_failed.log").attempts[0].state == "failed"
-    assert scan_log(DATA / "deepspeed_1rank_accumulating.log").attempts[0].accumulation == 2
+    (run,) = read_log(DATA / "deepspeed_1rank_accumulating.log")
+    assert (run.accumulation, run.batch_per_gpu) == (2, 128)
 
 
-def test_breakdown_is_the_mean_after_warmup() -> None:
-    text = TWO_RANKS.read_text()
-    printed = [
-        [float(value) for value in match]
-        for match in re.findall(
-            r"\| fwd: (\S+) \| bwd: \S+ \| bwd_inner: (\S+) \| bwd_allreduce: (\S+) \| step: (\S+)", text
-        )
-    ]
-    attempt = scan_log(TWO_RANKS, warmup_steps=10).attempts[0]
-    expected = [sum(column) for column in zip(*printed[-attempt.breakdown_steps :], strict=True)]
-    assert attempt.breakdown_steps == 31
-    assert attempt.breakdown_ms == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("lines", "precision"),
+    [
+        ("bfloat16_config .... enabled=True", "bf16"),
+        ("bfloat16_config .... enabled=False", "fp32"),
+        ("torch_autocast_dtype ... torch.bfloat16\nbfloat16_config .... enabled=False", "torch_autocast_bfloat16"),
+    ],
+)
+def test_precision_is_autocasts_before_the_weights(tmp_path: Path, lines: str, precision: str) -> None:
+    assert scan_log(write(tmp_path / "p.log", f"{lines}\n")).attempts[0].precision == precision
 
 
-@pytest.mark.parametrize("prefix", ["node1: ", "0: ", "[1,0]<stdout>:", "node-a-17:  "])
-def test_prefixes_change_nothing(tmp_path: Path, prefix: str) -> None:
-    prefixed = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
-    attempt, plain = scan_log(write(tmp_path / "p.log", prefixed)).attempts[0], scan_log(TWO_RANKS).attempts[0]
-    assert attempt == plain
-
-
-def test_colours_carriage_returns_and_lines_run_together_change_nothing(tmp_path: Path) -> None:
-    lines = TWO_RANKS.read_text().splitlines(keepends=True)
-    coloured = "".join(
-        line.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr") for line in lines
-    )
-    merged = coloured.replace("GB\n", "GB").replace("\n", "\r\n")
-    attempt, plain = scan_log(write(tmp_path / "c.log", merged)).attempts[0], scan_log(TWO_RANKS).attempts[0]
-    assert attempt == plain
+@pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", ""])
+def test_prefixes_colours_carriage_returns_and_lines_run_together_change_nothing(tmp_path: Path, prefix: str) -> None:
+    text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
+    if not prefix:
+        text = text.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr")
+        text = text.replace("GB\n", "GB").replace("\n", "\r\n")
+    assert scan_log(write(tmp_path / "p.log", text)).attempts == scan_log(TWO_RANKS).attempts
 
 
 def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path: Path) -> None:
@@ -94,22 +85,21 @@ def test_blocks_cut_anywhere_change_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_restart_is_a_new_attempt_with_its_own_warmup(tmp_path: Path) -> None:
     first, second = running_log([1.0] * 20), running_log([2.0] * 20)
     scan = scan_log(write(tmp_path / "r.log", first + second), warmup_steps=10)
-    assert [len(attempt.windows.rates()) for attempt in scan.attempts] == [10, 10]
-    assert [attempt.windows.rates()[0] for attempt in scan.attempts] == pytest.approx([64.0, 32.0])
+    assert [len(attempt.rates()) for attempt in scan.attempts] == [10, 10]
+    assert [attempt.rates()[0] for attempt in scan.attempts] == pytest.approx([64.0, 32.0])
 
 
 def test_a_restart_soon_after_the_start_is_seen_by_the_launchers_lines(tmp_path: Path) -> None:
-    launcher = "[x] [INFO] [launch.py:158:main] nnodes={}, num_local_procs=4, node_rank=0\n[x] dist_world_size={}\n"
-    text = launcher.format(2, 8) + running_log([1.0] * 4) + launcher.format(1, 4) + running_log([1.0] * 4)
-    scan = scan_log(write(tmp_path / "r.log", text))
-    assert [(attempt.num_nodes, attempt.world_size) for attempt in scan.attempts] == [(2, 8), (1, 4)]
+    text = LAUNCHER.format(2, 8) + running_log([1.0] * 4) + LAUNCHER.format(1, 4) + running_log([1.0] * 4)
+    attempts = scan_log(write(tmp_path / "r.log", text)).attempts
+    assert [attempt.shape for attempt in attempts] == [{"nodes": 2, "gpus": 8}, {"nodes": 1, "gpus": 4}]
 
 
 def test_the_same_steps_from_another_rank_are_counted_once(tmp_path: Path) -> None:
     twice = "".join(line * 2 for line in running_log([1.0] * 20).splitlines(keepends=True))
     scan = scan_log(write(tmp_path / "t.log", twice), warmup_steps=10)
     assert (len(scan.attempts), scan.repeated) == (1, 18)
-    assert scan.attempts[0].windows.steps == [1] * 10
+    assert list(scan.attempts[0].steps) == [1] * 10
 
 
 def test_impossible_rates_and_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -118,14 +108,7 @@ def test_impossible_rates_and_damaged_lines_are_counted_and_left_out(tmp_path: P
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
     scan = scan_log(write(tmp_path / "b.log", "".join([*good, *bad, torn])), warmup_steps=10)
     assert (scan.unusable, scan.damaged) == (4, 1)
-    assert scan.attempts[0].windows.rates() == pytest.approx([64.0] * 6)
-
-
-def test_a_number_cut_by_the_files_end_is_not_read(tmp_path: Path) -> None:
-    text = running_log([1.0] * 16)
-    scan = scan_log(write(tmp_path / "cut.log", text[: text.rindex("CurrSamplesPerSec=") + len("CurrSamplesPerSec=6")]))
-    assert scan.attempts[0].last_step in (15, 16)
-    assert scan.attempts[0].windows.rates() == pytest.approx([64.0] * len(scan.attempts[0].windows.rates()))
+    assert scan.attempts[0].rates() == pytest.approx([64.0] * 6)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +145,67 @@ def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.M
     assert scan.attempts[0].last_step == 139
 
 
-def test_window_series_is_bounded_and_loses_no_time() -> None:
-    series = WindowSeries()
-    for index in range(10_000):
-        series.add(10, 0.5 + index / 10_000)
-    assert len(series.steps) < MAX_WINDOWS
-    assert len(set(series.steps)) == 1
-    assert sum(series.steps) + series.open_steps == 100_000
-    assert sum(series.times) + series.open_time == pytest.approx(sum(0.5 + index / 10_000 for index in range(10_000)))
+def test_windows_are_few_alike_and_lose_only_the_last_steps() -> None:
+    attempt = Attempt(steps=array("d", [10.0] * 10_000), times=array("d", range(1, 10_001)))
+    rates = attempt.rates()
+    assert (len(rates), rates[0]) == (10_000 // 128, 10 * 128 / sum(range(1, 129)))
+    assert len(rates) < MAX_WINDOWS
 
 
 def test_an_unreadable_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="gone"):
+    with pytest.raises(UserError, match="gone"):
         scan_log(tmp_path / "gone.log")
+
+
+def test_rates_of_a_log_are_of_one_gpu() -> None:
+    (run,) = read_log(TWO_RANKS)
+    assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
+    assert run.windows == tuple(rate / 2 for rate in scan_log(TWO_RANKS).attempts[0].rates())
+    assert run.rate == median(run.windows)
+    assert "data loading" in run.notes
+    printed = re.findall(r"bwd_inner: (\S+)", TWO_RANKS.read_text())[-31:]
+    assert run.breakdown_s["backward"] == pytest.approx(sum(map(float, printed)) / 31_000)
+    assert list(run.breakdown_s) == ["forward", "backward", "exposed_communication", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (gzip.compress(b"")[:12], "empty file .truncated gzip"),
+        (b"\x7fELF\0\0\0\1" * 40, "binary"),
+        (b"hello\nworld\n", "no throughput lines"),
+        (running_log([1.0] * 9, batch=0).encode(), "zero, negative or infinite"),
+    ],
+)
+def test_a_file_without_throughput_is_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
+    with pytest.raises(UserError, match=rf"bad\.log.*{said}"):
+        read_log(write(tmp_path / "bad.log", content))
+
+
+def test_what_was_left_out_is_noted(tmp_path: Path) -> None:
+    lines = running_log([1.0] * 20).splitlines(keepends=True)
+    text = "".join(line * 2 for line in lines) + throughput_line(21, 0.0) + lines[0].replace(", Curr", "[Rank 1]")
+    packed = gzip.compress((text + running_log([1.0] * 20)).encode())
+    (run,) = read_log(write(tmp_path / "odd.log", packed[:-4]))
+    for note in ("2 starts", "1 throughput lines with an impossible", "1 damaged", "repeated", "gzip file is cut"):
+        assert note in run.notes
+
+
+def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_says_so(tmp_path: Path) -> None:
+    (run,) = read_log(write(tmp_path / "short.log", running_log([1.0, 1.0, 2.0, 4.0], batch=12)), gpus=2)
+    assert run.rate == pytest.approx(12 / 3 / 2)
+    assert (run.windows, run.interval) == ((), None)
+    assert "too short" in run.notes
+
+
+def test_a_failed_log_without_throughput_still_makes_a_run(tmp_path: Path) -> None:
+    (run,) = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
+    assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
+
+
+def test_a_log_with_two_shapes_makes_two_runs_and_restarts_of_one_shape_make_one(tmp_path: Path) -> None:
+    parts = [LAUNCHER.format(1, 4), LAUNCHER.format(2, 8), LAUNCHER.format(2, 8)]
+    runs = read_log(write(tmp_path / "sweep.log", "".join(part + running_log([1.0] * 20, batch=16) for part in parts)))
+    assert [(run.nodes, run.gpus, len(run.windows)) for run in runs] == [(1, 4, 10), (2, 8, 20)]
+    assert [run.rate for run in runs] == pytest.approx([4.0, 2.0])

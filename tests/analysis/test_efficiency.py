@@ -4,21 +4,14 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clap_ds.analysis import efficiency
-from clap_ds.analysis.efficiency import render, scaling_table, split_scaling
-from clap_ds.analysis.runs import InputError, Run
+from clap_ds.analysis.efficiency import outliers, render, scaling_table, split_scaling
 from clap_ds.analysis.table import read_table, read_table_runs, write_csv
-
-DATA = Path(__file__).parent / "data"
-
-
-def run(nodes: int, rate: float | None, **changes: Any) -> Run:
-    fields = {"state": "completed", "model": "htsat_tiny_roberta_base", "micro_batch_per_gpu": 8} | changes
-    return Run("here", "record", num_nodes=nodes, num_gpus=fields.pop("gpus", 4 * nodes), rate=rate, **fields)
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import DATA, command, run
 
 
 def test_repeats_are_their_median_with_two_sigma_carried_into_efficiency() -> None:
@@ -34,7 +27,7 @@ def test_repeats_are_their_median_with_two_sigma_carried_into_efficiency() -> No
 
 
 def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
-    runs = [run(1, 100.0, rate_low=97.0, rate_high=101.0, interval_from="windows"), run(2, 90.0)]
+    runs = [run(1, 100.0, interval=(97.0, 101.0), uncertainty_from="windows"), run(2, 90.0)]
     base, row = scaling_table(runs)
     assert (base.samples_per_s_per_gpu_2sigma, base.uncertainty_from) == (2.0, "windows")
     assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
@@ -68,13 +61,13 @@ def test_a_partial_rate_counts_only_where_nothing_completed() -> None:
 
 
 def test_weak_and_strong_scaling_are_told_apart() -> None:
-    weak = [run(nodes, 100.0, micro_batch_per_gpu=64) for nodes in (1, 2, 4)]
-    strong = [run(2, 80.0, micro_batch_per_gpu=32), run(4, 60.0, micro_batch_per_gpu=16)]
+    weak = [run(nodes, 100.0, batch_per_gpu=64) for nodes in (1, 2, 4)]
+    strong = [run(2, 80.0, batch_per_gpu=32), run(4, 60.0, batch_per_gpu=16)]
     assert split_scaling(weak) == [("weak", weak)]
     series = dict(split_scaling([weak[0], *strong]))
     assert series["strong"] == [weak[0], *strong]
     found = split_scaling(weak + strong)
-    assert [(name, [item.num_nodes for item in members]) for name, members in found] == [
+    assert [(name, [item.nodes for item in members]) for name, members in found] == [
         ("weak", [1, 2, 4]),
         ("strong", [1, 2, 4]),
     ]
@@ -86,8 +79,8 @@ def test_weak_and_strong_scaling_are_told_apart() -> None:
 
 
 def test_a_scale_in_both_series_of_a_table_is_one_measurement(tmp_path: Path) -> None:
-    runs = [run(1, 100.0, micro_batch_per_gpu=64, rate_low=98.0, rate_high=102.0)]
-    runs += [run(2, 90.0, micro_batch_per_gpu=64), run(2, 80.0, micro_batch_per_gpu=32)]
+    runs = [run(1, 100.0, batch_per_gpu=64, interval=(98.0, 102.0))]
+    runs += [run(2, 90.0, batch_per_gpu=64), run(2, 80.0, batch_per_gpu=32)]
     written = scaling_table(runs)
     write_csv(tmp_path / "t.csv", written)
     again = scaling_table(read_table_runs(tmp_path / "t.csv"))
@@ -98,15 +91,10 @@ def test_a_scale_in_both_series_of_a_table_is_one_measurement(tmp_path: Path) ->
         assert second.samples_per_s_per_gpu_2sigma == first.samples_per_s_per_gpu_2sigma
 
 
-def test_accumulation_counts_as_batch_per_gpu() -> None:
-    runs = [run(1, 100.0, gradient_accumulation_steps=2), run(2, 90.0, micro_batch_per_gpu=16)]
-    assert [row.scaling for row in scaling_table(runs)] == ["weak", "weak"]
-
-
 def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
-    base = run(1, 100.0, device_name="H100", precision="bf16", text_tokens=77)
-    others = [{"model": "micro"}, {"device_name": "A100"}, {"precision": "fp32"}, {"text_tokens": 514}]
-    rows = scaling_table([base, *(replace(base, num_nodes=2, num_gpus=8, **change) for change in others)])  # type: ignore[arg-type]
+    base = run(1, 100.0, device="H100", precision="bf16", text_tokens=77)
+    others = [{"model": "micro"}, {"device": "A100"}, {"precision": "fp32"}, {"text_tokens": 514}]
+    rows = scaling_table([base, *(replace(base, nodes=2, gpus=8, **change) for change in others)])  # type: ignore[arg-type]
     assert len({row.series for row in rows}) == 5
     assert all(row.scaling_efficiency_percent == 100 for row in rows)
     assert all("one scale only" in row.notes for row in rows)
@@ -119,7 +107,7 @@ def test_baseline_is_the_fullest_of_the_fewest_nodes_unless_told() -> None:
     assert [row.scaling_efficiency_percent for row in told][2:] == pytest.approx([100, 80])
     single_node = scaling_table(runs[:2])
     assert [row.scaling_efficiency_percent for row in single_node] == pytest.approx([100, 100 / 1.1])
-    with pytest.raises(InputError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
+    with pytest.raises(UserError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
         scaling_table(runs, baseline_nodes=3)
 
 
@@ -136,10 +124,39 @@ def test_mfu_needs_a_peak_and_a_published_model() -> None:
 
 
 def test_exposed_communication_is_its_share_of_the_parts() -> None:
-    parts = {"forward": 0.4, "backward": 0.8, "exposed_communication": 0.6, "optimizer": 0.2}
-    (row,) = scaling_table([run(1, 1.0, breakdown_s=parts)])
+    parts = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}
+    (row,) = scaling_table([run(1, 1.0, **parts)])
     assert row.exposed_communication_percent == pytest.approx(30.0)
-    assert row.breakdown_s == pytest.approx(parts)
+    assert row.breakdown_s == pytest.approx({name[:-2]: seconds for name, seconds in parts.items()})
+
+
+def test_times_to_a_target_are_combined(tmp_path: Path) -> None:
+    (row,) = scaling_table([run(1, 10.0, time_to_target_s=time) for time in (31.0, 27.0, 44.0, None)])
+    assert (row.time_to_target_low_s, row.time_to_target_s, row.time_to_target_high_s) == (27.0, 31.0, 44.0)
+    assert "target reached by 3 of 4 runs, after 31 s, 27 to 44 s (75 % interval)" in row.notes
+    write_csv(tmp_path / "table.csv", [row])
+    assert read_table(tmp_path / "table.csv")[0].time_to_target_s == 31.0
+
+
+def test_a_batch_that_is_not_stated_leaves_the_scaling_open() -> None:
+    rows = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
+    assert [row.scaling for row in rows] == ["", ""]
+    assert rows[0].notes == "batch not stated: weak or strong scaling can't be told"
+    alone = scaling_table([run(1, 100.0, batch_per_gpu=batch) for batch in (8, 16, None)])
+    assert [row.batch_per_gpu for row in alone] == [8, 16, None]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([100.0, 101.0, 99.0, 100.5, 80.0], [4]),
+        ([100.0, 101.0, 99.0, 100.5, 98.5], []),
+        ([100.0, 100.0, 100.0, 90.0], [3]),
+        ([1.0, 50.0, 99.0], []),
+    ],
+)
+def test_outliers(values: list[float], found: list[int]) -> None:
+    assert outliers(values) == found
 
 
 def test_settings_that_differ_between_scales_are_pointed_out() -> None:
@@ -153,10 +170,7 @@ def test_command_on_a_real_log_and_a_real_record(
 ) -> None:
     csv, markdown = tmp_path / "t.csv", tmp_path / "t.md"
     inputs = [DATA / "deepspeed_2ranks.log", DATA / "record_2ranks"]
-    monkeypatch.setattr(
-        "sys.argv", ["efficiency.py", *map(str, inputs), "--csv", str(csv), "--markdown", str(markdown)]
-    )
-    efficiency.main()
+    command(monkeypatch, efficiency.main, *inputs, "--csv", csv, "--markdown", markdown)
     printed = capsys.readouterr().out
     assert printed == markdown.read_text()
     rows = read_table(csv)

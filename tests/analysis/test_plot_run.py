@@ -1,41 +1,103 @@
-"""A run as a picture: drawn from its record, refused with words where there is nothing to draw."""
+"""Runs as pictures: drawn from their records, refused with words where there is nothing to draw."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.analysis.plot_run import RunError, draw, read_run
+from clap_ds.analysis import plot_run
+from clap_ds.analysis.plot_run import draw_runs, draw_training
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import command, record
+
+COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes": 1, "device_name": "a device"}
 
 
-def _write(folder: Path, **changes: Any) -> Path:
-    summary = {
-        "state": "completed", "preset": "micro", "world_size": 2, "device_name": "a device", "precision": "bf16",
-        "micro_batch_per_gpu": 4, "text_tokens": 16, "samples_per_s": 20.0, "data_wait_percent": 0.5,
+def benchmark(folder: Path, **changes: Any) -> Path:
+    steps = [
+        {"step": step, "phase": "warmup" if step == 1 else "window", "window": step // 4, "time_s": step / 10}
+        for step in range(1, 6)
+    ]
+    summary = COMMON | {
+        "precision": "bf16", "micro_batch_per_gpu": 4, "text_tokens": 16, "data_wait_percent": 0.5,
         "samples_per_s_per_gpu": {"median": 10.0, "low": 9.0, "high": 11.0}, "memory_peak_bytes": 2**30,
         "step_time_s": {"median": 0.4, "p95": 0.5, "slowest_rank_median": 0.45},
         "breakdown_s": {"forward": 0.1, "backward": 0.2},
-    } | changes  # fmt: skip
-    (folder / "summary.json").write_text(
-        json.dumps({key: value for key, value in summary.items() if value is not None})
-    )
-    steps = [{"step": i, "phase": "warmup" if i == 1 else "window", "time_s": 0.4} for i in range(1, 5)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    return folder
+    }  # fmt: skip
+    return record(folder, steps, **summary | changes)
 
 
-def test_picture_shows_the_runs_figures(tmp_path: Path) -> None:
-    draw(*read_run(_write(tmp_path)), tmp_path / "run.svg")
+def training(folder: Path, **changes: Any) -> Path:
+    lines: list[dict[str, Any]] = [
+        {"phase": "train", "step": step, "samples": 8 * step, "time_s": 0.4, "loss": 2 / step, "lr": 1e-3,
+         "gradient_norm": 1.0, "logit_scale": 14.0}
+        for step in range(1, 51)
+    ]  # fmt: skip
+    lines.insert(25, {"phase": "evaluation", "step": 25, "zero_shot_top1": 0.5, "retrieval_audio_to_text_r1": 0.1})
+    lines.insert(26, {"phase": "checkpoint", "checkpoint": [1.0, 2.0]})
+    summary = COMMON | {"command": "train", "samples": 400, "precision": "fp32", "global_batch": 8}
+    return record(folder, lines, **summary | changes)
+
+
+def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
+    draw_runs([benchmark(tmp_path / "run")], tmp_path / "run.svg")
     picture = (tmp_path / "run.svg").read_text()
-    for text in ("10.00", "9.00 – 11.00", "1.00 GiB", "67 %", "micro on 2 × a device"):
-        assert f"<!-- {text}" in picture
+    for text in ("10.00", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB", "backward 67 %",
+                 "micro on 2 × a device, bf16, batch per GPU 4, 16 text tokens"):  # fmt: skip
+        assert f"<!-- {text}" in picture or f"\n{text}\n" in picture, text
+    assert "1 nodes, 2 GPUs\nforward 100 ms, 33.3 %" in picture
 
 
-def test_run_without_windows_or_record_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="not a readable run directory"):
-        read_run(tmp_path)
-    with pytest.raises(RunError, match="no timed windows; the run's state is 'failed'"):
-        read_run(_write(tmp_path, step_time_s=None, state="failed"))
+def test_a_killed_benchmark_is_drawn_from_its_windows(tmp_path: Path) -> None:
+    run = benchmark(tmp_path / "run", samples_per_s_per_gpu=None, step_time_s=None, memory_peak_bytes=None, breakdown_s=None,
+                    state="terminated", data_wait_percent=None)  # fmt: skip
+    draw_runs([run], tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_training_run_and_its_control_share_the_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [training(tmp_path / name) for name in ("run", "control")]
+    command(monkeypatch, plot_run.main, *runs, "--output", tmp_path / "curves.svg")
+    for text in ("micro on 2 × a device, fp32, global batch 8: 400 samples", "control", "logit scale"):
+        assert f"<!-- {text} -->" in (tmp_path / "curves.svg").read_text()
+
+
+def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
+    summary = COMMON | {"state": "failed", "time_to_target_s": 12.0}
+    picture = draw_training({training(tmp_path / "run"): summary})
+    loss, rate, _, norm, evaluation, speed = picture.panels
+    every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
+    assert every == [[step, 2 / step] for step in range(1, 51)]
+    assert mean[0] == [5, pytest.approx(sum(2 / step for step in range(1, 6)) / 5)]
+    assert len(mean) == 46
+    assert [len(line.get_xydata()) for line in rate.lines] == [50]
+    assert norm.get_yscale() == "log"
+    assert {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines} == {
+        "zero_shot_top1": [[25, 0.5]], "retrieval_audio_to_text_r1": [[25, 0.1]],
+    }  # fmt: skip
+    assert speed.lines[0].get_xydata()[0].tolist() == [2, 20.0]
+    assert picture.figure.get_suptitle().endswith("0 samples, failed, target reached after 12 s")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"},
+         "no timed windows; the run's state is 'failed'"),
+        ({"command": "train"}, "no step of training; the run's state is 'completed'"),
+    ],
+)  # fmt: skip
+def test_a_run_with_nothing_to_draw_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        draw_runs([benchmark(tmp_path / "run", **changes)], tmp_path / "run.png")
+
+
+def test_folders_that_do_not_belong_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a readable run directory: no summary\.json"):
+        draw_runs([tmp_path], tmp_path / "run.png")
+    runs = [training(tmp_path / "run"), benchmark(tmp_path / "bench")]
+    with pytest.raises(UserError, match="only where all are of training"):
+        draw_runs(runs, tmp_path / "run.png")
+    (tmp_path / "bench" / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json is not readable JSON"):
+        draw_runs(runs, tmp_path / "run.png")

@@ -1,26 +1,70 @@
-"""The projection command and its figure."""
+"""What projections are made of, the projection command and its figure."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis import project
-from clap_ds.analysis.plot_projection import draw
-from clap_ds.analysis.projection import Setting, fit_measured, read_measured
-from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.step_model import Machine, Method
+from clap_ds.analysis.plot_scaling import draw_projection
+from clap_ds.analysis.project import at_rate, engine_methods, render, what_ifs
+from clap_ds.analysis.step_model import Machine, Method, read_series
+from clap_ds.config.errors import UserError
+from clap_ds.config.settings import ClapSettings
+from tests.analysis import samples
 
-TINY, BASE = (PUBLISHED_DIR / f"jupiter_htsat_{size}.csv" for size in ("tiny", "base"))
+TINY = read_series(samples.TINY, Machine(), Method())
+
+
+def test_what_ifs_go_the_way_physics_says() -> None:
+    found = what_ifs(TINY.fit())
+    base = found["as fitted"]
+    assert found["without overlap of the all-reduce"].rate(256) < base.rate(256)
+    assert found["exact local loss"].rate(256) > base.rate(256)
+    assert found["links a quarter as fast"].rate(256) < base.rate(256)
+    assert found["links a quarter as fast"].rate(1) == base.rate(1)
+    faster = found["compute twice as fast"]
+    assert faster.rate(256) > base.rate(256)
+    assert faster.efficiency_percent(256) < base.efficiency_percent(256)
+    assert found["a quarter of the delays"].efficiency_percent(256) > base.efficiency_percent(256)
+    exposed = what_ifs(replace(TINY, method=Method(overlap=False)).fit())
+    assert exposed["bf16 all-reduce"].rate(256) > exposed["as fitted"].rate(256)
+    assert exposed["with overlap of the all-reduce"].rate(256) > exposed["as fitted"].rate(256)
+
+
+@pytest.mark.parametrize("nodes", [128, 1024])
+def test_exact_loss_and_overlap_each_help_and_both_help_most(nodes: int) -> None:
+    model = TINY.fit()
+    for step in (model, at_rate(model, 3300.0, 1, False), at_rate(model, 3300.0, 1, True)):
+        rates = {name: replace(step, method=method).rate(nodes) for name, method in engine_methods().items()}
+        assert rates["neither"] < min(rates["exact local loss"], rates["overlapped all-reduce"])
+        assert rates["both"] > max(rates["exact local loss"], rates["overlapped all-reduce"])
+
+
+def test_this_projects_buckets_are_its_settings_default() -> None:
+    default_mb = ClapSettings().gradient_bucket_mb
+    assert {method.bucket_bytes for method in engine_methods().values()} == {1e6 * default_mb}
+    assert f"buckets of {default_mb:g} MB" in render(TINY.up_to(8))
+
+
+def test_a_faster_step_has_the_rate_asked_for_and_scales_worse() -> None:
+    model = TINY.fit()
+    same, shrunk = (at_rate(model, 3300.0, 1, delays_shrink) for delays_shrink in (False, True))
+    assert same.rate(1) == pytest.approx(3300)
+    assert shrunk.rate(1) == pytest.approx(3300)
+    assert same.delay_s == model.delay_s
+    assert shrunk.delay_s == pytest.approx(model.delay_s * model.rate(1) / 3300)
+    assert same.efficiency_percent(128) < shrunk.efficiency_percent(128) < model.efficiency_percent(128)
+    with pytest.raises(UserError, match="alone take longer"):
+        at_rate(model, 1e6, 1, False)
 
 
 def test_command_prints_every_part_and_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     markdown, page = tmp_path / "p.md", tmp_path / "p.html"
-    arguments = ["project.py", TINY, BASE, "--markdown", markdown, "--output", page]
-    monkeypatch.setattr("sys.argv", list(map(str, arguments)))
-    project.main()
+    samples.command(monkeypatch, project.main, samples.TINY, samples.BASE, "--markdown", markdown, "--output", page)
     printed = capsys.readouterr().out
     assert printed == markdown.read_text()
     headings = re.findall(r"^#+ (.*)$", printed, re.MULTILINE)
@@ -31,32 +75,32 @@ def test_command_prints_every_part_and_writes_what_it_prints(
         "This project's loss and all-reduce",
     ]  # fmt: skip
     assert "nan" not in printed.lower()
-    projection = printed[printed.index("### Projection") :]
-    rows = dict(re.findall(r"\| +\d+ \| +(\d+) \| +([\d.]+) \|", projection))
-    measured = read_measured(TINY)
-    model = fit_measured(measured, Setting(Machine(), Method()))
+    rows = dict(re.findall(r"\| +\d+ \| +(\d+) \| +([\d.]+) \|", printed[printed.index("### Projection") :]))
     assert list(rows) == ["256", "512", "1024", "2048", "4096"]
-    assert float(rows["4096"]) == pytest.approx(measured.efficiency_percent(model.rate(1024)), abs=0.05)
+    assert float(rows["4096"]) == pytest.approx(TINY.efficiency_percent(TINY.fit().rate(1024)), abs=0.05)
     assert page.read_text().count("<title>") > 30
     assert "http" not in re.sub(r'xmlns[^=]*="[^"]*"', "", page.read_text())
 
 
+def test_options_change_what_is_assumed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--fit_nodes 1 --no_overlap --gradient_bytes 2 --loss exact_local --project_gpus 6 1024 --latency_us 5"
+    machine = "--node_gbytes_per_s 20 --gpu_gbytes_per_s 100 --faster_rate 2000"
+    samples.command(monkeypatch, project.main, samples.TINY, *arguments.split(), *machine.split())
+    printed = capsys.readouterr().out
+    for said in ("No hold-out", "20 GB/s into a node, 100 GB/s", "5 µs", "of 2 bytes, not overlapped", "loss exact_local",
+                 "2000 samples/s/GPU, delays"):  # fmt: skip
+        assert said in printed
+    assert re.findall(r"(\d+) GPUs \|", printed) == ["1024", "1024"]  # 6 fill no whole node
+
+
 def test_figure_holds_the_measurements_and_the_band_reaches_the_largest_scale() -> None:
-    measured = read_measured(TINY)
-    figure, _ = draw([measured], Setting(Machine(), Method()), 16, 4096)
-    efficiency, losses = figure.axes
-    points = [line for line in efficiency.lines if line.get_linestyle() == "None" and line.get_alpha() is None]
-    assert points[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
-    (band,) = efficiency.collections
+    efficiency, losses = draw_projection([TINY]).panels
+    points = next(line for line in efficiency.lines if line.get_linestyle() == "None" and line.get_alpha() is None)
+    assert points.get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
+    band = efficiency.collections[0]
     assert band.get_paths()[0].get_extents().x1 == 4096
-    assert {text.get_text() for text in losses.get_legend().get_texts()} == {
+    legend = losses.get_legend()
+    assert legend is not None
+    assert {text.get_text() for text in legend.get_texts()} == {
         "waiting for the slowest", "contrastive loss", "feature exchange", "gradient all-reduce",
     }  # fmt: skip
-
-
-def test_too_few_scales_for_a_hold_out_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["project.py", str(TINY), "--fit_nodes", "1"])
-    project.main()
-    assert "No hold-out" in capsys.readouterr().out

@@ -1,51 +1,48 @@
-"""The step model's terms against simulations and closed forms written here."""
+"""The step model's terms against simulations and closed forms, and what is claimed of it on the published tables."""
 
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from clap_ds.analysis import step_model
 from clap_ds.analysis.step_model import (
     Machine,
     Method,
+    Series,
     StepModel,
     Workload,
     all_gather_s,
     all_reduce_s,
     expected_slowest,
-    fit,
-    known_terms_s,
+    read_series,
+    transfer,
 )
+from clap_ds.analysis.table import Row, write_csv
+from clap_ds.config.errors import UserError
+from tests.analysis import samples
 
 WORK = Workload(batch_per_gpu=616, joint_dim=512, num_parameters=156.2e6)
 NO_LATENCY = Machine(node_bytes_per_s=1e9, gpu_bytes_per_s=1e30, latency_s=0.0)
+TRUTH = StepModel(WORK, Machine(), Method(), 0.95, 0.004, window_s=0.5)
+TINY, BASE = (read_series(path, Machine(), Method()) for path in (samples.TINY, samples.BASE))
 
 
-def ring_bytes_sent(values: list[list[float]]) -> int:
-    """Run a ring all-reduce chunk by chunk; returns chunks each member sent, after checking the sums are right."""
-    n = len(values)
-    state = [list(chunks) for chunks in values]
-    sent = 0
-    for phase in (0, 1):
-        for step in range(n - 1):
-            moves = []
-            for rank in range(n):
-                chunk = (rank - step + phase) % n
-                moves.append(((rank + 1) % n, chunk, state[rank][chunk]))
-            for target, chunk, value in moves:
-                state[target][chunk] = value if phase else state[target][chunk] + value
-            sent += 1
-    totals = [sum(values[rank][chunk] for rank in range(n)) for chunk in range(n)]
-    assert all(chunks == totals for chunks in state)
-    return sent
+def terms_s(nodes: int, window_s: float, machine: Machine = NO_LATENCY, **method: object) -> dict[str, float]:
+    changed = replace(Method(), **method)  # type: ignore[arg-type]
+    return StepModel(WORK, machine, changed, window_s=window_s).known_terms_s(nodes)
+
+
+def series(rates: list[tuple[int, float]]) -> Series:
+    return Series("", WORK, tuple(rates))
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
-def test_all_reduce_takes_the_bytes_a_simulated_ring_sends(nodes: int) -> None:
-    chunks = ring_bytes_sent([[float(rank * 10 + chunk) for chunk in range(nodes)] for rank in range(nodes)])
-    assert all_reduce_s(6e9, nodes, 4, NO_LATENCY) == pytest.approx(chunks * 6.0 / nodes)
+def test_all_reduce_sends_each_chunk_of_a_ring_twice_but_once_to_no_one(nodes: int) -> None:
+    assert all_reduce_s(6e9, nodes, 4, NO_LATENCY) == pytest.approx(2 * (nodes - 1) * 6.0 / nodes)
 
 
 def test_latency_is_that_of_a_tree_once_a_ring_is_longer() -> None:
@@ -65,41 +62,28 @@ def test_one_node_uses_only_its_own_links() -> None:
 
 
 def test_what_each_method_changes() -> None:
-    machine = Machine()
-
-    def terms(nodes: int = 128, window: float = 0.5, **changes: object) -> dict[str, float]:
-        return known_terms_s(WORK, machine, replace(Method(), **changes), nodes, window)  # type: ignore[arg-type]
-
-    base = terms()
-    alone = terms(overlap=False)
-    assert alone["gradient all-reduce"] == pytest.approx(all_reduce_s(4 * 156.2e6, 128, 4, machine))
-    assert base["gradient all-reduce"] == pytest.approx(all_reduce_s(25e6, 128, 4, machine))
-    assert terms(window=0.001)["gradient all-reduce"] == pytest.approx(alone["gradient all-reduce"] - 0.001)
-    halved = terms(overlap=False, gradient_bytes=2)["gradient all-reduce"]
-    assert halved == pytest.approx(all_reduce_s(2 * 156.2e6, 128, 4, machine))
-    exact = terms(loss="exact_local")["feature exchange"]
+    base, alone = terms_s(128, 0.5, Machine()), terms_s(128, 0.5, Machine(), overlap=False)
+    assert alone["gradient all-reduce"] == pytest.approx(all_reduce_s(4 * 156.2e6, 128, 4, Machine()))
+    assert base["gradient all-reduce"] == pytest.approx(all_reduce_s(25e6, 128, 4, Machine()))
+    short = terms_s(128, 0.001, Machine())["gradient all-reduce"]
+    assert short == pytest.approx(alone["gradient all-reduce"] - 0.001)
+    halved = terms_s(128, 0.5, Machine(), overlap=False, gradient_bytes=2)["gradient all-reduce"]
+    assert halved == pytest.approx(all_reduce_s(2 * 156.2e6, 128, 4, Machine()))
+    exact = terms_s(128, 0.5, Machine(), loss="exact_local")["feature exchange"]
     assert base["feature exchange"] / 2 < exact < 0.51 * base["feature exchange"]
+    # The last bucket is what overlap leaves.
+    assert terms_s(2, 1e9, bucket_bytes=5e6)["gradient all-reduce"] == pytest.approx(5e6 / 1e9)
 
 
 def test_an_early_gather_hides_half_the_features_as_far_as_the_text_tower_lasts() -> None:
-    exact = Method(loss="exact_local")
-    late = known_terms_s(WORK, NO_LATENCY, exact, 8, 6.0)["feature exchange"]
-    early = known_terms_s(WORK, NO_LATENCY, replace(exact, early_gather=True), 8, 6.0)["feature exchange"]
-    features = 7 * 4 * 2 * 616 * 512 * 2 / 1e9
-    assert late - early == pytest.approx(features / 2)
     # A backward window of 3 ms goes with a forward pass of 2 ms, half of it the text tower's.
-    short = known_terms_s(WORK, NO_LATENCY, replace(exact, early_gather=True), 8, 0.003)["feature exchange"]
-    assert late - short == pytest.approx(0.001)
-
-
-def test_the_last_bucket_is_what_overlap_leaves() -> None:
-    for bucket in (5e6, 25e6):
-        terms = known_terms_s(WORK, NO_LATENCY, Method(bucket_bytes=bucket), 2, 1e9)
-        assert terms["gradient all-reduce"] == pytest.approx(bucket / 1e9)
+    for window_s, hidden_s in ((6.0, 7 * 4 * 2 * 616 * 512 * 2 / 1e9 / 2), (0.003, 0.001)):
+        late, early = (terms_s(8, window_s, loss="exact_local", early_gather=early) for early in (False, True))
+        assert late["feature exchange"] - early["feature exchange"] == pytest.approx(hidden_s)
 
 
 def test_loss_grows_with_ranks_and_everything_is_positive() -> None:
-    small, large = (known_terms_s(WORK, Machine(), Method(), nodes, 0.5) for nodes in (1, 128))
+    small, large = (terms_s(nodes, 0.5, Machine()) for nodes in (1, 128))
     assert large["contrastive loss"] == pytest.approx(128 * small["contrastive loss"])
     assert min(*small.values(), *large.values()) > 0
 
@@ -112,38 +96,93 @@ def test_expected_slowest_against_the_exact_mean_of_a_paretos_maximum(ranks: int
     assert expected_slowest(ranks, tail_index) == pytest.approx(exact, rel=0.01)
 
 
-def test_expected_slowest_against_simulation() -> None:
-    generator = random.Random(0)
-    drawn = [max(generator.paretovariate(4.0) for _ in range(64)) for _ in range(4000)]
-    assert expected_slowest(64, 4.0) == pytest.approx(sum(drawn) / len(drawn), rel=0.03)
-
-
 def test_fit_recovers_what_made_the_data() -> None:
-    truth = StepModel(WORK, Machine(), Method(), 0.95, 0.004, window_s=0.5)
-    rates = [(nodes, truth.rate(nodes)) for nodes in (1, 2, 4, 8, 16)]
-    found = fit(WORK, Machine(), Method(), rates)
+    found = series([(nodes, TRUTH.rate(nodes)) for nodes in (1, 2, 4, 8, 16)]).fit()
     assert (found.compute_s, found.delay_s) == (pytest.approx(0.95), pytest.approx(0.004))
-    assert found.efficiency_percent(1024) == pytest.approx(truth.efficiency_percent(1024))
+    assert found.efficiency_percent(1024) == pytest.approx(TRUTH.efficiency_percent(1024))
 
 
 def test_fit_is_numpys_weighted_least_squares() -> None:
     generator = random.Random(1)
-    truth = StepModel(WORK, Machine(), Method(), 0.95, 0.004, window_s=0.5)
-    rates = [(nodes, truth.rate(nodes) * (1 + generator.gauss(0, 0.01))) for nodes in (1, 2, 4, 8, 16, 32)]
-    found = fit(WORK, Machine(), Method(), rates)
+    rates = [(nodes, TRUTH.rate(nodes) * (1 + generator.gauss(0, 0.01))) for nodes in (1, 2, 4, 8, 16, 32)]
+    found = series(rates).fit()
     times = np.array([616 / rate for _, rate in rates])
-    known = [sum(known_terms_s(WORK, Machine(), Method(), nodes, found.window_s).values()) for nodes, _ in rates]
+    known = [sum(found.known_terms_s(nodes).values()) for nodes, _ in rates]
     columns = np.array([[1, expected_slowest(4 * nodes)] for nodes, _ in rates])
     expected = np.linalg.lstsq(columns / times[:, None], (times - known) / times, rcond=None)[0]
     assert [found.compute_s, found.delay_s] == pytest.approx(expected.tolist())
 
 
-def test_speed_that_rises_with_scale_gives_no_negative_delay() -> None:
-    found = fit(WORK, Machine(), Method(), [(1, 600.0), (2, 610.0), (4, 620.0)])
-    assert found.delay_s == 0
-    assert found.compute_s > 0
-
-
-def test_a_fit_needs_two_scales() -> None:
+def test_no_fitted_time_is_negative() -> None:
+    rising = series([(1, 600.0), (2, 610.0), (4, 620.0)]).fit()
+    assert rising.delay_s == 0
+    assert rising.compute_s > 0
+    falling = series([(1, 600.0), (2, 100.0), (4, 30.0)]).fit()
+    assert falling.compute_s == 0
+    assert falling.delay_s > 0
     with pytest.raises(ValueError, match="two node counts"):
-        fit(WORK, Machine(), Method(), [(2, 600.0), (2, 601.0)])
+        series([(2, 600.0), (2, 601.0)]).fit()
+
+
+@pytest.mark.parametrize(("measured", "limit"), [(TINY, 1.0), (BASE, 2.5)], ids=["tiny", "base"])
+def test_small_scales_predict_large_ones_better_than_log_plus_linear(measured: Series, limit: float) -> None:
+    assert max(map(abs, measured.errors_points(measured.fit()))) < 1.0
+    small = measured.up_to(16)
+    assert [nodes for nodes, _ in small.rates] == [1, 2, 4, 8, 16]
+    errors = measured.errors_points(small.fit())[5:]
+    assert max(map(abs, errors)) < limit
+    nodes, rate = measured.rates[-1]
+    rival = small.log_linear_efficiency(nodes) - measured.efficiency_percent(rate)
+    assert rival < -4
+    assert abs(errors[-1]) < abs(rival) / 2
+
+
+def test_tinys_delays_unchanged_describe_base() -> None:
+    moved = transfer(TINY.fit(), BASE)
+    errors = BASE.errors_points(moved)
+    assert errors[0] == pytest.approx(0, abs=1e-9)
+    assert (moved.delay_s, moved.workload) == (TINY.fit().delay_s, BASE.workload)
+    assert max(map(abs, errors)) < 1.3
+
+
+def test_bands_widen_with_distance_and_hold_most_of_what_was_held_out() -> None:
+    held = 0
+    for measured in (TINY, BASE):
+        bands = measured.up_to(16).bands([32, 64, 128, 1024])
+        widths = [high - low for low, high in bands.values()]
+        assert widths == sorted(widths)
+        held += sum(bands[n][0] <= measured.efficiency_percent(rate) <= bands[n][1] for n, rate in measured.rates[5:])
+    assert held >= 5
+
+
+def test_bands_repeat_vanish_without_noise_and_are_absent_for_three_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_model, "RESAMPLES", 80)
+    assert TINY.bands([512]) == TINY.bands([512])
+    assert TINY.up_to(4).bands([512]) == {}
+    low, high = series([(nodes, TRUTH.rate(nodes)) for nodes, _ in TINY.rates]).bands([1024])[1024]
+    assert high - low < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([Row(1, 4, 10.0, 40.0, model="htsat_tiny_roberta_base", batch_per_gpu=8)], "at least two"),
+        ([Row(n, 4 * n, 9.0, 36.0 * n, model="micro", batch_per_gpu=8) for n in (1, 2)], "--num_parameters"),
+        ([Row(n, 4 * n, 9.0, 36.0 * n, model="htsat_tiny_roberta_base") for n in (1, 2)], "no batch_per_gpu"),
+        (
+            [Row(n, 4, 9.0, 36.0, model="htsat_tiny_roberta_base", batch_per_gpu=8) for n in (1, 2)],
+            "different numbers of GPUs per node",
+        ),
+        ([Row(n, 4 * n, 9.0, 36.0 * n, model=f"m{n % 2}", batch_per_gpu=8) for n in (1, 2, 3, 4)], "2 series"),
+    ],
+)
+def test_tables_that_cannot_be_projected_are_refused(tmp_path: Path, rows: list[Row], said: str) -> None:
+    write_csv(tmp_path / "t.csv", rows)
+    with pytest.raises(UserError, match=said):
+        read_series(tmp_path / "t.csv", Machine(), Method())
+
+
+def test_sizes_can_be_given(tmp_path: Path) -> None:
+    rows = [Row(n, 2 * n, 9.0 - n, 2 * n * (9.0 - n), model="micro", batch_per_gpu=8) for n in (1, 2)]
+    write_csv(tmp_path / "t.csv", rows)
+    assert read_series(tmp_path / "t.csv", Machine(), Method(), 1e6, 64).workload == Workload(8, 64, 1e6, 2)

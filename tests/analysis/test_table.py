@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.runs import InputError
 from clap_ds.analysis.table import (
     COLUMNS,
     Row,
@@ -15,6 +14,7 @@ from clap_ds.analysis.table import (
     significant,
     write_csv,
 )
+from clap_ds.config.errors import UserError
 
 HEADER = "nodes,gpus,samples_per_s_per_gpu,samples_per_s,mfu_percent,scaling_efficiency_percent\n"
 
@@ -51,15 +51,18 @@ def test_a_table_survives_writing_and_reading(tmp_path: Path) -> None:
 def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    with pytest.raises(InputError, match=rf"bad\.csv.*{said}"):
+    with pytest.raises(UserError, match=rf"bad\.csv.*{said}"):
         read_table(path)
 
 
-def test_a_binary_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_bytes(b"\x89PNG\xff\xfe\0")
-    with pytest.raises(InputError, match="binary"):
-        read_table(path)
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_bytes(b"\x89PNG\xff\xfe\0")
+    with pytest.raises(UserError, match=r"bad\.csv: binary"):
+        read_table(tmp_path / "bad.csv")
+    with pytest.raises(UserError, match=r"gone\.csv: can't be read"):
+        read_table(tmp_path / "gone.csv")
+    with pytest.raises(UserError, match="can't be written"):
+        write_csv(tmp_path / "no" / "t.csv", [])
 
 
 def test_a_table_without_a_model_column_is_named_after_its_file(tmp_path: Path) -> None:
@@ -73,8 +76,8 @@ def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Pat
     path.write_text(HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
     agreeing, contradicting = read_table_runs(path)
     assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
-    assert agreeing.total_rate == 9865
-    assert (contradicting.rate, contradicting.total_rate) == (pytest.approx(10.0), None)
+    assert agreeing.samples_per_s == 9865
+    assert (contradicting.rate, contradicting.samples_per_s) == (pytest.approx(10.0), None)
 
 
 @pytest.mark.parametrize(

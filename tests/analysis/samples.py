@@ -1,0 +1,70 @@
+"""Logs as DeepSpeed prints them, for tests to damage; runs, options and records made up for tests."""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.table import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(__file__).with_name("data")
+TINY, BASE = (PUBLISHED_DIR / f"jupiter_htsat_{size}.csv" for size in ("tiny", "base"))
+
+
+def throughput_line(step: int, average: float, current: float = 1.0) -> str:
+    return (
+        f"[2026-11-20 17:47:15,917] [INFO] [timer.py:264:stop] epoch=0/micro_step={step}/global_step={step}, "
+        f"RunningAvgSamplesPerSec={average}, CurrSamplesPerSec={current}, MemAllocated=0.35GB, MaxMemAllocated=1.5GB\n"
+    )
+
+
+def running_log(step_times: list[float], batch: int = 64, every: int = 1) -> str:
+    """What DeepSpeed prints for steps that take these times; the first two are not timed."""
+    lines, elapsed = [], 0.0
+    for step, time in enumerate(step_times, start=1):
+        if step > 2:
+            elapsed += time
+            if step % every == 0:
+                lines.append(throughput_line(step, batch / (elapsed / (step - 2)), batch / time))
+    return "".join(lines)
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def given(**changes: Any) -> Namespace:
+    """Values of the options that say what inputs leave out."""
+    names = ("nodes", "gpus", "model", "micro_batch", "peak_tflops")
+    return Namespace(**{**dict.fromkeys(names), "warmup_steps": 10, **changes})
+
+
+def run(nodes: int, rate: float | None, **changes: Any) -> Run:
+    """A run of HTSAT-tiny on 4 GPUs a node unless told otherwise."""
+    fields = {"state": "completed", "model": "htsat_tiny_roberta_base", "batch_per_gpu": 8, "gpus": 4 * nodes} | changes
+    return Run(source="here", nodes=nodes, samples_per_s_per_gpu=rate, **fields)
+
+
+def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
+    """A run directory with this summary (without what is None) and these lines of metrics, the last one cut."""
+    folder.mkdir(exist_ok=True)
+    (folder / "summary.json").write_text(
+        json.dumps({name: value for name, value in summary.items() if value is not None})
+    )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "window", "st'
+    )
+    return folder
+
+
+def command(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: object) -> None:
+    """Run a command's `main` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    main()

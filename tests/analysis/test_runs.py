@@ -1,0 +1,73 @@
+"""The one way to measured numbers: what it makes of directories, logs, tables, gaps and rubbish."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clap_ds.analysis.runs import read_runs
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import DATA, ROOT, TINY, given, running_log, write
+
+LOG = DATA / "deepspeed_2ranks.log"
+
+
+def test_counts_not_in_the_log_are_asked_for_by_option_name(tmp_path: Path) -> None:
+    log = write(tmp_path / "bare.log", running_log([1.0] * 20, batch=64))
+    with pytest.raises(UserError, match=r"bare\.log.*--nodes.*--gpus"):
+        read_runs([log], given())
+    with pytest.raises(UserError, match="2 GPUs on 4 nodes"):
+        read_runs([log], given(nodes=4, gpus=2))
+    (run,) = read_runs([log], given(nodes=2, gpus=8, model="micro", micro_batch=8, peak_tflops=10.0))
+    assert (run.nodes, run.gpus, run.rate, run.step_time_s) == (2, 8, pytest.approx(8.0), pytest.approx(1.0))
+    assert (run.model, run.batch_per_gpu, run.peak_tflops) == ("micro", 8, 10.0)
+
+
+def test_the_input_is_believed_before_the_options() -> None:
+    (run,) = read_runs([LOG], given(nodes=7, gpus=28, micro_batch=1))
+    assert (run.nodes, run.gpus, run.batch_per_gpu) == (1, 2, 64)
+    assert run.rate is not None
+    assert run.step_time_s == pytest.approx(64 / run.rate)
+    assert read_runs([TINY], given(model="micro"))[0].model == "htsat_tiny_roberta_base"
+
+
+def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = write(tmp_path / "bad.log", "hello")
+    with pytest.raises(UserError, match=r"bad\.log.*no throughput lines.*gone.*no such file"):
+        read_runs([bad, tmp_path / "gone"], given())
+    assert len(read_runs([bad, LOG], given())) == 1
+    assert "warning" in (error := capsys.readouterr().err)
+    assert "bad.log" in error
+
+
+def test_a_folder_of_records_is_read_whole(tmp_path: Path) -> None:
+    for nodes in (1, 2):
+        folder = tmp_path / f"run-{nodes}"
+        folder.mkdir()
+        write(folder / "summary.json", json.dumps({"state": "failed", "num_nodes": nodes, "world_size": 4 * nodes}))
+    assert [run.gpus for run in read_runs([tmp_path], given())] == [4, 8]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a run directory nor a folder of them"):
+        read_runs([tmp_path / "empty"], given())
+
+
+@pytest.mark.parametrize("how", [["analysis/runs.py"], ["-m", "analysis.runs"]])
+def test_the_command_works_as_script_and_module_without_torch(how: list[str]) -> None:
+    arguments = [sys.executable, "-X", "importtime", *how, str(LOG)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (
+        "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95 % interval of 30 windows" in done.stdout
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "clap_ds" in imported
+    assert not imported & {"torch", "deepspeed", "matplotlib", "pydantic", "numpy"}
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "analysis.runs", str(tmp_path / "nothing")]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {tmp_path / 'nothing'}: no such file or directory\n")
