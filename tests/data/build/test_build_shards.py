@@ -18,10 +18,10 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.sources import build_batches
 from clap_ds.data.build import __main__ as build_shards
 from clap_ds.data.build import shard_building
 from clap_ds.data.shard_manifest import epoch_samples
+from clap_ds.data.sources import build_batches
 from tests.data.tars import wav
 
 RATE = 16000
