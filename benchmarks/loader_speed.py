@@ -79,7 +79,9 @@ def rate_of(run_directory: Path) -> float:
     except OSError as error:
         raise UserError(f"--run_directory: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--run_directory: {path} has no samples_per_s_per_gpu: expected a benchmark's directory") from None
+        raise UserError(
+            f"--run_directory: {path} has no samples_per_s_per_gpu: expected a benchmark's directory"
+        ) from None
 
 
 def report(speeds: list[Speed], *, needed: float | None, ranks_per_host: int, cores: int) -> list[str]:

@@ -61,7 +61,9 @@ def test_clips_are_real_audio_of_every_sort_with_their_captions(sounds: Path) ->
     assert Counter(kinds) == {kind.label: 2 for kind in KINDS}
     nouns = {kind.label: kind.nouns["all"] for kind in KINDS}
     captions = [captions_of(item) for item in items]
-    assert all(any(noun in each for noun in nouns[kind]) for kind, own in zip(kinds, captions, strict=True) for each in own)
+    assert all(
+        any(noun in each for noun in nouns[kind]) for kind, own in zip(kinds, captions, strict=True) for each in own
+    )
     assert len({own[0] for own in captions}) > 0.9 * NUM_CLIPS
     tokenizer = load_tokenizer(str(sounds / "tokenizer"), vocab_size=512)  # the micro preset's
     assert max(len(ids) for own in captions for ids in tokenizer(own)["input_ids"]) <= 40
