@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -49,13 +50,8 @@ class ShardPieces:
 
     def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         sources = expand_sources(data.shards)
-        shares = share_out(
-            sources,
-            sampling=data.sampling,
-            rank=spec.rank,
-            world_size=spec.world_size,
-            num_workers=data.num_workers,
-        )
+        ranks = {"rank": spec.rank, "world_size": spec.world_size}
+        shares = share_out(sources, sampling=data.sampling, num_workers=data.num_workers, **ranks)
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         contents = json.dumps([[source.shards, source.weight] for source in sources])
         self._order = {
@@ -164,7 +160,7 @@ class ShardPieces:
             "num_shards": self._num_shards,
             "num_workers": self.num_workers,
             "num_broken_items": self._num_broken,
-            "broken_items": [{"name": broken.name, "reason": broken.reason} for broken in self._broken],
+            "broken_items": [asdict(broken) for broken in self._broken],
         }
 
     def close(self) -> None:

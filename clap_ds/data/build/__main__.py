@@ -27,7 +27,7 @@ from tqdm import tqdm
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import USER_ERROR, UserError
 from clap_ds.config.files import write_atomically
-from clap_ds.data.build.caption_lists import Entry, ListOptions, read_entries
+from clap_ds.data.build.caption_lists import Entry, read_entries
 from clap_ds.data.build.shard_building import (
     RECORDS,
     BuiltShard,
@@ -53,13 +53,8 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> li
         OSError: the folder can't be written, or the disk is full; what is finished stays.
     """
     encoding = Encoding(options.to_flac, options.sample_rate, options.mono)
-    planned = plan_shards(
-        entries,
-        held_out=options.held_out,
-        shard_bytes=round(options.shard_mb * 1e6),
-        num_shards=options.shards,
-        seed=options.seed,
-    )
+    sizes = {"shard_bytes": round(options.shard_mb * 1e6), "num_shards": options.shards}
+    planned = plan_shards(entries, held_out=options.held_out, seed=options.seed, **sizes)
     _claim(folder, fingerprint(planned, encoding))
     built = {shard.name: there for shard in planned if (there := finished(folder, shard.name))}
     waiting = [shard for shard in planned if shard.name not in built]
@@ -141,11 +136,13 @@ def _report(folder: Path, built: list[BuiltShard], with_tokenizer: bool) -> list
     records = [(shard.name, shard.record) for shard in built if shard.record]
     lines = []
     for part in ("train", "held_out"):
-        own = [record for name, record in records if name.startswith(part)]
+        own = [
+            (record.items, record.bytes / 1e6, record.seconds / 3600)
+            for name, record in records
+            if name.startswith(part)
+        ]
         if own:
-            megabytes = sum(record.bytes for record in own) / 1e6
-            hours = sum(record.seconds for record in own) / 3600
-            items = sum(record.items for record in own)
+            items, megabytes, hours = map(sum, zip(*own, strict=True))
             lines.append(f"{part}: {items} items in {len(own)} shard(s), {megabytes:.1f} MB, {hours:.2f} h")
     if num_broken := sum(len(shard.broken) for shard in built):
         lines.append(f"{num_broken} items left out, listed with reasons in {folder / BROKEN}")
@@ -212,12 +209,7 @@ def run_build(options: argparse.Namespace) -> int:
         problems = verify(options.folder)
         print("\n".join(problems) if problems else f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
-    entries = read_entries(
-        options.source,
-        ListOptions(
-            options.audio_column, options.caption_columns, options.delimiter, options.encoding, options.audio_root
-        ),
-    )
+    entries = read_entries(options.source, options)
     if options.shards and options.shards > len(entries):
         raise UserError(f"--shards {options.shards} is more than the {len(entries)} items: a shard would be empty")
     built = build(entries, options.folder, options)

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,27 +45,13 @@ class Entry:
             self.problem = "empty caption"
 
 
-@dataclass(frozen=True, slots=True)
-class ListOptions:
-    """How to read a list. None: found out.
-
-    Attributes:
-        audio_column, caption_columns: of a CSV, or fields of a JSONL.
-        delimiter: of a CSV.
-        encoding: of the list and of caption files.
-        audio_root: folder that the list's paths are relative to; None: the list's.
-    """
-
-    audio_column: str | None = None
-    caption_columns: list[str] | None = None
-    delimiter: str | None = None
-    encoding: str | None = None
-    audio_root: Path | None = None
-
-
-def read_entries(source: Path, options: ListOptions) -> list[Entry]:
+def read_entries(source: Path, options: Namespace) -> list[Entry]:
     """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same file are one
     entry with all their captions.
+
+    Args:
+        options: how to read them; None: found out. `audio_column`, `caption_columns`: of a CSV, or fields of a JSONL;
+            `delimiter`: of a CSV; `encoding`: of the list and of caption files; `audio_root`: what its paths are relative to.
 
     Raises:
         UserError: the source is missing, empty, of another kind, in another encoding, or lacks a column.
@@ -112,7 +99,7 @@ def _decode(path: Path, encoding: str | None) -> str:
         ) from None
 
 
-def _csv_rows(source: Path, text: str, options: ListOptions) -> Iterator[tuple[int, Row]]:
+def _csv_rows(source: Path, text: str, options: Namespace) -> Iterator[tuple[int, Row]]:
     """Rows with their lines."""
     delimiter = options.delimiter or max(_DELIMITERS, key=text.split("\n", 1)[0].count)
     csv.field_size_limit(2**31 - 1)
@@ -136,7 +123,7 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
-def _columns(source: Path, names: list[str], options: ListOptions) -> tuple[str, list[str]]:
+def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
     """The column of paths, and those of captions."""
     audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "of audio files")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names)) or ["of captions"]
@@ -163,7 +150,7 @@ def _texts(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(text.strip() for text in flat if isinstance(text, str) and text.strip()))
 
 
-def _read_folder(folder: Path, options: ListOptions) -> Iterator[Entry]:
+def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() not in AUDIO_SUFFIXES or not path.is_file():
@@ -173,14 +160,15 @@ def _read_folder(folder: Path, options: ListOptions) -> Iterator[Entry]:
             if text.is_file():
                 yield Entry(path, _texts(_decode(text, options.encoding).splitlines()))
             elif description.is_file():
-                yield _described(path, json.loads(_decode(description, options.encoding)), options)
+                yield _described(path, _decode(description, options.encoding), options)
             else:
                 yield Entry(path, [], problem=f"no caption file ({text.name} or {description.name}) beside it")
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"its caption file can't be read: {error}")
 
 
-def _described(path: Path, content: Any, options: ListOptions) -> Entry:
+def _described(path: Path, text: str, options: Namespace) -> Entry:
+    content = json.loads(text)
     if not isinstance(content, dict):
         return Entry(path, [], problem="its json is no object")
     columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, content))
