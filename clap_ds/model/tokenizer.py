@@ -43,9 +43,7 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerB
             "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
         )
     if (pad := tokenizer.pad_token_id) != PAD_TOKEN_ID:
-        raise ValueError(
-            f"{FIELD}: {name_or_dir!r} pads with id {pad}; expected {PAD_TOKEN_ID}, as RoBERTa's tokenizers do"
-        )
+        raise ValueError(f"{FIELD}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
     return tokenizer
 
 
