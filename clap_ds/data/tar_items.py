@@ -11,7 +11,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
@@ -138,13 +138,10 @@ class ContentReader:
 
 def fetch(item: Item) -> None:
     """Read what was left in the tar, in place. Raises as `ContentReader.read` does."""
-    reader = ContentReader()
-    try:
+    with closing(ContentReader()) as reader:
         for name, content in item.items():
             if isinstance(content, Place):
                 item[name] = reader.read(item["__url__"], content)
-    finally:
-        reader.close()
 
 
 def count_samples(shard: str) -> int:

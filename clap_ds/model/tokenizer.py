@@ -42,35 +42,30 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerB
             f"{FIELD}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
             "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
         )
-    if tokenizer.pad_token_id != PAD_TOKEN_ID:
-        raise ValueError(
-            f"{FIELD}: {name_or_dir!r} pads with id {tokenizer.pad_token_id}; expected a RoBERTa tokenizer, which pads with "
-            f"{PAD_TOKEN_ID}"
-        )
+    if (pad := tokenizer.pad_token_id) != PAD_TOKEN_ID:
+        raise ValueError(f"{FIELD}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
     return tokenizer
 
 
 def _find_tokenizer(name_or_dir: str) -> PreTrainedTokenizerBase:
+    def first_line(error: Exception) -> str:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+
     folder = Path(name_or_dir)
     if folder.is_dir():
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # whatever a damaged folder makes transformers raise
-            raise ValueError(
-                f"{FIELD}: the folder {name_or_dir!r} holds no tokenizer transformers can load: {_first_line(error)}"
-            ) from error
+            reason = f"holds no tokenizer transformers can load: {first_line(error)}"
+            raise ValueError(f"{FIELD}: the folder {name_or_dir!r} {reason}") from error
     tried = [f"no such folder in {Path.cwd()}"]
     looks_like_path = folder.is_absolute() or name_or_dir.startswith(".") or len(folder.parts) > 2
     for place, local_only in () if looks_like_path else (("the hub's local cache", True), ("the hub", False)):
         try:
             return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_only)
         except (OSError, ValueError) as error:
-            tried.append(f"{place}: {_first_line(error)}")
+            tried.append(f"{place}: {first_line(error)}")
     raise ValueError(f"{FIELD}: no tokenizer {name_or_dir!r}; tried: {'; '.join(tried)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
@@ -78,15 +73,8 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_token
 
     Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
     """
-    encoded: Any = tokenizer(
-        captions,
-        padding="max_length",
-        truncation=True,
-        max_length=text_tokens,
-        split_special_tokens=True,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
+    shape: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": text_tokens}
+    encoded: Any = tokenizer(captions, **shape, split_special_tokens=True, return_tensors="pt")
     return encoded["input_ids"], encoded["attention_mask"]
 
 
@@ -110,13 +98,6 @@ def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<s>",
-        cls_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        sep_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-    ).save_pretrained(directory)
+    names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token", "cls_token", "sep_token")
+    special = dict(zip(names, (*SPECIAL_TOKENS, "<s>", "</s>"), strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(directory)

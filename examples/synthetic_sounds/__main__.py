@@ -6,8 +6,6 @@ in its json, for zero-shot evaluation. For unseen clips take another seed, for c
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4000
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 520 --seed 1
-
-What the classes are and how they sound is left to `sound_kinds`, what captions say to `sound_captions`.
 """
 
 from __future__ import annotations
@@ -27,117 +25,83 @@ import soundfile
 from tqdm import tqdm
 from webdataset.writer import TarWriter
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.model.tokenizer import train_tokenizer
-from examples.synthetic_sounds.captions import Wordings, class_names, describe
-from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, Kind
-from examples.synthetic_sounds.signals import Signal
+from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, Kind, Wordings, class_names
+from examples.synthetic_sounds.signals import SIGNALS, Signal
 
-ENCODINGS = (
-    ("flac", "PCM_16"),
-    ("flac", "PCM_24"),
-    ("wav", "PCM_16"),
-    ("wav", "FLOAT"),
-    ("ogg", "VORBIS"),
-    ("mp3", "MPEG_LAYER_III"),
-)
-SAMPLE_RATES = (16000, 22050, 44100, 48000)
+_SUBTYPES = {"flac": ("PCM_16", "PCM_24"), "wav": ("PCM_16", "FLOAT"), "ogg": ("VORBIS",), "mp3": ("MPEG_LAYER_III",)}
+ENCODINGS = tuple((name, subtype) for name, subtypes in _SUBTYPES.items() for subtype in subtypes)
 
 
 @dataclass(frozen=True)
 class Variety:
-    """What clips may be like.
-
-    Attributes:
-        min_seconds, max_seconds: length.
-        sample_rates: Hz, to draw from.
-        encodings: format and subtype in libsndfile's words, to draw from.
-        wordings: of the captions.
-    """
+    """What clips may be like: their length, and what their rate (Hz) and encoding (in libsndfile's words) are drawn from."""
 
     min_seconds: float = 1.0
     max_seconds: float = 15.0
-    sample_rates: tuple[int, ...] = SAMPLE_RATES
+    sample_rates: tuple[int, ...] = (16000, 22050, 44100, 48000)
     encodings: tuple[tuple[str, str], ...] = ENCODINGS
     wordings: Wordings = "all"
 
 
-@dataclass(frozen=True)
-class Clip:
-    """One sound with its captions, before encoding. `waveform`: (T, channels) within [-1, 1]."""
-
-    kind: Kind
-    waveform: Signal
-    sample_rate: int
-    captions: list[str]
-
-
-def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> Clip:
-    """A sound of `kind` with everything else (pitch, loudness, length, sample rate, channels, wording) drawn from `rng`."""
+def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> tuple[Signal, int, list[str]]:
+    """A sound (T, channels) within [-1, 1], its sample rate and captions; everything but its kind is drawn from `rng`."""
     sample_rate = rng.choice(variety.sample_rates)
     seconds = rng.uniform(variety.min_seconds, variety.max_seconds)
     time = np.arange(max(1, round(seconds * sample_rate))) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
-    signal = kind.synthesise(np.random.default_rng(rng.getrandbits(64)), time, value)
+    signal = SIGNALS[kind.label](np.random.default_rng(rng.getrandbits(64)), time, value)
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
     captions = [
-        describe(kind, variety.wordings, rng, quality=quality, loudness=loudness, seconds=seconds)
+        kind.caption(variety.wordings, rng, quality=quality, loudness=loudness, seconds=seconds)
         for _ in range(rng.choice((1, 1, 3)))
     ]
-    return Clip(kind, signal.reshape(len(time), -1), sample_rate, captions)
+    return signal.reshape(len(time), -1), sample_rate, captions
 
 
 def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -> bytes:
     """A whole audio file. `waveform`: (T, channels)."""
     buffer = io.BytesIO()
-    with soundfile.SoundFile(
-        buffer, "w", sample_rate, waveform.shape[1], subtype=subtype, format=file_format.upper()
-    ) as file:
-        for start in range(
-            0, len(waveform), sample_rate
-        ):  # libsndfile's Vorbis encoder overflows its stack on long writes
+    channels = waveform.shape[1]
+    with soundfile.SoundFile(buffer, "w", sample_rate, channels, subtype, format=file_format.upper()) as file:
+        # libsndfile's Vorbis encoder overflows its stack on long writes.
+        for start in range(0, len(waveform), sample_rate):
             file.write(waveform[start : start + sample_rate])
     return buffer.getvalue()
 
 
-def pack(clip: Clip, key: str, encoding: tuple[str, str], *, caption_as_text: bool) -> dict[str, object]:
-    """The clip as a WebDataset item. Its json always names the kind; a caption goes into it or into a txt of its own."""
-    description: dict[str, object] = {"kind": clip.kind.label}
-    item: dict[str, object] = {"__key__": key, encoding[0]: encode(clip.waveform, clip.sample_rate, *encoding)}
-    if caption_as_text:
-        item["txt"] = clip.captions[0].encode()
-    else:
-        description["caption"] = clip.captions[0] if len(clip.captions) == 1 else clip.captions
-    item["json"] = json.dumps(description).encode()
-    return item
-
-
 def write_sounds(directory: Path, *, num_clips: int, num_shards: int, seed: int, variety: Variety) -> list[Path]:
-    """Writes `sounds-000.tar`, …, `tokenizer/` and `classes.json` into `directory`. Returns the tars.
+    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json` into `directory`. Returns the tars.
 
     The same arguments give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
-    puts the time into floating-point WAVs.
-
-    Args:
-        num_clips: kinds take turns, so that each shard has all of them when it has clips enough.
+    puts the time into floating-point WAVs. Kinds take turns, so that each shard has all of them when it has clips enough.
     """
     directory.mkdir(parents=True, exist_ok=True)
     digits = max(3, len(str(num_shards - 1)))
     paths = [directory / f"sounds-{shard:0{digits}d}.tar" for shard in range(num_shards)]
-    captions: list[str] = []
+    all_captions: list[str] = []
     with tqdm(total=num_clips, unit="clip", disable=None) as progress:
         for shard, path in enumerate(paths):
             with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
                 for number in range(shard * num_clips // num_shards, (shard + 1) * num_clips // num_shards):
                     rng = random.Random(f"seed {seed}, clip {number}")
-                    clip = make_clip(KINDS[number % len(KINDS)], rng, variety)
-                    captions += clip.captions
+                    kind = KINDS[number % len(KINDS)]
+                    waveform, sample_rate, captions = make_clip(kind, rng, variety)
+                    all_captions += captions
                     encoding = rng.choice(variety.encodings)
-                    tar.write(pack(clip, f"{number:06d}", encoding, caption_as_text=rng.random() < 0.5))
+                    description: dict[str, object] = {"kind": kind.label}
+                    item = {"__key__": f"{number:06d}", encoding[0]: encode(waveform, sample_rate, *encoding)}
+                    if rng.random() < 0.5:
+                        item["txt"] = captions[0].encode()
+                    else:
+                        description["caption"] = captions[0] if len(captions) == 1 else captions
+                    tar.write({**item, "json": json.dumps(description).encode()})
                     progress.update()
-    train_tokenizer(captions, directory / "tokenizer")
+    train_tokenizer(all_captions, directory / "tokenizer")
     (directory / "classes.json").write_text(json.dumps(class_names(), indent=1) + "\n")
     return paths
 
@@ -152,53 +116,25 @@ def _seconds_range(text: str) -> tuple[float, float]:
     return bounds[0], bounds[-1]
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
-    return int(text)
-
-
-def _snippet(directory: Path, paths: list[Path]) -> str:
-    last = paths[-1].stem.removeprefix("sounds-")
-    pattern = paths[0].name if len(paths) == 1 else f"sounds-{{{'0' * len(last)}..{last}}}.tar"
-    settings = {"source": "shards", "shards": str(directory / pattern), "tokenizer": str(directory / "tokenizer")}
-    return json.dumps({**settings, "num_workers": min(len(paths), 2)}, indent=2)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.synthetic_sounds",
         description="Make audio–caption shards of synthetic sounds, and a tokenizer.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="new or empty folder to write to")
-    parser.add_argument("--clips", type=_positive, default=256, metavar="N", help="sounds to make (default 256)")
-    parser.add_argument("--shards", type=_positive, default=4, metavar="S", help="tar files to put them in (default 4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="another seed, other sounds (default 0)")
-    parser.add_argument(
-        "--seconds", type=_seconds_range, default=(1.0, 15.0), metavar="1-15", help="length of the clips"
+    add = parser.add_argument
+    wordings = (
+        "of the captions: to train on, held out for evaluation (the same words, newly combined), or all (default)"
     )
-    parser.add_argument(
-        "--wordings",
-        choices=get_args(Wordings),
-        default="all",
-        help="of the captions: those to train on, those held out for evaluation (the same words, newly combined), or all",
-    )
-    parser.add_argument("--sample_rate", type=_positive, metavar="HZ", help="one for all clips (default: varied)")
-    parser.add_argument(
-        "--format", choices=sorted({name for name, _ in ENCODINGS}), help="one for all clips (default: varied)"
-    )
+    formats = sorted(_SUBTYPES)
+    add("directory", type=Path, metavar="DIR", help="new or empty folder to write to")
+    add("--clips", type=whole_number(), default=256, metavar="N", help="sounds to make (default 256)")
+    add("--shards", type=whole_number(), default=4, metavar="S", help="tar files to put them in (default 4)")
+    add("--seed", type=int, default=0, metavar="K", help="another seed, other sounds (default 0)")
+    add("--seconds", type=_seconds_range, default=(1.0, 15.0), metavar="1-15", help="length of the clips")
+    add("--wordings", choices=get_args(Wordings), default="all", help=wordings)
+    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="one for all clips (default: varied)")
+    add("--format", choices=formats, help="one for all clips (default: varied)")
     return parser
-
-
-def _variety(options: argparse.Namespace) -> Variety:
-    first = next((encoding for encoding in ENCODINGS if encoding[0] == options.format), None)
-    return Variety(
-        min_seconds=options.seconds[0],
-        max_seconds=options.seconds[1],
-        sample_rates=(options.sample_rate,) if options.sample_rate else SAMPLE_RATES,
-        encodings=(first,) if first else ENCODINGS,
-        wordings=options.wordings,
-    )
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -209,25 +145,25 @@ def main(arguments: Iterable[str] | None = None) -> int:
         parser.error(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
     if options.clips < options.shards:
         parser.error(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
-    if options.sample_rate and not 8000 <= options.sample_rate <= 48000:
-        parser.error(f"--sample_rate {options.sample_rate}: expected 8000 to 48000 Hz")
+    variety = Variety(
+        *options.seconds,
+        sample_rates=(options.sample_rate,) if options.sample_rate else Variety.sample_rates,
+        encodings=tuple(encoding for encoding in ENCODINGS if encoding[0] == options.format)[:1] or ENCODINGS,
+        wordings=options.wordings,
+    )
     try:
         paths = write_sounds(
-            directory,
-            num_clips=options.clips,
-            num_shards=options.shards,
-            seed=options.seed,
-            variety=_variety(options),
+            directory, num_clips=options.clips, num_shards=options.shards, seed=options.seed, variety=variety
         )
-    except OSError as error:
+    except (OSError, soundfile.SoundFileError) as error:
         parser.error(f"{directory} can't be written: {error}")
-    except soundfile.SoundFileError as error:
-        parser.error(f"--format {options.format}, --sample_rate {options.sample_rate}: {error}")
     size = sum(path.stat().st_size for path in paths) / 1e6
     print(
-        f"{options.clips} clips of {len(KINDS)} kinds in {len(paths)} shard(s), {size:.1f} MB, and a tokenizer: {directory}"
+        f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s), {size:.1f} MB: {directory}"
     )
-    print(f'For a run\'s JSON, in "clap":\n"data": {_snippet(directory, paths)}')
+    places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}
+    settings = json.dumps({"source": "shards", **places, "num_workers": min(len(paths), 2)}, indent=2)
+    print(f'For a run\'s JSON, in "clap":\n"data": {settings}')
     return 0
 
 

@@ -1,19 +1,17 @@
-"""The classes of synthetic sounds: how each is made and what a caption may call it.
+"""The classes of synthetic sounds: what a caption may call each, and which quantity of it a listener can name.
 
-To add a class, write its signal into `sound_signals` and put a `Kind` into `KINDS`. Length, loudness and encoding are left to
-`sounds`, the wording of whole captions to `sound_captions`.
+To add a class, add a line to the table and a signal of the same name to `signals`. Held-out wordings, kept for evaluation, are
+new templates and new nouns made of words that the training wordings have too: what is tested is whether a model understands
+combinations it never saw. Words it never saw it can't understand when it starts from nothing, so there are none.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-
-from examples.synthetic_sounds import signals
-from examples.synthetic_sounds.signals import Signal
+Wordings = Literal["train", "held_out", "all"]
 
 
 @dataclass(frozen=True)
@@ -34,198 +32,91 @@ PITCH = Scale(110, 1760, (("low", "deep", "low-pitched"), ("medium", "mid-range"
 TEMPO = Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid")))  # events per second
 LOUDNESS = Scale(0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong")))  # peak amplitude
 
+TEMPLATES = {
+    "train": (
+        "{sound}",
+        "the sound of {sound}",
+        "a recording of {sound}",
+        "{sound} can be heard",
+        "{sound}, about {seconds} seconds long",
+        "someone plays back {sound}",
+        "{sound} in an otherwise silent room",
+    ),
+    "held_out": (
+        "a recording of the sound of {sound}",
+        "{sound} can be heard in a silent room",
+        "someone plays back a recording of {sound}",
+        "about {seconds} seconds of {sound}",
+    ),
+}
+TEMPLATES["all"] = TEMPLATES["train"] + TEMPLATES["held_out"]
+
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of sounds.
-
-    Attributes:
-        label: class name.
-        nouns: ways a caption may call it.
-        held_out_nouns: more of them, kept for evaluation: new combinations of words of `nouns`, as a model trained from nothing
-            can't know words it never met.
-        scale: of the quantity handed to `synthesise`, if there is one worth naming.
-        synthesise: (noise source, time in s (T,), value on `scale`) → signal (T,) of any amplitude.
-    """
+    """A class of sounds. `nouns`: by wordings, ways a caption may call it."""
 
     label: str
-    nouns: tuple[str, ...]
-    held_out_nouns: tuple[str, ...]
+    nouns: dict[str, tuple[str, ...]]
     scale: Scale | None
-    synthesise: Callable[[np.random.Generator, Signal, float], Signal]
+
+    def caption(self, wordings: Wordings, rng: random.Random, *, quality: str, loudness: str, seconds: float) -> str:
+        """A caption of a sound. Words for its pitch or tempo (none: empty) and for its loudness are said at times."""
+        words = [word for word in (loudness, quality) if word and rng.random() < 0.7]
+        rng.shuffle(words)
+        sound = with_article(" ".join([*words, rng.choice(self.nouns[wordings])]))
+        return rng.choice(TEMPLATES[wordings]).format(sound=sound, seconds=max(1, round(seconds)))
 
 
-KINDS = (
-    Kind(
-        "pure tone",
-        ("pure tone", "sine tone", "steady whistle"),
-        ("pure sine whistle", "steady sine tone"),
-        PITCH,
-        signals.tone,
-    ),
-    Kind(
-        "square wave",
-        ("square wave", "harsh electronic buzz", "harsh square tone"),
-        ("harsh square wave", "electronic square buzz"),
-        PITCH,
-        signals.square,
-    ),
-    Kind(
-        "sawtooth wave",
-        ("sawtooth wave", "bright synthesizer buzz", "bright sawtooth"),
-        ("bright sawtooth buzz", "synthesizer sawtooth wave"),
-        PITCH,
-        signals.sawtooth,
-    ),
-    Kind(
-        "rising chirp",
-        ("rising chirp", "upward sweep", "tone gliding up"),
-        ("chirp gliding up", "rising sweep"),
-        PITCH,
-        signals.rising,
-    ),
-    Kind(
-        "falling chirp",
-        ("falling chirp", "downward sweep", "tone gliding down"),
-        ("chirp gliding down", "falling sweep"),
-        PITCH,
-        signals.falling,
-    ),
-    Kind(
-        "tremolo",
-        ("tremolo tone", "tone fluttering in volume", "fluttering tremolo"),
-        ("fluttering tone", "tremolo fluttering in volume"),
-        PITCH,
-        signals.tremolo,
-    ),
-    Kind(
-        "vibrato",
-        ("vibrato tone", "tone wavering in pitch", "wavering vibrato"),
-        ("wavering tone", "vibrato wavering in pitch"),
-        PITCH,
-        signals.vibrato,
-    ),
-    Kind(
-        "siren",
-        ("two-tone siren", "alarm switching between two notes", "siren alarm"),
-        ("siren switching between two notes", "two-tone alarm"),
-        PITCH,
-        signals.siren,
-    ),
-    Kind(
-        "bell",
-        ("bell", "struck metal bar", "ringing chime"),
-        ("ringing metal bell", "struck chime"),
-        PITCH,
-        signals.bell,
-    ),
-    Kind(
-        "white noise",
-        ("white noise", "hiss", "static"),
-        ("static hiss", "white static noise"),
-        None,
-        signals.white_noise,
-    ),
-    Kind(
-        "pink noise",
-        ("pink noise", "rushing noise like a waterfall", "rushing waterfall"),
-        ("pink noise like a waterfall", "rushing pink noise"),
-        None,
-        signals.pink_noise,
-    ),
-    Kind(
-        "clicks",
-        ("train of clicks", "ticking", "series of ticking clicks"),
-        ("series of clicks", "train of ticking clicks"),
-        TEMPO,
-        signals.clicks,
-    ),
-    Kind(
-        "noise bursts",
-        ("pulsing noise", "series of noise bursts", "steam-engine puffing"),
-        ("series of pulsing bursts", "puffing steam-engine noise"),
-        TEMPO,
-        signals.bursts,
-    ),
-    Kind(
-        "rumble",
-        ("rumble", "distant thunder", "earth rumbling"),
-        ("rumbling thunder", "distant earth rumble"),
-        None,
-        signals.rumble,
-    ),
-    Kind(
-        "crackle",
-        ("crackle", "crackling fire", "popping fire"),
-        ("popping crackle", "fire crackle"),
-        None,
-        signals.crackle,
-    ),
-    Kind(
-        "heartbeat",
-        ("heartbeat", "beating heart", "double thump"),
-        ("thump of a heart", "double heartbeat"),
-        None,
-        signals.heartbeat,
-    ),
-    Kind(
-        "arpeggio",
-        ("arpeggio", "climbing melody", "run of climbing notes"),
-        ("climbing arpeggio", "melody of climbing notes"),
-        PITCH,
-        signals.arpeggio,
-    ),
-    Kind(
-        "chord",
-        ("chord", "three tones held together", "organ chord"),
-        ("three organ tones", "chord held together"),
-        PITCH,
-        signals.chord,
-    ),
-    Kind(
-        "telephone",
-        ("telephone", "phone call", "old telephone call"),
-        ("old phone", "telephone call"),
-        None,
-        signals.telephone,
-    ),
-    Kind("wind", ("wind", "howling gale", "gusts of wind"), ("howling wind", "gusts of a gale"), None, signals.wind),
-    Kind(
-        "bird",
-        ("bird", "twittering songbird", "bird song"),
-        ("twittering bird", "song of a songbird"),
-        None,
-        signals.bird,
-    ),
-    Kind(
-        "drum",
-        ("drum", "drum beat", "pounding drum"),
-        ("pounding beat", "beat of a pounding drum"),
-        TEMPO,
-        signals.drum,
-    ),
-    Kind(
-        "plucked string",
-        ("plucked string", "guitar", "strummed guitar string"),
-        ("plucked guitar", "strummed string"),
-        PITCH,
-        signals.plucked,
-    ),
-    Kind(
-        "bouncing ball",
-        ("bouncing ball", "ball dropped on a table", "ping-pong ball"),
-        ("dropped ping-pong ball", "ball bouncing on a table"),
-        None,
-        signals.bouncing,
-    ),
-    Kind(
-        "laser", ("laser", "ray gun firing", "laser shots"), ("firing laser gun", "ray gun shots"), None, signals.laser
-    ),
-    Kind(
-        "beeping",
-        ("beeping", "repeated beeps", "beeping machine"),
-        ("machine beeps", "repeated beeping"),
-        PITCH,
-        signals.beeping,
-    ),
-)
+# Scale, label: training nouns / held-out nouns
+_TABLE = """
+pitch pure tone: pure tone, sine tone, steady whistle / pure sine whistle, steady sine tone
+pitch square wave: square wave, harsh electronic buzz, harsh square tone / harsh square wave, electronic square buzz
+pitch sawtooth wave: sawtooth wave, bright synthesizer buzz, bright sawtooth / bright sawtooth buzz, synthesizer sawtooth wave
+pitch rising chirp: rising chirp, upward sweep, tone gliding up / chirp gliding up, rising sweep
+pitch falling chirp: falling chirp, downward sweep, tone gliding down / chirp gliding down, falling sweep
+pitch tremolo: tremolo tone, tone fluttering in volume, fluttering tremolo / fluttering tone, tremolo fluttering in volume
+pitch vibrato: vibrato tone, tone wavering in pitch, wavering vibrato / wavering tone, vibrato wavering in pitch
+pitch siren: two-tone siren, alarm switching between two notes, siren alarm / siren switching between two notes, two-tone alarm
+pitch bell: bell, struck metal bar, ringing chime / ringing metal bell, struck chime
+- white noise: white noise, hiss, static / static hiss, white static noise
+- pink noise: pink noise, rushing noise like a waterfall, rushing waterfall / pink noise like a waterfall, rushing pink noise
+tempo clicks: train of clicks, ticking, series of ticking clicks / series of clicks, train of ticking clicks
+tempo noise bursts: pulsing noise, series of noise bursts, steam-engine puffing / series of pulsing bursts, puffing steam-engine noise
+- rumble: rumble, distant thunder, earth rumbling / rumbling thunder, distant earth rumble
+- crackle: crackle, crackling fire, popping fire / popping crackle, fire crackle
+- heartbeat: heartbeat, beating heart, double thump / thump of a heart, double heartbeat
+pitch arpeggio: arpeggio, climbing melody, run of climbing notes / climbing arpeggio, melody of climbing notes
+pitch chord: chord, three tones held together, organ chord / three organ tones, chord held together
+- telephone: telephone, phone call, old telephone call / old phone, telephone call
+- wind: wind, howling gale, gusts of wind / howling wind, gusts of a gale
+- bird: bird, twittering songbird, bird song / twittering bird, song of a songbird
+tempo drum: drum, drum beat, pounding drum / pounding beat, beat of a pounding drum
+pitch plucked string: plucked string, guitar, strummed guitar string / plucked guitar, strummed string
+- bouncing ball: bouncing ball, ball dropped on a table, ping-pong ball / dropped ping-pong ball, ball bouncing on a table
+- laser: laser, ray gun firing, laser shots / firing laser gun, ray gun shots
+pitch beeping: beeping, repeated beeps, beeping machine / machine beeps, repeated beeping
+"""  # noqa: E501
+
+
+def _parse(line: str) -> Kind:
+    kind, _, nouns = line.partition(": ")
+    scale, _, label = kind.partition(" ")
+    train, held_out = (tuple(part.split(", ")) for part in nouns.split(" / "))
+    scales = {"pitch": PITCH, "tempo": TEMPO, "-": None}
+    return Kind(label, {"train": train, "held_out": held_out, "all": train + held_out}, scales[scale])
+
+
+KINDS = [_parse(line) for line in _TABLE.strip().splitlines()]
+
+
+def with_article(sound: str) -> str:
+    return f"{'an' if sound[0] in 'aeiou' else 'a'} {sound}"
+
+
+def class_names() -> dict[str, dict[str, list[str]]]:
+    """Wordings → class → its names with their articles, each as `clap.evaluation.zero_shot.classes` takes it."""
+    return {
+        wordings: {kind.label: [with_article(noun) for noun in kind.nouns[wordings]] for kind in KINDS}
+        for wordings in TEMPLATES
+    }

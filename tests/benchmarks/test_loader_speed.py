@@ -49,7 +49,7 @@ def test_measures_up_to_as_many_workers_as_there_are_shards(
     tmp_path: Path, run_json: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"samples_per_s_per_gpu": {"median": 0.5}}))
-    arguments = ["--measure", "--deepspeed_config", str(run_json), "--seconds", "1", "--max_workers", "3"]
+    arguments = ["--deepspeed_config", str(run_json), "--seconds", "1", "--max_workers", "3"]
     arguments += ["--run_directory", str(tmp_path), "--json", str(tmp_path / "speeds.json")]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -79,5 +79,5 @@ def test_what_cannot_be_measured(
     changes: dict[str, object], arguments: list[str], message: str,
 ) -> None:  # fmt: skip
     path = write_run(clap=changes) if changes else run_json
-    assert main(["--measure", "--deepspeed_config", str(path), *arguments]) == 2
+    assert main(["--deepspeed_config", str(path), *arguments]) == 2
     assert message.lower() in capsys.readouterr().err.lower()

@@ -1,15 +1,18 @@
-"""Tars and items made by hand with the standard library, for the shard tests."""
+"""Tars and items made by hand with the standard library, for tests of everything that reads them."""
 
 from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import soundfile
 import torch
+
+from clap_ds.data.batch import Batch
 
 
 def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -> bytes:
@@ -27,9 +30,18 @@ def marked_item(number: int, suffix: str = "") -> list[tuple[str, bytes]]:
     ]
 
 
+def marked_items(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
+    return [member for number in numbers for member in marked_item(number)]
+
+
 def number_of(waveform: torch.Tensor) -> int:
     """Which marked item a waveform is of."""
     return round(float(waveform[0]) * 1000) - 1
+
+
+def numbers_in(source: Iterator[Batch], num_batches: int) -> list[int]:
+    """Which marked items come, in order."""
+    return [number_of(row) for _ in range(num_batches) for row in next(source).waveforms]
 
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
@@ -39,3 +51,19 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path
+
+
+def marked_tars(directory: Path, num_tars: int, items_per_tar: int, first: int = 0) -> str:
+    """Tars of marked items, numbered through from `first`. Returns their pattern."""
+    directory.mkdir(exist_ok=True)
+    for tar in range(num_tars):
+        start = first + tar * items_per_tar
+        write_tar(directory / f"{tar:03d}.tar", marked_items(range(start, start + items_per_tar)))
+    return str(directory / f"{{000..{num_tars - 1:03d}}}.tar")
+
+
+def put(url: str, content: bytes) -> str:
+    """Write a remote file, and return its URL."""
+    with fsspec.open(url, "wb") as file:
+        file.write(content)
+    return url

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from clap_ds.data import shard_files
 from clap_ds.data.shard_files import open_shard
+from tests.data.tars import put
 
 CONTENT = bytes(range(256)) * 20000
 
@@ -15,9 +15,7 @@ CONTENT = bytes(range(256)) * 20000
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    with fsspec.open("memory://files/a.tar", "wb") as file:
-        file.write(CONTENT)
-    return "memory://files/a.tar"
+    return put("memory://files/a.tar", CONTENT)
 
 
 def flaky(monkeypatch: pytest.MonkeyPatch, *, works: int, fails: int) -> list[int]:
@@ -35,14 +33,14 @@ def flaky(monkeypatch: pytest.MonkeyPatch, *, works: int, fails: int) -> list[in
     return asked
 
 
-def test_reading_goes_on_after_failures(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_resumes_after_failures(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = flaky(monkeypatch, works=1, fails=3)
     with open_shard(remote) as stream:
         assert stream.read(len(CONTENT) + 1) == CONTENT
     assert len(asked) >= 8
 
 
-def test_lasting_failures_are_told(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lasting_failures_are_reported(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flaky(monkeypatch, works=1, fails=5)
     with open_shard(remote) as stream, pytest.raises(OSError, match=r"failed 5 times, .*connection reset"):
         stream.read()

@@ -5,11 +5,12 @@ import tarfile
 from itertools import chain
 from pathlib import Path
 
-import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data.shard_list import divide_shards, expand_shards, expand_sources, share_out
-from tests.data.tars import marked_item, write_tar
+from clap_ds.data import shard_files
+from clap_ds.data.shard_list import Source, expand_shards, expand_sources, share_out
+from tests.data.tars import marked_item, put, write_tar
 
 
 @pytest.fixture
@@ -38,12 +39,23 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         (".", "1 of the 1"),
         ([], "empty list"),
         ("", "1 of the 1"),
+        ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
+        ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
+        ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
+        ("gopher://host/a.tar", "no protocol 'gopher'"),
+        ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
+        ("https://somebody@host/a.tar", "https URL of host carries credentials"),
+        ({}, "empty list"),
+        ({"memory://listed/a.tar": 1.0, "nowhere.tar": 1.0}, r"nowhere\.tar"),
     ],
 )
 @pytest.mark.usefixtures("three_tars")
-def test_shards_that_are_not_there(shards: str | list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}"):
-        expand_shards(shards)
+def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], message: str) -> None:
+    put("memory://listed/a.tar", b"x" * 20000)
+    put("memory://listed/empty.tar", b"")
+    with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
+        expand_sources(shards)
+    assert "secret" not in str(error.value)
 
 
 def test_empty_tars_are_refused(tmp_path: Path) -> None:
@@ -55,63 +67,7 @@ def test_empty_tars_are_refused(tmp_path: Path) -> None:
             expand_shards(str(path))
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (7, 7, 1), (5, 2, 2), (9, 4, 0)]
-)
-def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_workers: int) -> None:
-    shards = [f"{number}.tar" for number in range(num_shards)]
-    by_rank = [
-        divide_shards(shards, rank=rank, world_size=world_size, num_workers=num_workers) for rank in range(world_size)
-    ]
-    assert [len(workers) for workers in by_rank] == [max(num_workers, 1)] * world_size
-    given = [own for workers in by_rank for own in workers]
-    assert sorted(chain(*given)) == sorted(shards)
-    assert min(map(len, given)) >= 1
-
-
-def test_few_shards_make_all_ranks_use_fewer_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    shards = [f"{number}.tar" for number in range(7)]
-    by_rank = [divide_shards(shards, rank=rank, world_size=3, num_workers=8) for rank in range(3)]
-    assert [len(workers) for workers in by_rank] == [2, 2, 2]
-    assert sorted(path for workers in by_rank for own in workers for path in own) == shards
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 1
-    assert all(number in notes[0] for number in ("7 shards", "3 rank", "8 workers", "2 worker"))
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_fewer_shards_than_ranks_is_refused_on_every_rank(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"clap\.data\.shards: 3 shard\(s\) for 4 ranks.*at least 4, and 32"):
-        divide_shards(["a", "b", "c"], rank=rank, world_size=4, num_workers=8)
-
-
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
-        ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
-        ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
-        ("gopher://host/a.tar", "no protocol 'gopher'"),
-        ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
-        ("https://somebody@host/a.tar", "https URL of host carries credentials"),
-        ({}, "empty list"),
-        ({"memory://listed/a.tar": 1.0, "nowhere.tar": 1.0}, r"nowhere\.tar"),
-    ],
-)
-def test_remote_shards_that_are_not_there(shards: str | dict[str, float], message: str) -> None:
-    for name, content in (("a", b"x" * 20000), ("empty", b"")):
-        with fsspec.open(f"memory://listed/{name}.tar", "wb") as file:
-            file.write(content)
-    with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
-        expand_sources(shards)
-    assert "secret" not in str(error.value)
-
-
-def test_unreachable_hosts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    from clap_ds.data import shard_files
-
+def test_unreachable_hosts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, path: str, **options: object) -> None:
         raise TimeoutError("no answer")
 
@@ -127,21 +83,52 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         expand_shards("s3://bucket/a.tar")
 
 
-def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def numbered(count: int, name: str = "") -> list[str]:
+    return [f"{name}{number:02d}.tar" for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "world_size", "num_workers", "used"),
+    [(12, 2, 3, 3), (13, 2, 3, 3), (7, 7, 1, 1), (5, 2, 2, 2), (9, 4, 0, 1), (7, 3, 8, 2)],
+)
+def test_every_shard_goes_to_one_worker(
+    capsys: pytest.CaptureFixture[str], num_shards: int, world_size: int, num_workers: int, used: int
 ) -> None:
-    for number in range(12):
-        write_tar(tmp_path / f"a{number:02d}.tar", marked_item(number))
-        if number < 4:
-            write_tar(tmp_path / f"b{number}.tar", marked_item(number))
+    """And where they are too few for all workers, all ranks use fewer, and rank 0 says so."""
+    sources = [Source(numbered(num_shards), 1.0)]
+    shared = [
+        share_out(sources, sampling="epochs", rank=rank, world_size=world_size, num_workers=num_workers)
+        for rank in range(world_size)
+    ]
+    assert [len(workers) for workers in shared] == [used] * world_size
+    given = [source.shards for workers in shared for (source,) in workers]
+    assert sorted(chain(*given)) == sources[0].shards
+    assert min(map(len, given)) >= 1
+    note = f"{num_shards} shards for {world_size} rank(s) × {num_workers} workers: using {used} worker(s) per rank"
+    assert capsys.readouterr().err.count(note) == (used < num_workers)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_fewer_shards_than_ranks_is_refused_on_every_rank(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"clap\.data\.shards: 3 shard\(s\) for 4 ranks.*at least 4, and 32"):
+        share_out([Source(numbered(3), 1.0)], sampling="epochs", rank=rank, world_size=4, num_workers=8)
+
+
+def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(tmp_path: Path) -> None:
+    for name in (*numbered(12, "a"), *numbered(4, "b")):
+        write_tar(tmp_path / name, marked_item(0))
     sources = expand_sources({str(tmp_path / "a*.tar"): 1, str(tmp_path / "b*.tar"): 3})
     assert [source.weight for source in sources] == [0.25, 0.75]
     shared = [share_out(sources, sampling="epochs", rank=rank, world_size=2, num_workers=4) for rank in range(2)]
     assert [len(workers) for workers in shared] == [2, 2]
     for number, source in enumerate(sources):
-        given = [shard for workers in shared for shares in workers for shard in shares[number].shards]
+        given = [shard for workers in shared for own in workers for shard in own[number].shards]
         assert sorted(given) == source.shards
-    assert "4 shards for 2 rank(s) × 4 workers: using 2 worker(s)" in capsys.readouterr().err
-    assert len(share_out(sources, sampling="replacement", rank=5, world_size=99, num_workers=4)) == 4
-    with pytest.raises(ValueError, match=r"4 shard\(s\) for 5 ranks"):
-        share_out(sources, sampling="epochs", rank=0, world_size=5, num_workers=1)
+
+
+def test_with_replacement_every_worker_draws_from_all_shards() -> None:
+    sources = [Source(numbered(4), 0.5), Source(numbered(50), 0.5)]
+    workers = share_out(sources, sampling="replacement", rank=1, world_size=2, num_workers=2)
+    assert [[(own.shards, own.shards_per_pass) for own in worker] for worker in workers] == 2 * [
+        [(numbered(4), 8), (numbered(50), 13)]
+    ]
