@@ -55,7 +55,6 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from clap_ds.flop_count.counters import materialise
     from clap_ds.model.text import TextTower
 
     with torch.device("meta"):
@@ -69,8 +68,8 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
         saved[storage._cdata] = storage  # held, so that no later storage takes its address
         return tensor
 
-    with FakeTensorMode():
-        materialise(tower, requires_grad=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower.to_empty(device="cpu")
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
