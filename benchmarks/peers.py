@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.config.sections import SyntheticData
-from clap_ds.data.batch import Batch, build_batches
+from clap_ds.data.batch import Batch
+from clap_ds.data.sources import build_batches
 from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel

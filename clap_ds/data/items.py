@@ -1,6 +1,6 @@
 """One item of a shard: its encoded audio becomes a waveform of the model's length and rate, its text file a caption.
 
-Reading tars, splitting them over ranks and collating is left to `shards`; tokenising to `captions`.
+Reading tars is left to `tar_items`, dividing and collating their items to `shard_list` and `shard_reader`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import io
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -36,18 +38,28 @@ class BrokenItemError(ValueError):
     """An item that can't be used; the message says why."""
 
 
-def choose_audio(members: Mapping[str, Any]) -> bytes:
-    """The encoded audio among an item's members (extension → content)."""
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something in the shards that can't be used: an item or, by its path, a tar."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose_audio(members: Mapping[str, Any]) -> Any:
+    """The encoded audio among an item's members (extension → content).
+
+    Raises:
+        BrokenItemError: none there.
+    """
     for extension in AUDIO_FORMATS:
         if extension in members:
-            return bytes(members[extension])
+            return members[extension]
     found = sorted(name for name in members if not name.startswith("__"))
     raise BrokenItemError(f"no audio ({', '.join(AUDIO_FORMATS)}) among its files: {', '.join(found) or 'none'}")
-
-
-def choose_caption(members: Mapping[str, Any], rng: random.Random) -> str:
-    """One of `captions_of` an item, drawn. Raises as it does."""
-    return rng.choice(captions_of(members))
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
@@ -58,7 +70,7 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     """
     try:
         if "txt" in members:
-            captions: Any = [members["txt"].decode("utf-8-sig")]
+            captions = [members["txt"].decode("utf-8-sig")]
         elif "json" in members:
             captions = _captions_in(json.loads(members["json"].decode("utf-8-sig")))
         else:
@@ -74,13 +86,12 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
 
 
 def _captions_in(content: Any) -> list[str]:
-    fields = [field for field in CAPTION_FIELDS if field in content] if isinstance(content, dict) else []
-    if not fields:
+    field = next((name for name in CAPTION_FIELDS if isinstance(content, dict) and name in content), None)
+    if field is None:
         raise BrokenItemError("no caption in its json (field caption or text)")
-    captions = content[fields[0]]
-    captions = [captions] if isinstance(captions, str) else captions
+    captions = [content[field]] if isinstance(content[field], str) else content[field]
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(f"{fields[0]} in its json is neither a string nor a list of strings")
+        raise BrokenItemError(f"{field} in its json is neither a string nor a list of strings")
     return captions
 
 
@@ -100,21 +111,40 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         BrokenItemError: can't be decoded, or nothing in it could be heard: no samples, a single one, nothing but zeros, NaN or
             infinite ones.
     """
+    with open_audio(encoded) as file:
+        ratio = _resampling_ratio(file.samplerate, sample_rate)
+        expected = min(file.frames, math.ceil(num_samples / ratio))
+        samples = _read_at(file, rng.randint(0, file.frames - expected), expected)
+        if expected < file.frames and len(samples) and not samples.any():
+            samples = _loudest_part(file, expected)
+    check_samples(samples, expected)
+    waveform = resample(torch.from_numpy(_mix(samples)), ratio.denominator, ratio.numerator)
+    return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
+
+
+@contextmanager
+def open_audio(encoded: bytes) -> Iterator[soundfile.SoundFile]:
+    """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
         with soundfile.SoundFile(io.BytesIO(encoded)) as file:
-            ratio = _resampling_ratio(file.samplerate, sample_rate)
             if file.frames >= _UNKNOWN_LENGTH:
                 raise BrokenItemError(
                     "audio doesn't state its length, as FLAC written to a pipe; encode it again to a file"
                 )
-            wanted = math.ceil(num_samples / ratio)
-            expected = min(file.frames, wanted)
-            samples = _read_at(file, rng.randint(0, file.frames - expected), expected)
-            if expected < file.frames and len(samples) and not samples.any():
-                samples = _loudest_part(file, expected)
-    except soundfile.SoundFileError as error:
+            yield file
+    except BrokenItemError:
+        raise
+    except (soundfile.SoundFileError, MemoryError, ValueError) as error:  # the others of lengths that can't be
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
+
+
+def check_samples(samples: NDArray[np.float32], expected: int) -> None:
+    """Refuse samples (frames, channels) that nothing could be learned from, or that are far fewer than `expected`.
+
+    Raises:
+        BrokenItemError: says what is wrong with them.
+    """
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if len(samples) < max(1, expected // 2):
@@ -123,9 +153,6 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         raise BrokenItemError("audio holds NaN or infinite samples")
     if not samples.any():
         raise BrokenItemError("audio is silent: every sample is 0")
-    waveform = torch.from_numpy(_mix(samples))
-    waveform = resample(waveform, ratio.denominator, ratio.numerator)
-    return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.float32]:
@@ -157,7 +184,7 @@ def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.floa
 
 
 def repeat_pad(waveform: Tensor, num_samples: int) -> Tensor:
-    """Fills (num_samples,) with a shorter (T,): whole repetitions, as many as fit, then zeros (LAION-CLAP's "repeatpad")."""
+    """Fill (num_samples,) with a shorter (T,): whole repetitions, as many as fit, then zeros (LAION-CLAP's "repeatpad")."""
     assert 0 < len(waveform) <= num_samples
     if len(waveform) == num_samples:
         return waveform

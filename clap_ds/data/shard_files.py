@@ -17,8 +17,8 @@ import fsspec
 
 ATTEMPTS = 5
 FIRST_WAIT_S = 0.5  # doubled after each failure
-_BUFFER_BYTES = 2**20
-_SMALL_BUFFER_BYTES = 2**16
+_STREAM_BUFFER_BYTES = 2**20
+_HEADER_BUFFER_BYTES = 2**16
 
 T = TypeVar("T")
 
@@ -33,15 +33,13 @@ def check_url(url: str) -> None:
     Raises:
         ValueError: credentials in it, a protocol fsspec doesn't know, or one whose package isn't installed.
     """
-    for part in url.split("::"):
-        address = urlsplit(part)
+    for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             raise ValueError(
                 f"the {address.scheme} URL of {address.hostname} carries credentials, which would end up in logs and records;"
                 " they are taken from the environment alone"
             )
-    for part in url.split("::"):
-        protocol = part.split("://")[0]
+    for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
             fsspec.get_filesystem_class(protocol)
         except ValueError:
@@ -69,16 +67,14 @@ def problem_with(url: str) -> str | None:
 
 
 def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
-    """A shard for reading: a local file, seekable, or a remote stream.
-
-    Reading the latter raises OSError after `ATTEMPTS` failures in a row.
+    """A shard for reading: a local file, seekable, or a remote stream, whose reads raise OSError after `ATTEMPTS` failures.
 
     Args:
         any_order: make a remote file seekable, too, and fetch little ahead.
     """
     if not is_remote(shard):
         return open(shard, "rb")
-    buffer_bytes = _SMALL_BUFFER_BYTES if any_order else _BUFFER_BYTES
+    buffer_bytes = _HEADER_BUFFER_BYTES if any_order else _STREAM_BUFFER_BYTES
     options = {"block_size": buffer_bytes} if any_order else {}
     return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order, options), buffer_bytes))
 
@@ -104,7 +100,7 @@ def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) 
 
 
 class _RetriedStream(io.RawIOBase):
-    """A remote file, `options` of which fsspec opens it with."""
+    """A remote file, which fsspec opens with `options`."""
 
     def __init__(self, url: str, seekable: bool, options: dict[str, Any]) -> None:
         self._url = url
@@ -130,8 +126,7 @@ class _RetriedStream(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         content = again(lambda: self._read(len(view)), self._let_go)
         view[: len(content)] = content
-        self._position += len(content)
-        self._file_position = self._position
+        self._position = self._file_position = self._position + len(content)
         return len(content)
 
     def _read(self, size: int) -> bytes:
@@ -140,8 +135,7 @@ class _RetriedStream(io.RawIOBase):
             self._file_position = 0
         if self._file_position != self._position:
             self._file.seek(self._position)
-        content: bytes = self._file.read(size)
-        return content
+        return cast(bytes, self._file.read(size))
 
     def _let_go(self) -> None:
         file, self._file = self._file, None

@@ -1,7 +1,6 @@
 """Which tars a run reads, and which of them belong to each worker of each rank.
 
-Every rank finds the same shards and refuses the same mistakes, so that all stop together before training. Reading the tars is
-left to `shard_reader`.
+Every rank finds the same shards and refuses the same mistakes, so that all stop together before training.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 import tarfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,31 +23,20 @@ FIELD = "clap.data.shards"
 
 Sampling = Literal["epochs", "replacement"]
 
-_MOST_ASKED = 32  # remote shards that are looked up before a run; the others turn up while reading
+_MOST_LOOKED_UP = 32  # remote shards that are looked up before a run; problems with others turn up while reading
 _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tars that are mixed with others by weight. `name`: as in the settings; weights of all sources add up to 1."""
-
-    name: str
-    shards: list[str]
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one worker reads of a source.
+    """Tars that are mixed with others by weight; weights of all sources add up to 1.
 
     Attributes:
-        shards: its own in epochs, all with replacement.
-        shards_per_pass: how many it draws of them for a pass with replacement; 0: each once.
+        shards_per_pass: how many a worker draws for a pass with replacement; 0: each of `shards` once.
     """
 
-    name: str
-    weight: float
     shards: list[str]
+    weight: float
     shards_per_pass: int = 0
 
 
@@ -59,12 +47,9 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
         ValueError: see `expand_shards`.
     """
     if not isinstance(shards, Mapping):
-        name = shards if isinstance(shards, str) else ", ".join(shards)
-        return [Source(name, expand_shards(shards), 1.0)]
-    if not shards:
-        expand_shards([])
+        return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
-    return [Source(name, expand_shards(name), weight / total) for name, weight in shards.items()]
+    return [Source(expand_shards(name), weight / total) for name, weight in shards.items()] or expand_sources([])
 
 
 def expand_shards(shards: str | list[str]) -> list[str]:
@@ -88,21 +73,13 @@ def expand_shards(shards: str | list[str]) -> list[str]:
     for path in local:
         if _is_empty_tar(Path(path)):
             raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
-    _ask_for([path for path in paths if shard_files.is_remote(path)])
-    return paths
-
-
-def _ask_for(urls: list[str]) -> None:
-    """Look some of the remote shards up, evenly spread.
-
-    Raises:
-        ValueError: one isn't there or can't be reached.
-    """
-    asked = urls[:: max(1, math.ceil(len(urls) / _MOST_ASKED))]
+    remote = [path for path in paths if shard_files.is_remote(path)]
+    looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
     with ThreadPoolExecutor(8) as threads:
-        for url, problem in zip(asked, threads.map(shard_files.problem_with, asked), strict=True):
+        for url, problem in zip(looked_up, threads.map(shard_files.problem_with, looked_up), strict=True):
             if problem:
                 raise ValueError(f"{FIELD}: {url} {problem}")
+    return paths
 
 
 def _expand(pattern: str) -> list[str]:
@@ -143,68 +120,40 @@ def _is_empty_tar(path: Path) -> bool:
 
 def share_out(
     sources: list[Source], *, sampling: Sampling, rank: int, world_size: int, num_workers: int
-) -> list[list[Share]]:
+) -> list[list[Source]]:
     """What each worker of a rank reads of every source.
 
+    With `epochs` no shard is given twice, all are given, and no worker goes without: with too few for every worker of every
+    rank, all ranks use fewer workers, and rank 0 says so. With `replacement` every worker draws from all shards.
+
     Args:
-        sampling: `epochs`: see `divide_shards`; `replacement`: every worker draws from all shards.
         num_workers: worker processes wanted per rank; 0 (decoding in the training process) counts as one.
 
     Raises:
         ValueError: a source has fewer shards than there are ranks (`epochs`).
     """
+    wanted = num_used = max(num_workers, 1)
     if sampling == "replacement":
-        num_used = max(num_workers, 1)
-        shares = [
-            Share(
-                source.name,
-                source.weight,
-                source.shards,
-                max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / (world_size * num_used))),
+        per_pass = [max(_FEWEST_IN_A_PASS, math.ceil(len(s.shards) / (world_size * wanted))) for s in sources]
+        return [[replace(s, shards_per_pass=n) for s, n in zip(sources, per_pass, strict=True)]] * wanted
+    for number in (len(source.shards) for source in sources):
+        if number < world_size:
+            raise ValueError(
+                f"{FIELD}: {number} shard(s) for {world_size} ranks; every rank needs one of its own: expected at least"
+                f" {world_size}, and {world_size * wanted} for all {num_workers} workers per rank (clap.data.num_workers)."
+                " Repack the data into more tars, use fewer ranks, or draw shards with replacement (clap.data.sampling)"
             )
-            for source in sources
-        ]
-        return [shares] * num_used
-    num_used = min(_usable_workers(source, rank, world_size, num_workers) for source in sources)
-    divided = [
-        divide_shards(source.shards, rank=rank, world_size=world_size, num_workers=num_used) for source in sources
-    ]
+        usable = min(wanted, number // world_size)
+        if usable < wanted and rank == 0:
+            note(
+                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank "
+                f"({world_size * num_workers} shards would keep all busy)"
+            )
+        num_used = min(num_used, usable)
     return [
-        [Share(source.name, source.weight, own[worker]) for source, own in zip(sources, divided, strict=True)]
+        [replace(source, shards=source.shards[rank::world_size][worker::num_used]) for source in sources]
         for worker in range(num_used)
     ]
-
-
-def _usable_workers(source: Source, rank: int, world_size: int, num_workers: int) -> int:
-    return len(divide_shards(source.shards, rank=rank, world_size=world_size, num_workers=num_workers))
-
-
-def divide_shards(shards: list[str], *, rank: int, world_size: int, num_workers: int) -> list[list[str]]:
-    """The shards of each worker of a rank. No shard is given twice, all are given, and no worker goes without.
-
-    With too few shards for every worker of every rank, all ranks use fewer workers, and rank 0 says so.
-
-    Args:
-        num_workers: worker processes wanted per rank; 0 (decoding in the training process) counts as one.
-
-    Raises:
-        ValueError: fewer shards than ranks.
-    """
-    if len(shards) < world_size:
-        raise ValueError(
-            f"{FIELD}: {len(shards)} shard(s) for {world_size} ranks; every rank needs one of its own: "
-            f"expected at least {world_size}, and {world_size * max(num_workers, 1)} for all {num_workers} workers per rank "
-            "(clap.data.num_workers). Repack the data into more tars, use fewer ranks, or draw shards with replacement "
-            "(clap.data.sampling)"
-        )
-    num_used = min(max(num_workers, 1), len(shards) // world_size)
-    if num_used < num_workers and rank == 0:
-        note(
-            f"{len(shards)} shards for {world_size} rank(s) × {num_workers} workers: using {num_used} worker(s) per rank "
-            f"({world_size * num_workers} shards would keep all busy)"
-        )
-    own = shards[rank::world_size]
-    return [own[worker::num_used] for worker in range(num_used)]
 
 
 def note(text: str) -> None:

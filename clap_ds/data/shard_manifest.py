@@ -1,20 +1,19 @@
 """What a folder of shards holds, in a `manifest.json` beside them: items, bytes and a checksum of each tar.
 
-`clap_ds.data.build` writes it. It tells how long an epoch is without a look into the tars, and whether they are still
-what was built.
+`clap_ds.data.build` writes it. From it an epoch's length is known without a look into the tars, and whether they have changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fsspec
 
+from clap_ds.config.files import write_atomically
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources
@@ -36,14 +35,7 @@ class ShardRecord:
 def write_manifest(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
     """Write the manifest of a folder, by file name, at once or not at all."""
     content = {"shards": {name: asdict(record) for name, record in sorted(shards.items())}}
-    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is either as before or whole, whenever the process is killed."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: str) -> dict[str, ShardRecord]:
@@ -73,13 +65,9 @@ def epoch_samples(data: ShardData | SyntheticData) -> int | None:
     """
     if isinstance(data, SyntheticData):
         return None
-    return _count(shard for source in expand_sources(data.shards) for shard in source.shards)
-
-
-def _count(shards: Iterable[str]) -> int | None:
     manifests: dict[str, dict[str, ShardRecord]] = {}
     total = 0
-    for shard in shards:
+    for shard in (shard for source in expand_sources(data.shards) for shard in source.shards):
         folder, _, name = shard.rpartition("/")
         if folder not in manifests:
             manifests[folder] = read_manifest(folder or ".")

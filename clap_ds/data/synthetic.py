@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
+from clap_ds.config.model import PAD_TOKEN_ID
 from clap_ds.config.sections import SyntheticData
-from clap_ds.data.batch import Batch
+from clap_ds.data.batch import Batch, BatchSpec
 
 START_TOKEN_ID = 0  # <s>
 END_TOKEN_ID = 2  # </s>
@@ -26,40 +26,28 @@ FIELD = "clap.data.caption_lengths"
 class SyntheticPieces:
     """`num_batches` random batches, made once and handed out in turn.
 
-    Args: see `clap_ds.data.batch.build_batches`. Noise is drawn on `device`: the same seed gives other noise on another kind of
-        device, but the same captions.
+    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions.
 
     Raises:
         ValueError: caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
     """
 
-    def __init__(
-        self,
-        data: SyntheticData,
-        *,
-        model: ClapConfig,
-        text_tokens: int,
-        micro_batch: int,
-        rank: int,
-        seed: int,
-        device: torch.device,
-        state: dict[str, Any] | None = None,
-    ) -> None:
-        lengths, weights = _length_histogram(data.caption_lengths, text_tokens)
-        on_host = torch.Generator().manual_seed(_mix(seed, rank, 0))
-        on_device = torch.Generator(device).manual_seed(_mix(seed, rank, 1))
+    def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
+        lengths, weights = _length_histogram(data.caption_lengths, spec.text_tokens)
+        on_host = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
+        on_device = torch.Generator(spec.device).manual_seed(_mix(spec.seed, spec.rank, 1))
         self._batches: list[Batch] = []
         for _ in range(data.num_batches):
-            drawn = torch.multinomial(weights, micro_batch, replacement=True, generator=on_host)
-            input_ids, mask = _random_captions(lengths[drawn], text_tokens, model.text.vocab_size, on_host)
-            noise = torch.empty(micro_batch, model.audio.num_samples, device=device).uniform_(
-                -1, 1, generator=on_device
-            )
+            drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
+            captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text.vocab_size, on_host)
+            noise = torch.empty(spec.micro_batch, spec.model.audio.num_samples, device=spec.device)
+            noise.uniform_(-1, 1, generator=on_device)
             if data.placement == "device":
-                self._batches.append(Batch(noise, input_ids, mask).to(device))
+                batch = Batch(noise, *captions).to(spec.device)
             else:
-                batch = Batch(noise.cpu(), input_ids, mask)
-                self._batches.append(batch.pin_memory() if device.type == "cuda" else batch)
+                batch = Batch(noise.cpu(), *captions)
+                batch = batch.pin_memory() if spec.device.type == "cuda" else batch
+            self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)
 
     def __next__(self) -> list[Batch]:

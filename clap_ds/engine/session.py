@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from clap_ds.config.errors import AgreedError, UserError
 from clap_ds.config.settings import RunSettings
-from clap_ds.data.batch import BatchSource, build_batches
+from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.dist import debug, distributed
 from clap_ds.dist.agreement import gather, together
 from clap_ds.dist.distributed import Ranks

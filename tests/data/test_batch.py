@@ -7,7 +7,8 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import SyntheticData
-from clap_ds.data.batch import Batch, BatchSource, build_batches, join
+from clap_ds.data.batch import Batch, join
+from clap_ds.data.sources import BatchSource, build_batches
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
 
 def test_counts_rows_and_real_tokens() -> None:
     batch = Batch(torch.zeros(2, 10), torch.zeros(2, 4).long(), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]))
-    assert (len(batch), batch.num_samples, batch.num_tokens) == (2, 2, 5)
+    assert (len(batch), batch.num_tokens) == (2, 5)
     assert batch.rows(1, 2).num_tokens == 3
 
 

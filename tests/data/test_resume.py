@@ -13,7 +13,8 @@ import torch
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data import shard_reader
-from clap_ds.data.batch import Batch, BatchSource, build_batches
+from clap_ds.data.batch import Batch
+from clap_ds.data.sources import BatchSource, build_batches
 from tests.data.tars import marked_item, number_of, wav, write_tar
 
 NUM_BATCHES = 14
@@ -179,7 +180,7 @@ def test_another_setup_goes_on_in_a_new_order(
         later = source.state()
         after = [number_of(row) for row in next(source).waveforms]
     told_lines = capsys.readouterr().err.splitlines()
-    assert told_lines == [f"clap.data.shards: going on after 20 samples in a new order, because of {told}"]
+    assert told_lines == [f"clap.data.shards: resuming after 20 samples in a new order, because of {told}"]
     assert resumed not in (first, afresh)
     with open_source(**arguments, micro_batch=4, **changes, state=later) as source:
         assert [number_of(row) for row in next(source).waveforms] == after

@@ -8,8 +8,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from clap_ds.data.shard_list import divide_shards, expand_shards, expand_sources, share_out
+from clap_ds.data.shard_list import Source, expand_shards, expand_sources, share_out
 from tests.data.tars import marked_item, write_tar
+
+
+def divide_shards(shards, **k):
+    return [[o.shards for o in w][0] for w in share_out([Source(shards, 1.0)], sampling='epochs', **k)]
 
 
 @pytest.fixture

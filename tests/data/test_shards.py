@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.batch import BatchSource, build_batches
-from clap_ds.data.shard_manifest import ShardRecord, write_manifest
-from clap_ds.data.shards import epoch_samples
+from clap_ds.data.shard_manifest import ShardRecord, epoch_samples, write_manifest
+from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.tars import marked_item, number_of, wav, write_tar
 
@@ -282,7 +281,7 @@ def test_statistics_fit_a_json_record(tmp_path: Path, tokenizer_dir: str, micro:
 
 
 def test_mixtures_give_each_source_its_share(tmp_path: Path, tokenizer_dir: str, micro: ClapConfig) -> None:
-    """Weights 1 to 3, though the lighter source has five times the items; each source goes on with its own passes."""
+    """Weights 1 to 3, though the lighter source has five times the items; each source resumes with its own passes."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     marked_tars(tmp_path / "a", 2, 25)

@@ -5,7 +5,8 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import SyntheticData
-from clap_ds.data.batch import Batch, build_batches
+from clap_ds.data.batch import Batch
+from clap_ds.data.sources import build_batches
 
 TEXT_TOKENS = 20
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.data.batch import build_batches
+from clap_ds.data.sources import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer

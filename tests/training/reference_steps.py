@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.data.batch import Batch, build_batches
+from clap_ds.data.batch import Batch
+from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from tests.conftest import micro_run
 

@@ -16,24 +16,12 @@ from typing import Any
 
 from clap_ds.config.errors import UserError
 
-AUDIO_SUFFIXES = (
-    ".wav",
-    ".flac",
-    ".ogg",
-    ".mp3",
-    ".opus",
-    ".aiff",
-    ".aif",
-    ".au",
-    ".caf",
-    ".w64",
-    ".m4a",
-    ".aac",
-    ".wma",
-)
+AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
 _DELIMITERS = ",;\t|"
+
+Row = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -41,7 +29,6 @@ class Entry:
     """One audio file of a data set.
 
     Attributes:
-        path: of the audio file.
         captions: at least one, unless there is a problem.
         more: everything else that is said of it.
         problem: why it can't be used.
@@ -49,8 +36,12 @@ class Entry:
 
     path: Path
     captions: list[str]
-    more: dict[str, Any] = field(default_factory=dict)
+    more: Row = field(default_factory=dict)
     problem: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.captions and self.problem is None:
+            self.problem = "empty caption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class ListOptions:
     """
 
     audio_column: str | None = None
-    caption_columns: tuple[str, ...] | None = None
+    caption_columns: list[str] | None = None
     delimiter: str | None = None
     encoding: str | None = None
     audio_root: Path | None = None
@@ -94,15 +85,23 @@ def read_entries(source: Path, options: ListOptions) -> list[Entry]:
         raise UserError(f"{source}: no rows in it")
     names = list(dict.fromkeys(name for _, row in rows for name in row))
     audio, captions = _columns(source, names, options)
-    root = options.audio_root or source.parent
-    return _merge(_entry_of(line, row, root, audio, captions) for line, row in rows)
+    merged: dict[Path, Entry] = {}
+    for line, row in rows:
+        entry = _entry_of(line, row, options.audio_root or source.parent, audio, captions)
+        first = merged.setdefault(entry.path, entry)
+        if first is not entry:
+            first.captions = list(dict.fromkeys([*first.captions, *entry.captions]))
+            first.problem = None if first.captions else first.problem
+    return list(merged.values())
 
 
 def _decode(path: Path, encoding: str | None) -> str:
-    content = path.read_bytes()
-    guessed = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
+        content = path.read_bytes()
+        guessed = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         return content.decode(encoding or guessed)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
     except LookupError:
         raise UserError(f"--encoding: Python knows no encoding {encoding!r}") from None
     except UnicodeDecodeError as error:
@@ -113,12 +112,9 @@ def _decode(path: Path, encoding: str | None) -> str:
         ) from None
 
 
-Row = tuple[int, dict[str, Any]]  # with its line
-
-
-def _csv_rows(source: Path, text: str, options: ListOptions) -> Iterator[Row]:
-    header = text.split("\n", 1)[0]
-    delimiter = options.delimiter or max(_DELIMITERS, key=header.count)
+def _csv_rows(source: Path, text: str, options: ListOptions) -> Iterator[tuple[int, Row]]:
+    """Rows with their lines."""
+    delimiter = options.delimiter or max(_DELIMITERS, key=text.split("\n", 1)[0].count)
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
     if reader.fieldnames is None:
@@ -128,7 +124,7 @@ def _csv_rows(source: Path, text: str, options: ListOptions) -> Iterator[Row]:
         yield reader.line_num, {name: value for name, value in row.items() if name is not None}
 
 
-def _jsonl_rows(source: Path, text: str) -> Iterator[Row]:
+def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -142,49 +138,29 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[Row]:
 
 def _columns(source: Path, names: list[str], options: ListOptions) -> tuple[str, list[str]]:
     """The column of paths, and those of captions."""
-    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), None)
-    if audio is None or audio not in names:
-        raise UserError(
-            f"{source}: no column {audio or 'of audio files'!r}; there are {', '.join(names)}; name it by --audio_column"
-        )
-    captions = list(options.caption_columns or [name for name in names if _CAPTION_COLUMN.fullmatch(name)])
-    missing = [name for name in captions if name not in names]
-    if missing or not captions:
-        raise UserError(
-            f"{source}: no column {missing[0] if missing else 'of captions'!r}; there are {', '.join(names)};"
-            " name them by --caption_columns"
-        )
+    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "of audio files")
+    captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names)) or ["of captions"]
+    for column, option in (
+        (audio, "it by --audio_column"),
+        *((name, "them by --caption_columns") for name in captions),
+    ):
+        if column not in names:
+            raise UserError(f"{source}: no column {column!r}; there are {', '.join(names)}; name {option}")
     return audio, captions
 
 
-def _entry_of(line: int, row: dict[str, Any], root: Path, audio: str, captions: list[str]) -> Entry:
+def _entry_of(line: int, row: Row, root: Path, audio: str, captions: list[str]) -> Entry:
     path = row.get(audio)
     if not isinstance(path, str) or not path.strip():
         return Entry(root / f"line {line}", [], problem=f"no path in {audio}")
-    more = {name: value for name, value in row.items() if name != audio and name not in captions and value is not None}
-    return _checked(Entry(root / path.strip(), _texts(row.get(name) for name in captions), more))
+    more = {name: value for name, value in row.items() if name not in (audio, *captions) and value is not None}
+    return Entry(root / path.strip(), _texts(row.get(name) for name in captions), more)
 
 
 def _texts(values: Iterable[Any]) -> list[str]:
     """The captions in values that are texts or lists of them, without empty ones and repetitions."""
     flat = [text for value in values for text in (value if isinstance(value, list) else [value])]
     return list(dict.fromkeys(text.strip() for text in flat if isinstance(text, str) and text.strip()))
-
-
-def _checked(entry: Entry) -> Entry:
-    if not entry.captions and entry.problem is None:
-        entry.problem = "empty caption"
-    return entry
-
-
-def _merge(entries: Iterable[Entry]) -> list[Entry]:
-    merged: dict[Path, Entry] = {}
-    for entry in entries:
-        first = merged.setdefault(entry.path, entry)
-        if first is not entry:
-            first.captions = list(dict.fromkeys([*first.captions, *entry.captions]))
-            first.problem = None if first.captions else first.problem
-    return list(merged.values())
 
 
 def _read_folder(folder: Path, options: ListOptions) -> Iterator[Entry]:
@@ -195,9 +171,9 @@ def _read_folder(folder: Path, options: ListOptions) -> Iterator[Entry]:
         text, description = path.with_suffix(".txt"), path.with_suffix(".json")
         try:
             if text.is_file():
-                yield _checked(Entry(path, _texts(_decode(text, options.encoding).splitlines())))
+                yield Entry(path, _texts(_decode(text, options.encoding).splitlines()))
             elif description.is_file():
-                yield _checked(_described(path, json.loads(_decode(description, options.encoding)), options))
+                yield _described(path, json.loads(_decode(description, options.encoding)), options)
             else:
                 yield Entry(path, [], problem=f"no caption file ({text.name} or {description.name}) beside it")
         except (json.JSONDecodeError, UserError) as error:
@@ -207,6 +183,6 @@ def _read_folder(folder: Path, options: ListOptions) -> Iterator[Entry]:
 def _described(path: Path, content: Any, options: ListOptions) -> Entry:
     if not isinstance(content, dict):
         return Entry(path, [], problem="its json is no object")
-    columns = options.caption_columns or [name for name in content if _CAPTION_COLUMN.fullmatch(name)]
+    columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, content))
     more = {name: value for name, value in content.items() if name not in columns}
     return Entry(path, _texts(content.get(name) for name in columns), more)

@@ -1,8 +1,7 @@
 """Which audio files go into which shard, and the making of one shard.
 
-A shard is written under another name and gets its own, and a record, when it is whole: a build that is killed goes on with the
-shards that have none. Audio is decoded once to check it, and re-encoded only where that is wanted or needed. Lists of files
-are read by `caption_lists`, the command is `build_shards`.
+A shard is written under another name and gets its own, and a record, when it is whole: a build that is killed resumes with the
+shards that have none. Audio is decoded once to check it, and re-encoded only where that is wanted or needed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,20 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import soundfile
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 from webdataset.writer import TarWriter
 
+from clap_ds.config.files import write_atomically
 from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError
-from clap_ds.data.shard_manifest import ShardRecord, digest, write_whole
+from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
+from clap_ds.data.shard_manifest import ShardRecord, digest
 
 RECORDS = ".build"  # folder of finished shards' records, beside them
+
+Numbered = tuple[int, Entry]  # an entry with its number in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +38,23 @@ class Encoding:
     sample_rate: int | None = None
     mono: bool = False
 
-    @property
-    def changes_all(self) -> bool:
-        return self.to_flac or self.mono
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedShard:
-    """A shard to build: its file name, and its items by their numbers in the list."""
+    """A shard to build: its file name and its items."""
 
     name: str
-    items: list[tuple[int, Entry]]
+    items: list[Numbered]
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltShard:
-    """A finished shard. `record`: None where none of its items could be used, so that there is no tar.
+    """A finished shard.
 
-    `broken`: path and reason of items left out."""
+    Attributes:
+        record: None where none of its items could be used, so that there is no tar.
+        broken: path and reason of items left out.
+    """
 
     name: str
     record: ShardRecord | None
@@ -76,23 +76,17 @@ def plan_shards(
     number_held_out = round(held_out * len(numbered))
     if held_out > 0:
         number_held_out = min(max(1, number_held_out), len(numbered) - 1)
-    parts = {"held_out": numbered[:number_held_out], "train": numbered[number_held_out:]}
     planned = []
-    for part, items in parts.items():
-        groups = _even(items, num_shards) if num_shards and part == "train" else _by_size(items, shard_bytes)
-        digits = max(5, len(str(len(groups))))
-        planned += [PlannedShard(f"{part}-{number:0{digits}d}.tar", group) for number, group in enumerate(groups)]
+    for part, items in (("held_out", numbered[:number_held_out]), ("train", numbered[number_held_out:])):
+        number = num_shards if part == "train" else None
+        if number is None:
+            total = sum(_size(entry) for _, entry in items)
+            number = min(len(items), max(1, round(total / shard_bytes)))
+        digits = max(5, len(str(number)))
+        for k in range(number):
+            group = items[k * len(items) // number : (k + 1) * len(items) // number]
+            planned.append(PlannedShard(f"{part}-{k:0{digits}d}.tar", group))
     return planned
-
-
-def _even(items: list[tuple[int, Entry]], number: int) -> list[list[tuple[int, Entry]]]:
-    return [items[k * len(items) // number : (k + 1) * len(items) // number] for k in range(number)]
-
-
-def _by_size(items: list[tuple[int, Entry]], shard_bytes: int) -> list[list[tuple[int, Entry]]]:
-    total = sum(_size(entry) for _, entry in items)
-    number = max(1, min(len(items), round(total / shard_bytes)))
-    return _even(items, number) if items else []
 
 
 def _size(entry: Entry) -> int:
@@ -125,13 +119,11 @@ def finished(folder: Path, name: str) -> BuiltShard | None:
         return None
 
 
-def build_shard(
-    shard: PlannedShard, folder: Path, encoding: Encoding, on_item: Callable[[], None] = lambda: None
-) -> BuiltShard:
+def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: Callable[[], None]) -> BuiltShard:
     """Write one shard and its record.
 
     Args:
-        on_item: called after each item, usable or not.
+        on_item: called after each item, usable or not; what it raises ends the work.
 
     Raises:
         OSError: the folder can't be written, or the disk is full.
@@ -161,8 +153,8 @@ def build_shard(
         os.replace(partial, folder / shard.name)
     else:
         partial.unlink()
-    content_of_record = {"record": asdict(record) if record else None, "broken": broken}
-    write_whole(folder / RECORDS / f"{shard.name}.json", json.dumps(content_of_record))
+    built = {"record": asdict(record) if record else None, "broken": broken}
+    write_atomically(folder / RECORDS / f"{shard.name}.json", json.dumps(built))
     return BuiltShard(shard.name, record, broken)
 
 
@@ -178,39 +170,21 @@ def load_audio(entry: Entry, encoding: Encoding) -> tuple[str, bytes, float]:
         content = entry.path.read_bytes()
     except OSError as error:
         raise BrokenItemError(f"audio file can't be read: {error.strerror}") from None
-    samples, rate = _decode(content)
+    with open_audio(content) as file:
+        rate = file.samplerate
+        samples = file.read(dtype="float32", always_2d=True)
+    check_samples(samples, len(samples))
     extension = entry.path.suffix.lower().removeprefix(".")
-    resample = encoding.sample_rate is not None and rate != encoding.sample_rate
-    if extension in AUDIO_FORMATS and not encoding.changes_all and not resample:
-        return extension, content, len(samples) / rate
-    return "flac", _to_flac(samples, rate, encoding), len(samples) / rate
+    wanted_rate = encoding.sample_rate or rate
+    if extension not in AUDIO_FORMATS or encoding.to_flac or encoding.mono or wanted_rate != rate:
+        extension, content = "flac", _to_flac(torch.from_numpy(samples.T.copy()), rate, wanted_rate, encoding.mono)
+    return extension, content, len(samples) / rate
 
 
-def _decode(content: bytes) -> tuple[NDArray[np.float32], int]:
-    try:
-        samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, MemoryError, ValueError) as error:
-        reason = str(getattr(error, "error_string", error)).rstrip(".")
-        raise BrokenItemError(f"audio can't be decoded: {reason}") from None
-    if len(samples) < 2:
-        raise BrokenItemError("audio holds a single sample" if len(samples) else "audio holds no samples")
-    if not np.isfinite(samples).all():
-        raise BrokenItemError("audio holds NaN or infinite samples")
-    if not samples.any():
-        raise BrokenItemError("audio is silent: every sample is 0")
-    return samples, rate
-
-
-def _to_flac(samples: NDArray[np.float32], rate: int, encoding: Encoding) -> bytes:
-    import torch
-
-    from clap_ds.data.items import resample
-
-    waveform = torch.from_numpy(samples.T.copy())
-    if encoding.mono or len(waveform) > 8:  # FLAC's most channels
+def _to_flac(waveform: Tensor, rate: int, wanted_rate: int, mono: bool) -> bytes:
+    if mono or len(waveform) > 8:  # FLAC's most channels
         waveform = waveform.mean(dim=0, keepdim=True)
-    target = encoding.sample_rate or rate
-    waveform = resample(waveform, rate, target).clamp_(-1, 1)
-    buffer: Any = io.BytesIO()
-    soundfile.write(buffer, waveform.T.numpy(), target, format="FLAC", subtype="PCM_16")
-    return bytes(buffer.getvalue())
+    waveform = resample(waveform, rate, wanted_rate).clamp_(-1, 1)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, waveform.T.numpy(), wanted_rate, format="FLAC", subtype="PCM_16")
+    return buffer.getvalue()

@@ -18,10 +18,10 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.batch import build_batches
+from clap_ds.data.sources import build_batches
 from clap_ds.data.build import __main__ as build_shards
 from clap_ds.data.build import shard_building
-from clap_ds.data.shards import epoch_samples
+from clap_ds.data.shard_manifest import epoch_samples
 from tests.data.tars import wav
 
 RATE = 16000
@@ -268,7 +268,7 @@ def test_full_disk_is_told_and_the_same_command_goes_on(
 
     monkeypatch.setattr(shard_building, "load_audio", fail)
     assert run(tmp_path / "list.csv", tmp_path / "out", "--shards", 3) == 1
-    assert "No space left on device; the same command goes on" in capsys.readouterr().err
+    assert "No space left on device; the same command resumes" in capsys.readouterr().err
     finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     assert len(finished) == 2
     assert run(tmp_path / "list.csv", tmp_path / "out", "--shards", 3) == 0
