@@ -87,30 +87,26 @@ def tally_by_chance(num_relevant_Q: Tensor, num_candidates: int, cutoff: int) ->
 def tally_by_similarity(
     queries_QD: Tensor, candidates_CD: Tensor, relevant_QR: Tensor, *, cutoff: int, ranks: Ranks
 ) -> Tally:
-    """`tally` by the products of fp32 features, the queries divided over the ranks. A collective; the same on every rank,
-    whatever their number.
+    """`tally` by the products of fp32 features. A collective; the same on every rank, whatever their number.
 
     Args:
         queries_QD, candidates_CD, relevant_QR: all of them, the same on every rank, on one device.
     """
-    num_ranked = min(cutoff, len(candidates_CD))
-    found_4QK = torch.zeros(4, len(queries_QD), num_ranked, dtype=torch.int64, device=queries_QD.device)
+    shape = len(queries_QD), min(cutoff, len(candidates_CD)), 4
+    found_QK4 = torch.zeros(shape, dtype=torch.int64, device=queries_QD.device)
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
-        found_4QK[:, rows] = torch.stack(tally(scores, relevant_QR[rows], cutoff))
-    _sum_over_ranks(found_4QK, ranks)
-    return Tally(*found_4QK)
+        found_QK4[rows] = torch.stack(tally(scores, relevant_QR[rows], cutoff), dim=-1)
+    return Tally(*_sum_over_ranks(found_QK4, ranks).unbind(-1))
 
 
 def average_precision_by_similarity(
     queries_QD: Tensor, candidates_CD: Tensor, relevant_QC: Tensor, *, ranks: Ranks
 ) -> Tensor:
-    """`average_precision` by the products of fp32 features, the queries divided over the ranks: (Q,) float64. A collective;
-    the same on every rank, whatever their number."""
+    """`average_precision`, (Q,) float64, as `tally_by_similarity` finds a tally."""
     found_Q = torch.zeros(len(queries_QD), dtype=torch.float64, device=queries_QD.device)
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
         found_Q[rows] = average_precision(scores, relevant_QC[rows])
-    _sum_over_ranks(found_Q, ranks)
-    return found_Q
+    return _sum_over_ranks(found_Q, ranks)
 
 
 def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
@@ -156,6 +152,7 @@ def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Itera
             yield rows, (queries_QD[rows].double() @ candidates_DC).float()
 
 
-def _sum_over_ranks(found: Tensor, ranks: Ranks) -> None:
+def _sum_over_ranks(found: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world_size > 1:
         dist.all_reduce(found)
+    return found

@@ -16,16 +16,17 @@ import torch
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments
+from clap_ds.data.items import Broken
+from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation
+from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
 from tests import processes
-from tests.evaluation.conftest import tell_captions_apart
+from tests.evaluation.conftest import WriteClips, tell_captions_apart
 from tests.ranks import free_port
 from tests.training.training_commands import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-WriteClips = Callable[..., list[str]]
 
 
 def arguments_of(*options: str) -> argparse.Namespace:
@@ -70,7 +71,6 @@ def test_options_change_the_configuration(write_run: Callable[..., Path]) -> Non
     [
         ([], "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both"),
         (["--template", "{}", "--retrieval", "r.tar"], "give --zero_shot SHARDS too"),
-        (["--retrieval", "r.tar", "--num_workers", "-1"], "--num_workers"),
         (["--zero_shot", "z.tar", "--classes", "nowhere.json"], "--classes nowhere.json: No such file"),
     ],
 )
@@ -89,8 +89,34 @@ def test_a_wrong_file_of_classes(tmp_path: Path, content: str) -> None:
 
 
 def test_messages_name_options() -> None:
-    message = in_options("clap.evaluation.zero_shot.shards: no 'x' (clap.evaluation.zero_shot.class_field)")
-    assert message == "--zero_shot: no 'x' (--class_field)"
+    for task in ("retrieval", "zero_shot"):
+        message = f"clap.evaluation.{task}.shards: no 'x' (clap.evaluation.zero_shot.class_field)"
+        assert in_options(message) == f"--{task}: no 'x' (--class_field)"
+    assert in_options("clap.evaluation.zero_shot.templates: no") == "--template: no"
+    assert in_options("clap.evaluation.tokenizer: missing") == "--tokenizer: missing"
+
+
+def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+    retrieval = {"retrieval_audio_to_text_r1": Measure.of_mean(0.25, 0.01, 100)}
+    zero_shot = {"zero_shot_map": Measure(0.5, 0.2, 0.4, 0.6), "zero_shot_top5": Measure(0.5, 0.2, 0.4, 0.6)}
+    tasks = {
+        "retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval),
+        "zero_shot": TaskResult({"clips": 99, "classes": 7}, zero_shot),
+    }
+    evaluation = Evaluation(tasks, [Broken("a.tar: [0001]", "empty caption")])
+    content = json.loads(json.dumps(evaluation.to_dict()))
+    assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
+    assert content["tasks"]["zero_shot"]["counts"] == {"clips": 99, "classes": 7}
+    assert content["tasks"]["zero_shot"]["measures"]["zero_shot_map"]["chance"] == 0.2
+    assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
+    print_evaluation(evaluation, "the title")
+    shown = capsys.readouterr().out
+    for text in ("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"):
+        assert text in shown
+    row = next(line for line in shown.splitlines() if "audio to text R@1" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["audio to text R@1", "25.00 %", "[17.55, 34.30]", "1.00 %"]
+    assert "1 broken and left out, the first: a.tar: [0001]: empty caption" in shown
 
 
 LAUNCHERS = {
