@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
@@ -105,22 +105,20 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     """
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
     classes = _read_classes(arguments.classes) if arguments.classes else None
-    options = {"class_field": arguments.class_field, "templates": arguments.template, "classes": classes}
-    for name, changes in (
-        ("retrieval", {"shards": arguments.retrieval}),
-        ("zero_shot", {"shards": arguments.zero_shot, **options}),
-    ):
-        changed = {field: value for field, value in changes.items() if value is not None}
-        content[name] = {**(content.get(name) or {}), **changed} or None
-        if changed and "shards" not in content[name]:
-            wrong = "--class_field, --template and --classes are for zero-shot evaluation"
-            raise UserError(f"{wrong}: give --{name} SHARDS too")
+    zero_shot = {"class_field": arguments.class_field, "templates": arguments.template, "classes": classes}
+    for name, options in (("retrieval", {}), ("zero_shot", zero_shot)):
+        changes = {"shards": getattr(arguments, name), **options}
+        task = (content.get(name) or {}) | {field: value for field, value in changes.items() if value is not None}
+        if task and "shards" not in task:
+            raise UserError(
+                "--class_field, --template and --classes are for zero-shot evaluation: give --zero_shot SHARDS too"
+            )
+        content[name] = task or None
     if not (content["retrieval"] or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
         raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
-    for name in ("tokenizer", "micro_batch", "num_workers"):
-        if getattr(arguments, name) is not None:
-            content[name] = getattr(arguments, name)
+    given = {name: getattr(arguments, name) for name in ("tokenizer", "micro_batch", "num_workers")}
+    content |= {name: value for name, value in given.items() if value is not None}
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     try:
         return EvaluationSettings.model_validate(content)
@@ -131,19 +129,14 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
 
 def _read_classes(path: Path) -> dict[str, list[str]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = TypeAdapter(list[str] | dict[str, str | list[str]]).validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"--classes {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--classes {path}: can't be read as JSON: {error}") from None
-    if isinstance(content, list):
-        content = {str(name): [name] for name in content}
-    if isinstance(content, dict):
-        classes = {name: [names] if isinstance(names, str) else names for name, names in content.items()}
-        if all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in classes.values()):
-            return classes
-    expected = "expected a list of class names, or an object of class → name or list of names in captions"
-    raise UserError(f"--classes {path}: {expected}")
+    except ValidationError:
+        expected = "expected JSON: a list of class names, or an object of class → name or list of names in captions"
+        raise UserError(f"--classes {path}: {expected}") from None
+    classes = {name: name for name in content} if isinstance(content, list) else content
+    return {name: [names] if isinstance(names, str) else names for name, names in classes.items()}
 
 
 def evaluate_checkpoint(

@@ -149,10 +149,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [name] for name in sorted(examples)}
     _check_classes(classes, examples, settings.class_field)
-    captions = [
-        [template.replace(PLACEHOLDER, name) for name in names for template in settings.templates]
-        for names in classes.values()
-    ]
+    templates, all_names = settings.templates, classes.values()
+    captions = [[text.replace(PLACEHOLDER, name) for name in names for text in templates] for names in all_names]
     index = {name: number for number, name in enumerate(classes)}
     return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()])
 
@@ -234,11 +232,8 @@ def load_audio(clips: list[Clip], audio: AudioConfig, *, num_workers: int) -> It
     """
     if not clips:
         return
-    dataset = _ClipAudio(clips, audio)
-    num_workers = min(num_workers, len(clips))
-    loader = Loader[list[Tensor | str]](
-        dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list
-    )
+    dataset, num_workers = _ClipAudio(clips, audio), min(num_workers, len(clips))
+    loader: Loader[Any] = Loader(dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list)
     try:
         for piece in loader:
             yield from piece

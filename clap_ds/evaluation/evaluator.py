@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -81,10 +82,13 @@ class Evaluator:
             field, tokenizer.FIELD, lambda: tokenizer.load_tokenizer(name, vocab_size=vocab_size)
         )
         tasks = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
-        wanted = {name: task.shards for name, task in tasks.items() if task is not None}
+        wanted = {task: chosen.shards for task, chosen in tasks.items() if chosen is not None}
         if not wanted:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        shards = {name: _expand(f"{FIELD}.{name}.shards", patterns) for name, patterns in wanted.items()}
+        shards = {
+            task: _renamed(f"{FIELD}.{task}.shards", shard_list.FIELD, partial(shard_list.expand_shards, patterns))
+            for task, patterns in wanted.items()
+        }
         self._clips, broken = list_clips(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
         self._note(broken)
         for task, paths in shards.items():
@@ -118,23 +122,22 @@ class Evaluator:
         return -(-len(self._clips) // (self.ranks.world_size * self.micro_batch))
 
     def run(self, model: ClapModel) -> dict[str, float]:
-        """Metrics of a model, 0 to 1. A collective; every rank gets the same.
-
-        Leaves the model's mode and the random state as they were.
-
-        Raises:
-            ValueError: on all ranks: no clip can be decoded any more, or a decoding process is gone.
-        """
+        """The metrics that `evaluate` finds, 0 to 1."""
         return self.evaluate(model).metrics
 
     def evaluate(
         self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None
     ) -> Evaluation:
-        """As `run`, with chance levels, intervals and counts.
+        """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
+
+        Leaves the model's mode and the random state as they were.
 
         Args:
             resample: find the interval of zero-shot's mean average precision, too, which takes a while.
             on_batch: called after each of this rank's micro-batches of clips with how many are done.
+
+        Raises:
+            ValueError: on all ranks: no clip can be decoded any more, or a decoding process is gone.
         """
         with _evaluating(model):
             audio, failed = self._embed_clips(model, on_batch)
@@ -162,19 +165,11 @@ class Evaluator:
         return evaluate_zero_shot(features, classes, is_of_class.to(self.device), self.ranks, resample=resample)
 
     def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
-        """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing. A
-        collective.
-
-        Raises:
-            WorkerError: on all ranks: a decoding process of one is gone.
-        """
+        """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
-        loaded = load_audio(
-            [self._clips[number] for number in own], model.config.audio, num_workers=self.settings.num_workers
-        )
-        broken: dict[int, str] = {}
-        rows = []
-        problem = None
+        clips, num_workers = [self._clips[number] for number in own], self.settings.num_workers
+        loaded = load_audio(clips, model.config.audio, num_workers=num_workers)
+        rows, broken, problem = [], {}, None
         try:
             for start in range(0, len(own), self.micro_batch):
                 numbers = own[start : start + self.micro_batch]
@@ -189,14 +184,13 @@ class Evaluator:
         except WorkerError as error:
             problem = f"rank {self.ranks.rank}: {error}"
         everywhere = gather((broken, problem))
-        for _, theirs in everywhere:
-            if theirs is not None:
-                raise WorkerError(theirs)
+        if problems := [theirs for _, theirs in everywhere if theirs is not None]:
+            raise WorkerError(problems[0])
         failed = {number: reason for each, _ in everywhere for number, reason in each.items()}
         return self._gather(rows, len(self._clips)), failed
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
-        """Features of all captions, (M, D) fp32. A collective."""
+        """Features of all captions, (M, D) fp32."""
         everyones = list(itertools.chain.from_iterable(captions_of_each))
         own = everyones[self.ranks.rank :: self.ranks.world_size]
         rows = []
@@ -220,9 +214,9 @@ class Evaluator:
         new = [broken for broken in dict.fromkeys(found) if broken not in self._broken]
         self._broken |= dict.fromkeys(new)
         if self.ranks.is_first:
-            more = [f"{len(new) - MAX_NOTES} more"] * (len(new) > MAX_NOTES)
-            for line in [*map(str, new[:MAX_NOTES]), *more]:
-                print(f"{FIELD}: skipped {line}", file=sys.stderr, flush=True)
+            shown = [str(broken) for broken in new[:MAX_NOTES]]
+            for text in shown + [f"{len(new) - MAX_NOTES} more"] * (len(new) > MAX_NOTES):
+                print(f"{FIELD}: skipped {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -236,10 +230,6 @@ def _evaluating(model: ClapModel) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _expand(field: str, patterns: str | list[str]) -> list[str]:
-    return _renamed(field, shard_list.FIELD, lambda: shard_list.expand_shards(patterns))
 
 
 def _renamed(field: str, theirs: str, build: Callable[[], T]) -> T:

@@ -56,12 +56,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's metrics.
-
-    Attributes:
-        counts: what they rest on: clips, captions, classes.
-        measures: by the metric's name.
-    """
+    """One task's metrics, by name, and what they rest on: counts of clips, captions, classes."""
 
     counts: dict[str, int]
     measures: dict[str, Measure]
@@ -69,12 +64,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
-
-    Attributes:
-        tasks: by name, `retrieval` and `zero_shot`.
-        broken: what the shards hold that couldn't be used.
-    """
+    """What an evaluation found: results by task (`retrieval`, `zero_shot`), and what the shards hold that couldn't be used."""
 
     tasks: dict[str, TaskResult]
     broken: list[Broken]
