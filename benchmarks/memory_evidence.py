@@ -17,10 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import TextConfig
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.dist.distributed import run_alone
 
 PUBLISHED_GPU_BYTES = 95e9
 """Memory of a GPU of the published runs."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
-from clap_ds.dist.distributed import run_alone
 from clap_ds.flop_count.analytic import CONVENTIONS, STAGE_VIEWS, TextLengths, forward_components, published_flops
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
 
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         draw().savefig(arguments.picture, dpi=160)
-        return print(arguments.picture)
+        print(arguments.picture)
+        return
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens

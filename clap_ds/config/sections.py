@@ -170,8 +170,8 @@ class TrainSettings(Section):
     """Gradient accumulation steps from a number of samples on: {"0": 1, "1000000": 4}; without it,
     `gradient_accumulation_steps` throughout."""
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; `never`;
-    or the checkpoint to go on from."""
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; `never`; or the
+    path of the checkpoint to resume from."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
     shuffle_captions: bool = False
@@ -186,7 +186,7 @@ class CheckpointSettings(Section):
     folder: str | None = None
     """Where checkpoints lie; null: `<output.root>/<label>-checkpoints`."""
     every_steps: PositiveInt | None = None
-    """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is told to stop."""
+    """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
     keep_last: PositiveInt = 3
     """The newest checkpoints, which are kept."""
     keep_best: NonNegativeInt = 1

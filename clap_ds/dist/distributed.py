@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
-from clap_ds.dist import accelerator
+from clap_ds.dist.accelerator import choose_accelerator
 from clap_ds.dist.rendezvous import (
     PortTakenError,
     UnreachableError,
@@ -168,21 +168,6 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
-def choose_accelerator() -> Literal["cuda", "cpu"]:
-    """GPU or CPU, for this process and for DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
-
-    Raises:
-        UserError: there is a GPU that torch can't use.
-    """
-    try:
-        chosen = accelerator.choose()
-    except accelerator.UnusableGpuError as error:
-        raise UserError(str(error)) from None
-    if chosen == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return chosen
-
-
 def _choose_device(ranks: Ranks) -> torch.device:
     import torch
 
@@ -223,15 +208,6 @@ def rank_0_waits() -> bool:
     except (OSError, KeyError, ValueError):
         return False
     return True
-
-
-def run_alone(main: Callable[[], None]) -> None:
-    """Run the main function of a command that no launcher starts; user errors become one message and exit code 2."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 def leave(code: int) -> NoReturn:

@@ -1,5 +1,4 @@
-"""What every command that trains does first and last: ranks, run directory, model, data, engine; and how a run's end is
-told.
+"""What every command that trains does first and last: ranks, run directory, model, data, engine; how a run's end is recorded.
 
 Leaves the steps in between to the command.
 """
@@ -37,7 +36,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(BaseException):
-    """The run was told to stop by a signal."""
+    """A signal stopped the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -45,7 +44,7 @@ class Interrupted(BaseException):
 
     @property
     def state(self) -> State:
-        """SLURM announces the end of the allotted time by USR1; every other signal is somebody's wish."""
+        """SLURM announces the end of the allotted time by USR1; other signals come from a person or a launcher."""
         return "timeout" if self.number == signal.SIGUSR1 else "terminated"
 
 
@@ -78,11 +77,11 @@ class Start:
         return build_model(run)
 
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
-        """Called on all ranks once the model is wrapped: where this rank's data goes on from (`BatchSource.state()`), None for
-        the beginning.
+        """Called on all ranks once the model is wrapped: where this rank's data resumes (`BatchSource.state()`), None for the
+        beginning.
 
         Raises:
-            ValueError: what the run was to go on from can't be used.
+            ValueError: what the run was to resume from can't be used.
         """
         return None
 
@@ -93,7 +92,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
 
     Raises:
         UserError: on every rank, for a mistake found on any.
-        SystemExit: the run failed or was told to stop; said and recorded already.
+        SystemExit: the run failed or was stopped by a signal; shown and recorded already.
     """
     settings = run.clap.debug
     debug.prepare(settings)
@@ -197,7 +196,6 @@ def build_model(run: RunSettings) -> ClapModel:
 
 
 def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: dict[str, Any] | None) -> BatchSource:
-    going_on = {} if state is None else {"state": state}
     return build_batches(
         run.clap.data,
         model=run.clap.preset(),
@@ -208,14 +206,14 @@ def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: 
         seed=run.clap.seed,
         device=device,
         pack_captions=run.clap.text == "packed",
-        **going_on,
+        state=state,
     )
 
 
 @contextmanager
 def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, device: torch.device) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()  # the first one counts, and its end must be recorded in peace
+        _ignore_signals()  # the first one counts; recording its end must not be interrupted
         stop = Interrupted(number)
         # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
         record.finish(stop.state, f"stopped by {stop}")

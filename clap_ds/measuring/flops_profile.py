@@ -18,6 +18,7 @@ from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
 from clap_ds.data.batch import Batch
+from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, profile_by_deepspeed
@@ -78,9 +79,7 @@ def _executed_lengths(session: Session) -> TextLengths:
     if session.run.clap.text == "padded":
         return TextLengths.fixed(session.run.clap.text_tokens)
     own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
-    everyone = [torch.empty_like(own) for _ in range(session.ranks.world_size)]
-    dist.all_gather(everyone, own)
-    return TextLengths.of(torch.cat(everyone).tolist())
+    return TextLengths.of(gather_tensor(own).flatten().tolist())
 
 
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count:

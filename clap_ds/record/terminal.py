@@ -16,7 +16,7 @@ from clap_ds.record.schema import Summary
 class Progress:
     """Steps done, live rate and time left: a bar on a terminal, a line per advance elsewhere.
 
-    Redrawn only when told, so that no thread of it runs beside timed steps.
+    Redrawn only by `advance`, so that no thread of it runs beside timed steps.
 
     Args:
         num_steps: at the end.
