@@ -2,7 +2,7 @@
 
 Candidates of equal score have no order of their own. Every measure here is its expectation over all orders they could be in
 (McSherry & Najork, ECIR 2008), so that it depends on nothing but the scores, and a model that says the same of everything
-scores chance. What is a query, a candidate and relevant is left to `retrieval` and `zero_shot`.
+scores chance. What is a query, a candidate and relevant is left to `metrics`.
 
 Shape letters: Q queries, C candidates, R the most relevant candidates of any query, K ranks looked at, D joint dimension.
 """
@@ -64,7 +64,7 @@ def tally(scores_QC: Tensor, relevant_QR: Tensor, cutoff: int) -> Tally:
         scores_QC: floating; NaN ranks last.
         relevant_QR: indices of each query's relevant candidates, int64, filled up with -1.
     """
-    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores_QC = _nan_last(scores_QC)
     top_QK = scores_QC.topk(min(cutoff, scores_QC.shape[1]), dim=1).values
     tied_with_last_Q = (scores_QC == top_QK[:, -1:]).sum(1, keepdim=True)
     tied_QK = (top_QK[:, None, :] == top_QK[:, :, None]).sum(2)
@@ -116,8 +116,7 @@ def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
         scores_QC: floating; NaN ranks last.
         relevant_QC: bool.
     """
-    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    values, order = scores_QC.sort(dim=1, descending=True, stable=True)
+    values, order = _nan_last(scores_QC).sort(dim=1, descending=True, stable=True)
     descending = -values
     above = torch.searchsorted(descending, descending)
     end = torch.searchsorted(descending, descending, right=True)
@@ -150,6 +149,10 @@ def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Itera
         if number % ranks.world_size == ranks.rank:
             rows = slice(start, start + num_rows)
             yield rows, (queries_QD[rows].double() @ candidates_DC).float()
+
+
+def _nan_last(scores: Tensor) -> Tensor:
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _sum_over_ranks(found: Tensor, ranks: Ranks) -> Tensor:

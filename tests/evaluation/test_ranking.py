@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import average_precision_score, label_ranking_average_precision_score
 from torch import Tensor
 
 from clap_ds.dist.distributed import Ranks
@@ -73,29 +72,10 @@ def test_chance_is_what_equal_scores_give(case: Case, cutoff: int) -> None:
         assert torch.equal(ours, theirs)
 
 
-def random_problem(num_queries: int, num_candidates: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Distinct scores, and relevance with one relevant candidate at least: (Q, C) each."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_queries, num_candidates, generator=generator)
-    relevant = torch.rand(num_queries, num_candidates, generator=generator) < 0.15
-    relevant[torch.arange(num_queries), torch.randint(num_candidates, (num_queries,), generator=generator)] = True
-    return scores, relevant
-
-
 def padded_indices(relevant: Tensor) -> Tensor:
     rows = [row.nonzero()[:, 0].tolist() for row in relevant]
     most = max(map(len, rows))
     return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
-
-
-def test_against_scikit_learn() -> None:
-    scores, relevant = random_problem(50, 40)
-    found = tally(scores, padded_indices(relevant), cutoff=40)
-    ranked = (found.precision_sum() / relevant.sum(1)).mean().item()
-    assert ranked == pytest.approx(label_ranking_average_precision_score(relevant.numpy(), scores.numpy()), abs=1e-9)
-    by_row = ranking.average_precision(scores, relevant)
-    expected = [average_precision_score(r.numpy(), s.numpy()) for r, s in zip(relevant, scores, strict=True)]
-    np.testing.assert_allclose(by_row.numpy(), expected, atol=1e-9)
 
 
 def test_what_is_no_number_ranks_last() -> None:
