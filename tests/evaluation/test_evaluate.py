@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import load_run
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.items import Broken
 from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
@@ -29,63 +29,53 @@ from tests.training.training_commands import environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def arguments_of(*options: str) -> argparse.Namespace:
-    return parse_arguments(["checkpoint", *options])
+def settings_of(*options: str, run: RunSettings | None = None) -> dict[str, Any]:
+    return evaluation_settings(parse_arguments(["checkpoint", *options]), run).model_dump()
 
 
 def test_options_alone_say_what_to_evaluate(tmp_path: Path) -> None:
     (tmp_path / "classes.json").write_text('{"dog": "barking", "cat": ["cat", "meow"]}')
-    settings = evaluation_settings(
-        arguments_of(
-            *("--retrieval", "a.tar", "b.tar", "--zero_shot", "c-{0..3}.tar", "--class_field", "label"),
-            *("--template", "{}!", "--template", "a {}", "--classes", str(tmp_path / "classes.json")),
-            *("--tokenizer", "t", "--num_workers", "2"),
-        ),
-        None,
+    settings = settings_of(
+        *("--retrieval", "a.tar", "b.tar", "--zero_shot", "c-{0..3}.tar", "--class_field", "label"),
+        *("--template", "{}!", "--template", "a {}", "--classes", str(tmp_path / "classes.json")),
+        *("--tokenizer", "t", "--num_workers", "2"),
     )
-    assert settings.retrieval is not None
-    assert settings.zero_shot is not None
-    assert settings.retrieval.shards == ["a.tar", "b.tar"]
-    assert settings.zero_shot.model_dump() == {
-        "shards": ["c-{0..3}.tar"],
-        "class_field": "label",
-        "templates": ["{}!", "a {}"],
-        "classes": {"dog": ["barking"], "cat": ["cat", "meow"]},
-    }
-    assert (settings.tokenizer, settings.num_workers, settings.micro_batch) == ("t", 2, None)
+    classes = {"dog": ["barking"], "cat": ["cat", "meow"]}
+    zero_shot = {"shards": ["c-{0..3}.tar"], "class_field": "label", "templates": ["{}!", "a {}"], "classes": classes}
+    assert settings == {
+        "every_steps": None, "retrieval": {"shards": ["a.tar", "b.tar"]}, "zero_shot": zero_shot,
+        "tokenizer": "t", "micro_batch": None, "num_workers": 2,
+    }  # fmt: skip
 
 
 def test_options_change_the_configuration(write_run: Callable[..., Path]) -> None:
     zero_shot = {"shards": "c.tar", "class_field": "label"}
     data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
     run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
-    settings = evaluation_settings(arguments_of("--template", "a {}", "--retrieval", "r.tar"), run)
-    assert settings.zero_shot is not None
-    assert settings.zero_shot.model_dump() == {**zero_shot, "templates": ["a {}"], "classes": None}
-    assert settings.retrieval is not None
-    assert (settings.tokenizer, settings.micro_batch) == ("from-data", 3)
+    settings = settings_of("--template", "a {}", "--retrieval", "r.tar", run=run)
+    assert settings["zero_shot"] == {**zero_shot, "templates": ["a {}"], "classes": None}
+    assert settings["retrieval"] == {"shards": ["r.tar"]}
+    assert (settings["tokenizer"], settings["micro_batch"]) == ("from-data", 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    for options, message in (
         ([], "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both"),
         (["--template", "{}", "--retrieval", "r.tar"], "give --zero_shot SHARDS too"),
-        (["--zero_shot", "z.tar", "--classes", "nowhere.json"], "--classes nowhere.json: No such file"),
-    ],
-)
-def test_options_that_cannot_be(options: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        evaluation_settings(arguments_of(*options), None)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["[", '{"dog": 3}', "7", '{"dog": ["a", 1]}'])
-def test_a_wrong_file_of_classes(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "classes.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match="--classes"):
-        evaluation_settings(arguments_of("--zero_shot", "z.tar", "--classes", str(path)), None)
+        (["--zero_shot", "z.tar", "--classes", str(path)], f"--classes {path}: No such file"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            settings_of(*options)
+    for content in ("[", '{"dog": 3}', "7", '{"dog": ["a", 1]}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"--classes .*: expected JSON"):
+            settings_of("--zero_shot", "z.tar", "--classes", str(path))
+    path.write_text('["dog", "cat"]')
+    assert settings_of("--zero_shot", "z.tar", "--classes", str(path))["zero_shot"]["classes"] == {
+        "dog": ["dog"],
+        "cat": ["cat"],
+    }
 
 
 def test_messages_name_options() -> None:

@@ -86,17 +86,14 @@ def refusal_on_ranks(shards_by_rank: list[list[str]], tokenizer: str) -> str:
     return str(caught.value)
 
 
-def test_a_mistake_on_one_rank_is_told_by_all(
+def test_a_mistake_on_one_rank_is_every_ranks(
     three_processes: RankPool, tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
     shards = write_clips(3, 3)
+    different = "clap.evaluation: the ranks see different shards (clips by rank: rank 0: 6, rank 1: 3)"
     for name, others, message in (
         ("missing", ["nowhere.tar"], "rank 1: clap.evaluation.retrieval.shards: 1 of the 1 files"),
-        (
-            "different",
-            shards[1:],
-            "clap.evaluation: the ranks see different shards (clips by rank: rank 0: 6, rank 1: 3)",
-        ),
+        ("different", shards[1:], different),
     ):
         arguments = 2, str(tmp_path / name), refusal_on_ranks, [shards, others], clip_tokenizer
         answers = [answer for answer in three_processes.run(in_group_of, *arguments) if answer is not None]
@@ -175,49 +172,51 @@ def test_given_classes_and_a_model_in_16_bits(write_clips: WriteClips, clip_toke
     assert evaluation.tasks["zero_shot"].measures["zero_shot_top1"].chance == pytest.approx(1 / 4)
 
 
+def refusal(settings: EvaluationSettings, tokenizer: str | None) -> str:
+    with pytest.raises(AgreedError) as caught:
+        make(settings, tokenizer)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"templates": ["{}", "a sound"]}, "zero_shot.templates: expected {} where the class name goes, found 'a sound'"),
-        ({"class_field": "label"}, "none of the 4 clips with audio has 'label' (clap.evaluation.zero_shot.class_field)"),
-        ({"classes": {"hum": ["hum"], "click": ["click"]}}, "zero_shot.classes: the shards have 'hiss'"),
+        ({"templates": ["{}", "a sound"]}, "templates: expected {} where the class name goes, found 'a sound'"),
+        (
+            {"class_field": "label"},
+            "none of the 4 clips with audio has 'label' (clap.evaluation.zero_shot.class_field)",
+        ),
+        ({"classes": {"hum": ["hum"], "click": ["click"]}}, "classes: the shards have 'hiss'"),
         ({"classes": {"hum": [], "click": ["click"], "hiss": ["hiss"]}}, "'hum' has no name for captions"),
-        ({"shards": "nowhere-{0..3}.tar"}, "clap.evaluation.zero_shot.shards: 4 of the 4 files"),
+        ({"shards": "nowhere-{0..3}.tar"}, "shards: 4 of the 4 files"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_zero_shot(
     write_clips: WriteClips, clip_tokenizer: str, changes: dict[str, Any], message: str
 ) -> None:
     zero_shot = ZeroShotSettings(**{"shards": write_clips(4), **changes})
-    with pytest.raises(AgreedError, match=r"clap\.evaluation") as caught:
-        make(EvaluationSettings(zero_shot=zero_shot), clip_tokenizer)
-    assert message in str(caught.value)
+    found = refusal(EvaluationSettings(zero_shot=zero_shot), clip_tokenizer)
+    assert found.startswith("clap.evaluation.zero_shot.")
+    assert message in found
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
+def test_shards_without_a_usable_clip(tmp_path: Path, clip_tokenizer: str) -> None:
+    path = tmp_path / "a.tar"
+    for members, message in (
         ([("a.txt", b"a caption")], "no item with audio in 1 shard"),
         ([("a.wav", b"RIFF"), ("a.txt", b"a caption")], "none of the 1 clips can be decoded"),
         (clip_members(0, {"kind": "hum"}), "none of the 1 clips with audio has a caption"),
-    ],
-)
-def test_shards_without_a_usable_clip(
-    tmp_path: Path, clip_tokenizer: str, members: list[tuple[str, bytes]], message: str
-) -> None:
-    shards = [str(write_tar(tmp_path / "a.tar", members))]
-    with pytest.raises(AgreedError, match=r"clap\.evaluation\.retrieval\.shards") as caught:
-        make(EvaluationSettings(retrieval=RetrievalSettings(shards=shards)), clip_tokenizer)
-    assert message in str(caught.value)
+    ):
+        retrieval = RetrievalSettings(shards=str(write_tar(path, members)))
+        found = refusal(EvaluationSettings(retrieval=retrieval), clip_tokenizer)
+        assert found.startswith(f"clap.evaluation.retrieval.shards: {message}")
+    zero_shot = ZeroShotSettings(shards=str(path))
+    assert "at least 2 classes to tell apart, found 'hum'" in refusal(
+        EvaluationSettings(zero_shot=zero_shot), clip_tokenizer
+    )
 
 
-def test_settings_without_what_they_need(write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path) -> None:
+def test_settings_without_what_they_need(write_clips: WriteClips, clip_tokenizer: str) -> None:
     for tokenizer in (None, "./nowhere"):
-        with pytest.raises(AgreedError, match=r"clap\.evaluation\.tokenizer: "):
-            make(settings_for(write_clips(1)), tokenizer)
-    with pytest.raises(AgreedError, match="retrieval, zero_shot or both"):
-        make(EvaluationSettings(), clip_tokenizer)
-    one_kind = [m for n in range(3) for m in clip_members(n, {"kind": "hum"})]
-    shards = [str(write_tar(tmp_path / "one_kind.tar", one_kind))]
-    with pytest.raises(AgreedError, match="at least 2 classes to tell apart, found 'hum'"):
-        make(EvaluationSettings(zero_shot=ZeroShotSettings(shards=shards)), clip_tokenizer)
+        assert refusal(settings_for(write_clips(1)), tokenizer).startswith("clap.evaluation.tokenizer: ")
+    assert "retrieval, zero_shot or both" in refusal(EvaluationSettings(), clip_tokenizer)
