@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
     add("--counters", nargs="+", choices=names, default=names, help="default: all three")
     add("--json", action="store_true", help="print JSON")
-    add("--picture", type=Path, metavar="FILE", help="draw both published models by component there, and no more")
+    add("--plot", type=Path, metavar="FILE", help="draw both published models by component there, and no more")
     return parser.parse_args(argv)
 
 
@@ -50,12 +50,12 @@ def main(argv: list[str] | None = None) -> None:
         UserError: a bad configuration or caption length.
     """
     arguments = parse_arguments(argv)
-    if arguments.picture is not None:
+    if arguments.plot is not None:
         from clap_ds.flop_count.picture import draw
 
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        draw().savefig(arguments.picture, dpi=160)
-        print(arguments.picture)
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        draw().savefig(arguments.plot, dpi=160)
+        print(arguments.plot)
         return
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()

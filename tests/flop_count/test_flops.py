@@ -90,7 +90,7 @@ def test_closed_form_needs_no_torch(tmp_path: Path) -> None:
 def test_picture_has_the_whole_forward(tmp_path: Path) -> None:
     found = forward_components(load_preset("htsat_tiny_roberta_base"), TextLengths.fixed(77), "published")
     assert sum(found[part] for parts in GROUPS.values() for part in parts) == pytest.approx(found["forward"])
-    flops.main(["--picture", str(tmp_path / "new" / "picture.png")])
+    flops.main(["--plot", str(tmp_path / "new" / "picture.png")])
     assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
