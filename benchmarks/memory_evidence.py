@@ -23,7 +23,6 @@ from benchmarks.variants import CONFIG, run_bench
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import TextConfig
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.flop_count.counters import materialise
 from clap_ds.model.text import TextTower
 
 BYTES_16_BIT = 34
@@ -83,7 +82,7 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
         return tensor
 
     with FakeTensorMode():
-        materialise(tower, requires_grad=True)
+        tower.to_empty(device="cpu")
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),

@@ -12,72 +12,62 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import preset_names
+from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_command
+from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, initialize, run_command
 
+if TYPE_CHECKING:
+    from clap_ds.evaluation.metrics import Evaluation
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
-PRECISIONS = ("fp32", "bf16", "fp16")
-FIELD_OPTIONS = {
-    "clap.evaluation.retrieval.shards": "--retrieval",
-    "clap.evaluation.zero_shot.shards": "--zero_shot",
-    "clap.evaluation.zero_shot.class_field": "--class_field",
-    "clap.evaluation.zero_shot.templates": "--template",
-    "clap.evaluation.zero_shot.classes": "--classes",
-    "clap.evaluation.tokenizer": "--tokenizer",
-}
+TEXT_TOKENS = 77
+NUM_ADVANCES = 20
+NUM_BROKEN_SHOWN = 5
+TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
+MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="clap_ds/evaluate.py",
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or file of weights")
-    parser.add_argument("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
-    parser.add_argument("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
-    parser.add_argument(
-        "--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)"
-    )
-    parser.add_argument("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="JSON: a list of classes, or class → names in captions"
-    )
-    parser.add_argument("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    parser.add_argument("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
-    parser.add_argument("--text_tokens", type=_positive, metavar="N", help="caption length (default: 77 at most)")
-    parser.add_argument("--micro_batch", type=_positive, metavar="N", help=f"clips per rank (default: {MICRO_BATCH})")
-    parser.add_argument("--num_workers", type=int, metavar="N", help="decoding processes per rank (default: 0)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: the configuration's, else fp32")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument(
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
+    add, number = parser.add_argument, whole_number()
+    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights")
+    add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
+    add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
+    add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
+    add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
+    add("--classes", help="JSON: a list of classes, or class → names in captions", type=Path, metavar="FILE")
+    add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
+    add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
+    add("--text_tokens", help=f"caption length (default: {TEXT_TOKENS} at most)", type=number, metavar="N")
+    add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
+    add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
+    add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
+    add("--json", help="write the results there, too", type=Path, metavar="FILE")
+    add(
         "--deepspeed_config",
+        help="a run's JSON or a packaged one's name, for clap.evaluation",
         type=Path,
         metavar="FILE",
-        help="a run's JSON or a packaged one's name, for clap.evaluation",
     )
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    add("--hostfile", help="refuse to run on fewer or more ranks", type=Path, metavar="FILE")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
-    return int(text)
 
 
 def main(ranks: Ranks) -> None:
@@ -87,33 +77,24 @@ def main(ranks: Ranks) -> None:
     if not Path(arguments.checkpoint).exists():
         raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
     if arguments.json is not None and ranks.is_first:
-        _check_writable(arguments.json)
+        try:
+            arguments.json.open("a").close()
+        except OSError as error:
+            raise UserError(f"--json {arguments.json}: can't be written: {error.strerror}") from None
     if arguments.hostfile:
         check_hostfile(arguments.hostfile, ranks)
-
-    # Loading torch takes seconds: only for an evaluation that can start.
     choose_accelerator()
-    from clap_ds.evaluation.command import Options, evaluate_checkpoint
-
-    options = Options(
-        checkpoint=arguments.checkpoint,
-        preset=arguments.preset or (run.clap.model.preset if run else None),
-        text_tokens=arguments.text_tokens or (run.clap.text_tokens if run else None),
-        micro_batch=settings.micro_batch or (run.micro_batch if run else MICRO_BATCH),
-        precision=arguments.precision or (run.precision if run and run.precision in PRECISIONS else "fp32"),
-        json_path=arguments.json,
-    )
     try:
-        evaluate_checkpoint(settings, options, ranks)
+        evaluate_checkpoint(settings, arguments, run, ranks)
     except UserError as error:
         raise UserError(str(error) if run else in_options(str(error))) from None
 
 
 def in_options(message: str) -> str:
     """A message about fields of `clap.evaluation`, in the command line's words."""
-    for field, option in FIELD_OPTIONS.items():
-        message = message.replace(field, option)
-    return message
+    message = re.sub(r"clap\.evaluation\.(\w+)\.shards", r"--\1", message)
+    message = re.sub(r"clap\.evaluation\.(?:zero_shot\.)?(\w+)", r"--\1", message)
+    return message.replace("--templates", "--template")
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
@@ -123,31 +104,22 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
         UserError: nothing to evaluate, options without the task they are for, or values that can't be.
     """
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    tasks = {
-        "retrieval": {"shards": arguments.retrieval},
-        "zero_shot": {
-            "shards": arguments.zero_shot,
-            "class_field": arguments.class_field,
-            "templates": arguments.template,
-            "classes": _read_classes(arguments.classes) if arguments.classes else None,
-        },
-    }
-    for name, changes in tasks.items():
-        changed = {field: value for field, value in changes.items() if value is not None}
-        given = content.get(name) or {}
-        if changed and "shards" not in {**given, **changed}:
+    classes = _read_classes(arguments.classes) if arguments.classes else None
+    zero_shot = {"class_field": arguments.class_field, "templates": arguments.template, "classes": classes}
+    for name, options in (("retrieval", {}), ("zero_shot", zero_shot)):
+        changes = {"shards": getattr(arguments, name), **options}
+        task = (content.get(name) or {}) | {field: value for field, value in changes.items() if value is not None}
+        if task and "shards" not in task:
             raise UserError(
-                f"--class_field, --template and --classes are for zero-shot evaluation: give --{name} SHARDS too"
+                "--class_field, --template and --classes are for zero-shot evaluation: give --zero_shot SHARDS too"
             )
-        content[name] = {**given, **changed} or None
+        content[name] = task or None
     if not (content["retrieval"] or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
         raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
-    for name in ("tokenizer", "micro_batch", "num_workers"):
-        if getattr(arguments, name) is not None:
-            content[name] = getattr(arguments, name)
-    data = run.clap.data if run else None
-    content["tokenizer"] = content.get("tokenizer") or getattr(data, "tokenizer", None)
+    given = {name: getattr(arguments, name) for name in ("tokenizer", "micro_batch", "num_workers")}
+    content |= {name: value for name, value in given.items() if value is not None}
+    content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
@@ -157,28 +129,105 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
 
 def _read_classes(path: Path) -> dict[str, list[str]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = TypeAdapter(list[str] | dict[str, str | list[str]]).validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"--classes {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--classes {path}: can't be read as JSON: {error}") from None
-    if isinstance(content, list):
-        content = {str(name): [name] for name in content}
-    if isinstance(content, dict):
-        classes = {name: [names] if isinstance(names, str) else names for name, names in content.items()}
-        if all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in classes.values()):
-            return classes
-    raise UserError(
-        f"--classes {path}: expected a list of class names, or an object of class → name or list of names in captions"
+    except ValidationError:
+        expected = "expected JSON: a list of class names, or an object of class → name or list of names in captions"
+        raise UserError(f"--classes {path}: {expected}") from None
+    classes = {name: name for name in content} if isinstance(content, list) else content
+    return {name: [names] if isinstance(names, str) else names for name, names in classes.items()}
+
+
+def evaluate_checkpoint(
+    settings: EvaluationSettings, arguments: argparse.Namespace, run: RunSettings | None, ranks: Ranks
+) -> None:
+    """Load, evaluate, print a table and write the JSON. A collective.
+
+    Raises:
+        UserError: on every rank, for a mistake found on any.
+    """
+    # Loading torch takes seconds: only for an evaluation that can start.
+    import torch
+
+    from clap_ds.dist.agreement import together
+    from clap_ds.evaluation.evaluator import Evaluator
+    from clap_ds.record.directory import quiet_deepspeed
+    from clap_ds.record.hardware import device_name
+    from clap_ds.record.terminal import Progress
+    from clap_ds.weights.load import load_weights, locate, tokenizer_of
+
+    device = initialize(ranks, compile_cpu_collective=False)
+    quiet_deepspeed()
+    preset = arguments.preset or (run.clap.model.preset if run else None)
+    path = together(lambda: locate(arguments.checkpoint))
+    checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
+    # Its own, or that beside a transformers model, or the hub's of these sizes.
+    beside = str(path) if (path / "tokenizer_config.json").exists() else together(lambda: tokenizer_of(path))
+    evaluator = Evaluator(
+        settings,
+        model_config=checkpoint.config,
+        tokenizer_name=settings.tokenizer or beside or checkpoint.config.text.hub_name or None,
+        text_tokens=_text_tokens(arguments.text_tokens or (run.clap.text_tokens if run else None), checkpoint.config),
+        micro_batch=settings.micro_batch or (run.micro_batch if run else MICRO_BATCH),
+        ranks=ranks,
+        device=device,
     )
+    precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
+    model = checkpoint.build(attention="auto").to(device, getattr(torch, DTYPES[precision]))
+    every = max(1, evaluator.num_batches // NUM_ADVANCES)
+    with Progress(evaluator.num_batches, enabled=ranks.is_first) as progress:
+
+        def advance(done: int) -> None:
+            if done % every == 0:
+                progress.advance(every, "micro-batches of clips embedded")
+
+        try:
+            evaluation = evaluator.evaluate(model, resample=True, on_batch=advance)
+        except ValueError as error:  # on all ranks alike
+            raise UserError(str(error)) from None
+    if ranks.is_first:
+        where = {"checkpoint": str(path), "model": checkpoint.config.name, "world_size": ranks.world_size}
+        where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
+        title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
+        print_evaluation(evaluation, title.format_map(where))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise UserError(f"--json {path}: can't be written: {error.strerror}") from None
+def _text_tokens(wanted: int | None, config: ClapConfig) -> int:
+    most = config.text.max_tokens
+    if wanted is not None and not 2 <= wanted <= most:
+        raise UserError(f"--text_tokens: {config.name} has positions for 2 to {most} tokens, found {wanted}")
+    return wanted or min(TEXT_TOKENS, most)
+
+
+def print_evaluation(evaluation: Evaluation, title: str) -> None:
+    """Each metric in percent, with its interval and chance level, and what it rests on."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric")
+    for name in ("value", "95 % interval", "chance"):
+        table.add_column(name, justify="right")
+    for task, result in evaluation.tasks.items():
+        counts = ", ".join(f"{count:,} {what}" for what, count in result.counts.items())
+        table.add_section()
+        table.add_row(f"{TITLES[task]} ({counts})", style="bold")
+        for name, measure in result.measures.items():
+            value, low, high, chance = (
+                100 * each for each in (measure.value, measure.low, measure.high, measure.chance)
+            )
+            # `retrieval_audio_to_text_r1` is audio to text R@1, `zero_shot_top5` top-5.
+            *words, kind = name.removeprefix(f"{task}_").split("_")
+            shown = " ".join([*words, MEASURES.get(kind) or kind.replace("top", "top-")])
+            table.add_row(f"  {shown}", f"{value:.2f} %", f"[{low:.2f}, {high:.2f}]", f"{chance:.2f} %")
+    console = Console(width=max(100, Console().width), highlight=False, markup=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
+    if evaluation.broken:
+        examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
+        console.print(f"{len(evaluation.broken)} broken and left out, the first: {examples}", soft_wrap=True)
 
 
 def command() -> None:

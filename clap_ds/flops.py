@@ -10,48 +10,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.flop_count.analytic import (
-    CONVENTIONS,
-    TextLengths,
-    forward_components,
-    parameter_counts,
-    published_flops,
-)
-from clap_ds.flop_count.peaks import achieved_tflops, mfu_percent, no_peak_message, peak_for
+from clap_ds.config.settings import load_run
+from clap_ds.flop_count.analytic import CONVENTIONS, STAGE_VIEWS, TextLengths, forward_components, published_flops
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
 
-COUNTERS = ("analytic", "deepspeed", "torch")
-Counts = dict[tuple[str, str], "Count"]
-"""By convention and counter."""
+COUNTERS = {"deepspeed": "DeepSpeed's profiler, 2 × MACs", "torch": "torch's FlopCounterMode"}
+EXACT = 1e-9
+"""Relative difference up to which counters agree: both count whole numbers, held as floats."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="clap_ds.flops", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="a run's JSON, or a packaged one's name"
-    )
-    parser.add_argument(
-        "--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)"
-    )
-    parser.add_argument("--counters", nargs="+", choices=COUNTERS, default=list(COUNTERS), help="default: all three")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--measure_peak", action="store_true", help="measure this device's matmul ceiling (seconds)")
-    parser.add_argument(
-        "--samples_per_s", type=float, metavar="R", help="samples/s of one GPU: prints the MFU it amounts to"
-    )
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="clap_ds.flops", description=description, allow_abbrev=False)
+    add, names, default = parser.add_argument, ["analytic", *COUNTERS], Path("htsat_tiny")
+    add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="JSON file, or a packaged one's name")
+    add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
+    add("--counters", nargs="+", choices=names, default=names, help="default: all three")
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw both published models by component there, and no more")
     return parser.parse_args(argv)
 
 
@@ -62,99 +50,116 @@ def main(argv: list[str] | None = None) -> None:
         UserError: a bad configuration or caption length.
     """
     arguments = parse_arguments(argv)
+    if arguments.plot is not None:
+        from clap_ds.flop_count.picture import draw
+
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        draw().savefig(arguments.plot, dpi=160)
+        print(arguments.plot)
+        return
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
-    check_text_tokens(config, text_tokens)
-    if arguments.samples_per_s is not None and not arguments.samples_per_s > 0:
-        raise UserError(f"--samples_per_s: expected a number above 0, found {arguments.samples_per_s}")
-
-    counts = count(config, text_tokens, arguments.counters)
-    report = make_report(config, text_tokens, counts)
-    speed = _measure_device(run, arguments) if arguments.measure_peak or arguments.samples_per_s else {}
-    if arguments.json:
-        print(json.dumps(report | speed, indent=2))
-        return
-    from clap_ds.flop_count.tables import print_report
-
-    print_report(config, report, counts, speed)
-
-
-def check_text_tokens(config: ClapConfig, text_tokens: int) -> None:
-    """Refuse what the text tower has no positions for.
-
-    Raises:
-        UserError: fewer than 1 token, or more than rows in the position table.
-    """
-    positions = config.text.max_positions
-    if not 1 <= text_tokens <= positions:
+    if not 1 <= text_tokens <= config.text.max_positions:
         raise UserError(
-            f"--text_tokens {text_tokens}: expected 1 to {positions}, the rows of {config.name}'s position table"
-            f" (a real caption can use {config.text.max_tokens}: RoBERTa numbers positions from 2)"
+            f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the rows of {config.name}'s position"
+            f" table (a real caption can use {config.text.max_tokens}: RoBERTa numbers positions from 2)"
+        )
+    counts, parameters = count(config, text_tokens, arguments.counters)
+    report = make_report(config, text_tokens, counts) | {"parameters": parameters}
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(config, report, counts)
+
+
+def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> tuple[dict[str, Count], dict[str, int] | None]:
+    """What those of the counters say that look at a model, by name, and its parameters; nothing and None without any."""
+    if not set(counters) & set(COUNTERS):
+        return {}, None
+    # DeepSpeed logs to standard output, which is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        from clap_ds.flop_count.counters import build, count_by_deepspeed, count_by_torch, parameter_counts
+
+        model, functions = build(config), {"deepspeed": count_by_deepspeed, "torch": count_by_torch}
+        return {name: functions[name](model, text_tokens) for name in COUNTERS if name in counters}, parameter_counts(
+            model
         )
 
 
-def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> Counts:
-    """What the counters that look at a model say; the closed form is always there and not among them."""
-    wanted = [name for name in counters if name != "analytic"]
-    if not wanted:
-        return {}
-    # DeepSpeed logs to standard output, which is the report's.
-    with contextlib.redirect_stdout(sys.stderr):
-        from clap_ds.flop_count.counters import count_by_deepspeed, count_by_torch
+def make_report(config: ClapConfig, text_tokens: int, counts: dict[str, Count]) -> dict[str, Any]:
+    """The JSON report: GFLOPs of one sample's forward pass.
 
-        functions = {"deepspeed": count_by_deepspeed, "torch": count_by_torch}
-        return {
-            (convention, name): functions[name](config, text_tokens, convention)
-            for convention in CONVENTIONS
-            for name in wanted
-        }
-
-
-def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[str, Any]:
-    """The JSON report: GFLOPs of one sample's forward pass, and parameters.
-
-    `deepspeed` and `torch` include what the counter can't see (the tables name it); null where it wasn't asked.
+    `deepspeed` and `torch` count what this engine executes, and include what they can't see (the table names it); null where
+    not asked.
     """
     report: dict[str, Any] = {"preset": config.name, "text_tokens": text_tokens}
     for convention in CONVENTIONS:
-        components = forward_components(config, TextLengths.fixed(text_tokens), convention)
-        section: dict[str, Any] = {"analytic": components["forward"] / 1e9}
-        for name in COUNTERS[1:]:
-            found = counts.get((convention, name))
-            section[name] = None if found is None else found.total / 1e9
-        section["components"] = {name: flops / 1e9 for name, flops in components.items()}
-        report[convention] = section
-    report["parameters"] = dataclasses.asdict(parameter_counts(config))
+        flops = forward_components(config, TextLengths.fixed(text_tokens), convention)
+        report[convention] = {"analytic": flops["forward"] / 1e9}
+        if convention == "model":
+            report[convention] |= {name: counts[name].total / 1e9 if name in counts else None for name in COUNTERS}
+        report[convention]["components"] = {name: value / 1e9 for name, value in flops.items()}
     return report
 
 
-def _measure_device(run: RunSettings, arguments: argparse.Namespace) -> dict[str, Any]:
-    """This device's peak and, where asked, its measured ceiling and the MFU of a rate."""
-    with contextlib.redirect_stdout(sys.stderr):
-        import torch
+def print_report(config: ClapConfig, report: dict[str, Any], counts: dict[str, Count]) -> None:
+    """The report as a table, the counters side by side and the components, and what to know of it."""
+    console = Console(width=max(100, Console().width), highlight=False)
+    title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
+    table = Table("counted by", title=title, title_justify="left", title_style="bold")
+    for convention in CONVENTIONS:
+        table.add_column(convention, justify="right")
+    table.add_row("closed form, from the settings", *(f"{report[each]['analytic']:.4f}" for each in CONVENTIONS))
+    for name, found in counts.items():
+        table.add_row(f"{COUNTERS[name]}, by itself", "", f"{found.counted / 1e9:.4f}")
+        for part, flops in found.unseen.items():
+            table.add_row(f"  + {part}, which it can't see", "", f"{flops / 1e9:.4f}")
+        table.add_row("  in all", "", f"{found.total / 1e9:.4f}")
+        if found.element_wise:
+            own = f"{(found.counted + found.element_wise) / 1e9:.4f}"
+            table.add_row('  (its "flops": norms, softmax, activations too)', "", own)
+    table.add_section()
+    table.add_row("component, by the closed form", style="bold")
+    for name in report["model"]["components"]:
+        shown = ("  of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " ")
+        values = (report[each]["components"][name] for each in CONVENTIONS)
+        style = "bold" if name in ("audio_tower", "text_tower", "forward") else None
+        table.add_row(shown, *(f"{value:.4f}" if value else "–" for value in values), style=style)
+    console.print(table)
+    for line in (agreement(report, counts), *_notes(config, report)):
+        console.print(line, soft_wrap=True)
 
-        from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-        from clap_ds.record import hardware
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = hardware.device_name(device)
-    peak = peak_for(name, run.clap.hardware.peak_tflops)
-    found: dict[str, Any] = {
-        "device_name": name,
-        "peak_tflops": peak.tflops if peak else None,
-        "peak_source": peak.source if peak else no_peak_message(name),
-    }
-    if arguments.measure_peak:
-        found["matmul_tflops"] = measure_matmul_tflops(device)
-    if arguments.samples_per_s:
-        config, rate = run.clap.preset(), arguments.samples_per_s
-        text_tokens = arguments.text_tokens or run.clap.text_tokens
-        model = forward_components(config, TextLengths.fixed(text_tokens), "model")["forward"]
-        found["mfu_published_percent"] = mfu_percent(published_flops(config), rate, peak)
-        found["mfu_model_percent"] = mfu_percent(model, rate, peak)
-        if arguments.measure_peak:
-            found["achievable_percent"] = 100 * achieved_tflops(model, rate) / found["matmul_tflops"]
-    return found
+
+def agreement(report: dict[str, Any], counts: dict[str, Count]) -> str:
+    """Whether the counters, with what they can't see, find what the closed form does."""
+    expected = report["model"]["analytic"] * 1e9
+    worst = max((abs(found.total / expected - 1) for found in counts.values()), default=0.0)
+    if worst > EXACT:
+        return (
+            f"NOT EXPLAINED: counters and the closed form are {100 * worst:.4f} % apart: the model executes something that"
+            " clap_ds/flop_count/analytic.py doesn't know"
+        )
+    return "every counter agrees with the closed form to the last FLOP" if counts else "no counter was asked"
+
+
+def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
+    tokens, positions, usable = report["text_tokens"], config.text.max_positions, config.text.max_tokens
+    notes = [
+        "published: the STFT as a convolution and the AudioSet head, as the published figures count"
+        f" ({published_flops(config) / 1e9:.2f} at {positions} tokens); model: what this engine executes",
+        "not counted in either: element-wise work, and the loss's logits, whose cost depends on the global batch;"
+        " training costs 3 × forward (backward = 2 × forward)",
+    ]
+    if report["parameters"]:
+        millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}
+        text = "parameters (M): audio {audio}, text {text}, total {total} as open_clip counts them; trained {trainable}"
+        notes.insert(0, text.format_map(millions))
+    if tokens > usable:
+        notes.append(
+            f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
+        )
+    return notes
 
 
 def command() -> None:

@@ -1,8 +1,9 @@
 """Evaluates a model as the `clap.evaluation` section describes it, during training and after.
 
 Everything that can be wrong with the settings, the shards and their labels shows when an `Evaluator` is made, before any work
-that could be lost. Reading clips is left to `clips`, their use to `plan`, features to `embed`, the metrics to `retrieval` and
-`zero_shot`.
+that could be lost. The model runs as in use: evaluation mode, no gradients, its own dtype; features are fp32. Each rank embeds
+its share, in micro-batches that are always full, the last filled up with silence or empty captions, so that a compiled model
+meets one shape.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from clap_ds.config.errors import AgreedError
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
-from clap_ds.data.shard_reader import Broken
+from clap_ds.data.items import Broken
+from clap_ds.data.workers import WorkerError
+from clap_ds.dist.agreement import gather, gather_tensor, together
 from clap_ds.dist.distributed import Ranks
-from clap_ds.evaluation.clips import list_clips, load_audio
-from clap_ds.evaluation.embed import Embedder, evaluating
-from clap_ds.evaluation.plan import FIELD, NUM_EXAMPLES, RetrievalPlan, ZeroShotPlan, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.result import Evaluation, TaskResult
-from clap_ds.evaluation.retrieval import evaluate_retrieval
-from clap_ds.evaluation.zero_shot import class_features, evaluate_zero_shot
-from clap_ds.model import tokenizer as caption_module
+from clap_ds.evaluation.clips import FIELD, NUM_EXAMPLES, Plan, list_clips, load_audio, plan_retrieval, plan_zero_shot
+from clap_ds.evaluation.metrics import Evaluation, TaskResult, class_features, evaluate_retrieval, evaluate_zero_shot
+from clap_ds.model import tokenizer
 from clap_ds.model.clap import ClapModel
 
 MAX_NOTES = 20  # lines about broken items at a time
@@ -36,10 +38,11 @@ MAX_NOTES = 20  # lines about broken items at a time
 T = TypeVar("T")
 
 
+@dataclass
 class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
 
-    Args:
+    Attributes:
         settings: what to evaluate.
         model_config: of the models to come.
         tokenizer_name: hub name or folder.
@@ -48,184 +51,185 @@ class Evaluator:
         ranks: of the process group, or a single one without any.
         device: where the models are.
 
-    Attributes:
-        result: what the last run found, with chance levels and intervals; None before the first.
-
     Raises:
-        ValueError: nothing to evaluate, missing shards or tokenizer, no usable clip, classes or templates that don't fit, ranks
-            that see different clips. On all ranks alike.
+        AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes or templates that
+            don't fit, ranks that see different clips.
     """
 
-    def __init__(
-        self,
-        settings: EvaluationSettings,
-        *,
-        model_config: ClapConfig,
-        tokenizer_name: str | None,
-        text_tokens: int,
-        micro_batch: int,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self._text_tokens = text_tokens
-        self._ranks = ranks
-        self._device = device
-        self._embedder = Embedder(ranks, device, micro_batch, settings.num_workers)
+    settings: EvaluationSettings
+    _: KW_ONLY
+    model_config: ClapConfig
+    tokenizer_name: str | None
+    text_tokens: int
+    micro_batch: int
+    ranks: Ranks
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
-        self.result: Evaluation | None = None
-        problem = None
-        try:
-            self._tokenizer = _load_tokenizer(tokenizer_name, model_config)
-            self._plan(settings, model_config)
-        except ValueError as error:
-            problem = str(error)
-        self._agree(problem)
+        self._plans: dict[str, Plan] = {}
+        together(self._prepare)
+        found = gather((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)))
+        if len(set(found)) > 1:
+            numbers = ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found))
+            raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
-    def _agree(self, problem: str | None) -> None:
-        """Raise the first rank's problem on all ranks; refuse ranks that see different clips."""
-        clips = (
-            [] if problem else [(clip.name, clip.size, str(clip.captions), str(clip.content)) for clip in self._clips]
+    def _prepare(self) -> None:
+        field, name, vocab_size = f"{FIELD}.tokenizer", self.tokenizer_name, self.model_config.text.vocab_size
+        if name is None:
+            raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
+        self._tokenizer = _renamed(
+            field, tokenizer.FIELD, lambda: tokenizer.load_tokenizer(name, vocab_size=vocab_size)
         )
-        digest = hashlib.blake2b(repr(clips).encode(), digest_size=16).hexdigest()
-        found = self._embedder.gather_objects((problem, digest, len(clips)))
-        for rank, (theirs, _, _) in enumerate(found):
-            if theirs is not None:
-                where = f"rank {rank}: " if any(each is None for each, _, _ in found) else ""
-                raise ValueError(f"{where}{theirs}")
-        if len({each for _, each, _ in found}) > 1:
-            numbers = ", ".join(f"rank {rank}: {number}" for rank, (_, _, number) in enumerate(found))
-            raise ValueError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
-
-    def _plan(self, settings: EvaluationSettings, model_config: ClapConfig) -> None:
-        retrieval, zero_shot = settings.retrieval, settings.zero_shot
-        if retrieval is None and zero_shot is None:
+        tasks = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
+        wanted = {task: chosen.shards for task, chosen in tasks.items() if chosen is not None}
+        if not wanted:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         shards = {
-            name: _expand(f"{FIELD}.{name}.shards", task.shards)
-            for name, task in (("retrieval", retrieval), ("zero_shot", zero_shot))
-            if task is not None
+            task: _renamed(f"{FIELD}.{task}.shards", shard_list.FIELD, partial(shard_list.expand_shards, patterns))
+            for task, patterns in wanted.items()
         }
         self._clips, broken = list_clips(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
         self._note(broken)
-        clips = {
-            name: [(number, clip) for number, clip in enumerate(self._clips) if clip.shard in own]
-            for name, own in ((name, set(paths)) for name, paths in shards.items())
-        }
-        for name, own in clips.items():
-            if not own:
-                examples = "".join(f"; {each}" for each in list(self._broken)[:NUM_EXAMPLES])
-                raise ValueError(
-                    f"{FIELD}.{name}.shards: no item with audio in {len(shards[name])} shard(s), the first:"
-                    f" {shards[name][0]}{examples}"
-                )
-        self._retrieval = plan_retrieval(clips["retrieval"], self._note) if retrieval else None
-        self._zero_shot = plan_zero_shot(clips["zero_shot"], zero_shot, self._note) if zero_shot else None
-        for name, plan in (("retrieval", self._retrieval), ("zero_shot", self._zero_shot)):
-            if plan is not None:
-                self._check_any_decodes(f"{FIELD}.{name}.shards", plan.clips, model_config)
+        for task, paths in shards.items():
+            own = set(paths)
+            clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
+            if not clips:
+                examples = "; ".join([paths[0], *map(str, list(self._broken)[:NUM_EXAMPLES])])
+                nothing = f"no item with audio in {len(paths)} shard(s), the first: {examples}"
+                raise ValueError(f"{FIELD}.{task}.shards: {nothing}")
+            if task == "retrieval":
+                self._plans[task] = plan_retrieval(clips, self._note)
+            elif self.settings.zero_shot is not None:
+                self._plans[task] = plan_zero_shot(clips, self.settings.zero_shot, self._note)
+        for task, plan in self._plans.items():
+            self._check_any_decodes(f"{FIELD}.{task}.shards", plan.clips)
+
+    def _check_any_decodes(self, field: str, numbers: list[int]) -> None:
+        """Decode until one clip is sound, usually the first."""
+        reasons = []
+        for number in numbers:
+            (waveform,) = load_audio([self._clips[number]], self.model_config.audio, num_workers=0)
+            if isinstance(waveform, Tensor):
+                return
+            reasons.append(f"{self._clips[number].name}: {waveform}")
+        examples = "; ".join(reasons[:NUM_EXAMPLES])
+        raise ValueError(f"{field}: none of the {len(numbers)} clips can be decoded; the first: {examples}")
 
     @property
     def num_batches(self) -> int:
         """Micro-batches of clips that the rank with most has, rank 0."""
-        return -(-len(self._clips) // (self._ranks.world_size * self._embedder.micro_batch))
+        return -(-len(self._clips) // (self.ranks.world_size * self.micro_batch))
 
     def run(self, model: ClapModel) -> dict[str, float]:
-        """Metrics of a model, 0 to 1. A collective; every rank gets the same.
+        """The metrics that `evaluate` finds, 0 to 1."""
+        return self.evaluate(model).metrics
+
+    def evaluate(
+        self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None
+    ) -> Evaluation:
+        """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
 
         Leaves the model's mode and the random state as they were.
+
+        Args:
+            resample: find the interval of zero-shot's mean average precision, too, which takes a while.
+            on_batch: called after each of this rank's micro-batches of clips with how many are done.
 
         Raises:
             ValueError: on all ranks: no clip can be decoded any more, or a decoding process is gone.
         """
-        return self.evaluate(model).metrics
-
-    def evaluate(
-        self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """As `run`, with chance levels, intervals and counts.
-
-        Args:
-            resample: find the interval of zero-shot's mean average precision, too, which takes a while.
-            on_batch: called after each of this rank's micro-batches of clips.
-        """
-        tasks: dict[str, TaskResult] = {}
-        with evaluating(model):
-            audio, failed = self._embedder.clips(model, self._clips, on_batch)
+        with _evaluating(model):
+            audio, failed = self._embed_clips(model, on_batch)
             self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
-            if self._retrieval is not None:
-                tasks["retrieval"] = self._run_retrieval(model, self._retrieval, audio, failed)
-            if self._zero_shot is not None:
-                tasks["zero_shot"] = self._run_zero_shot(model, self._zero_shot, audio, failed, resample)
-        self.result = Evaluation(tasks, list(self._broken))
-        return self.result
+            tasks = {name: self._run(name, plan, model, audio, failed, resample) for name, plan in self._plans.items()}
+        return Evaluation(tasks, list(self._broken))
 
-    def _run_retrieval(
-        self, model: ClapModel, plan: RetrievalPlan, audio: Tensor, failed: dict[int, str]
+    def _run(
+        self, name: str, plan: Plan, model: ClapModel, audio: Tensor, failed: dict[int, str], resample: bool
     ) -> TaskResult:
-        used = _usable(f"{FIELD}.retrieval.shards", plan.clips, failed)
-        captions = [plan.captions[place] for place in used]
-        text = self._embed_captions(model, captions)
-        clip_of_caption = torch.arange(len(used)).repeat_interleave(torch.tensor([len(each) for each in captions]))
+        used = [place for place, number in enumerate(plan.clips) if number not in failed]
+        if not used:
+            nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
+            raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
         features = audio[[plan.clips[place] for place in used]]
-        return evaluate_retrieval(features, text, clip_of_caption.to(self._device), self._ranks)
-
-    def _run_zero_shot(
-        self, model: ClapModel, plan: ZeroShotPlan, audio: Tensor, failed: dict[int, str], resample: bool
-    ) -> TaskResult:
-        used = _usable(f"{FIELD}.zero_shot.shards", plan.clips, failed)
+        if plan.classes is None:
+            captions = [plan.captions[place] for place in used]
+            clip_of_caption = torch.arange(len(used)).repeat_interleave(torch.tensor([len(each) for each in captions]))
+            text = self._embed_captions(model, captions)
+            return evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
         classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
         is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
         for row, place in enumerate(used):
-            is_of_class[row, plan.classes_of_clip[place]] = True
-        features = audio[[plan.clips[place] for place in used]]
-        return evaluate_zero_shot(features, classes, is_of_class.to(self._device), self._ranks, resample=resample)
+            is_of_class[row, plan.classes[place]] = True
+        return evaluate_zero_shot(features, classes, is_of_class.to(self.device), self.ranks, resample=resample)
 
-    def _embed_captions(self, model: ClapModel, captions: list[list[str]]) -> Tensor:
-        flat = list(itertools.chain.from_iterable(captions))
-        return self._embedder.captions(model, flat, self._tokenizer, self._text_tokens)
+    def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
+        """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
+        own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
+        clips, num_workers = [self._clips[number] for number in own], self.settings.num_workers
+        loaded = load_audio(clips, model.config.audio, num_workers=num_workers)
+        rows, broken, problem = [], {}, None
+        try:
+            for start in range(0, len(own), self.micro_batch):
+                numbers = own[start : start + self.micro_batch]
+                waveforms = torch.zeros(self.micro_batch, model.config.audio.num_samples)
+                for row, (number, waveform) in enumerate(zip(numbers, loaded, strict=False)):
+                    if isinstance(waveform, str):
+                        broken[number] = waveform
+                    else:
+                        waveforms[row] = waveform
+                rows.append(model.encode_audio(waveforms.to(self.device))[: len(numbers)])
+                on_batch(len(rows))
+        except WorkerError as error:
+            problem = f"rank {self.ranks.rank}: {error}"
+        everywhere = gather((broken, problem))
+        if problems := [theirs for _, theirs in everywhere if theirs is not None]:
+            raise WorkerError(problems[0])
+        failed = {number: reason for each, _ in everywhere for number, reason in each.items()}
+        return self._gather(rows, len(self._clips)), failed
 
-    def _check_any_decodes(self, field: str, numbers: list[int], model: ClapConfig) -> None:
-        """Decode until one clip is sound, usually the first."""
-        reasons = []
-        for number in numbers:
-            (waveform,) = load_audio([self._clips[number]], model.audio, num_workers=0)
-            if isinstance(waveform, Tensor):
-                return
-            reasons.append(f"{self._clips[number].name}: {waveform}")
-        raise ValueError(
-            f"{field}: none of the {len(numbers)} clips can be decoded; the first: {'; '.join(reasons[:NUM_EXAMPLES])}"
-        )
+    def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
+        """Features of all captions, (M, D) fp32."""
+        everyones = list(itertools.chain.from_iterable(captions_of_each))
+        own = everyones[self.ranks.rank :: self.ranks.world_size]
+        rows = []
+        for start in range(0, len(own), self.micro_batch):
+            piece = own[start : start + self.micro_batch]
+            filled = piece + [""] * (self.micro_batch - len(piece))
+            ids, mask = tokenizer.tokenize(filled, self._tokenizer, self.text_tokens)
+            rows.append(model.encode_text(ids.to(self.device), mask.to(self.device))[: len(piece)])
+        return self._gather(rows, len(everyones))
+
+    def _gather(self, rows: list[Tensor], number: int) -> Tensor:
+        """(number, D): all ranks' rows, in the order of the things they took turns with."""
+        own = torch.zeros(-(-number // self.ranks.world_size), self.model_config.joint_dim, device=self.device)
+        if rows:
+            found = torch.cat(rows).float()
+            own[: len(found)] = found
+        return gather_tensor(own).transpose(0, 1).flatten(0, 1)[:number]
 
     def _note(self, found: Iterable[Broken]) -> None:
         """Count what is broken once; rank 0 says so."""
         new = [broken for broken in dict.fromkeys(found) if broken not in self._broken]
         self._broken |= dict.fromkeys(new)
-        if self._ranks.is_first:
-            for broken in new[:MAX_NOTES]:
-                print(f"{FIELD}: skipped {broken}", file=sys.stderr, flush=True)
-            if len(new) > MAX_NOTES:
-                print(f"{FIELD}: skipped {len(new) - MAX_NOTES} more", file=sys.stderr, flush=True)
+        if self.ranks.is_first:
+            shown = [str(broken) for broken in new[:MAX_NOTES]]
+            for text in shown + [f"{len(new) - MAX_NOTES} more"] * (len(new) > MAX_NOTES):
+                print(f"{FIELD}: skipped {text}", file=sys.stderr, flush=True)
 
 
-def _usable(field: str, clips: list[int], failed: dict[int, str]) -> list[int]:
-    """Places in `clips` of those that could be decoded."""
-    used = [place for place, number in enumerate(clips) if number not in failed]
-    if not used:
-        raise ValueError(f"{field}: none of the {len(clips)} clips can be decoded: {failed[clips[0]]}")
-    return used
-
-
-def _load_tokenizer(name: str | None, model: ClapConfig) -> PreTrainedTokenizerBase:
-    field = f"{FIELD}.tokenizer"
-    if name is None:
-        raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
-    return _renamed(
-        field, caption_module.FIELD, lambda: caption_module.load_tokenizer(name, vocab_size=model.text.vocab_size)
-    )
-
-
-def _expand(field: str, patterns: str | list[str]) -> list[str]:
-    return [str(shard) for shard in _renamed(field, shard_list.FIELD, lambda: shard_list.expand_shards(patterns))]
+@contextmanager
+def _evaluating(model: ClapModel) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _renamed(field: str, theirs: str, build: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 Candidates of equal score have no order of their own. Every measure here is its expectation over all orders they could be in
 (McSherry & Najork, ECIR 2008), so that it depends on nothing but the scores, and a model that says the same of everything
-scores chance. What is a query, a candidate and relevant is left to `retrieval` and `zero_shot`.
+scores chance. What is a query, a candidate and relevant is left to `metrics`.
 
 Shape letters: Q queries, C candidates, R the most relevant candidates of any query, K ranks looked at, D joint dimension.
 """
@@ -64,7 +64,7 @@ def tally(scores_QC: Tensor, relevant_QR: Tensor, cutoff: int) -> Tally:
         scores_QC: floating; NaN ranks last.
         relevant_QR: indices of each query's relevant candidates, int64, filled up with -1.
     """
-    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores_QC = _nan_last(scores_QC)
     top_QK = scores_QC.topk(min(cutoff, scores_QC.shape[1]), dim=1).values
     tied_with_last_Q = (scores_QC == top_QK[:, -1:]).sum(1, keepdim=True)
     tied_QK = (top_QK[:, None, :] == top_QK[:, :, None]).sum(2)
@@ -87,30 +87,26 @@ def tally_by_chance(num_relevant_Q: Tensor, num_candidates: int, cutoff: int) ->
 def tally_by_similarity(
     queries_QD: Tensor, candidates_CD: Tensor, relevant_QR: Tensor, *, cutoff: int, ranks: Ranks
 ) -> Tally:
-    """`tally` by the products of fp32 features, the queries divided over the ranks. A collective; the same on every rank,
-    whatever their number.
+    """`tally` by the products of fp32 features. A collective; the same on every rank, whatever their number.
 
     Args:
         queries_QD, candidates_CD, relevant_QR: all of them, the same on every rank, on one device.
     """
-    num_ranked = min(cutoff, len(candidates_CD))
-    found_4QK = torch.zeros(4, len(queries_QD), num_ranked, dtype=torch.int64, device=queries_QD.device)
+    shape = len(queries_QD), min(cutoff, len(candidates_CD)), 4
+    found_QK4 = torch.zeros(shape, dtype=torch.int64, device=queries_QD.device)
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
-        found_4QK[:, rows] = torch.stack(tally(scores, relevant_QR[rows], cutoff))
-    _sum_over_ranks(found_4QK, ranks)
-    return Tally(*found_4QK)
+        found_QK4[rows] = torch.stack(tally(scores, relevant_QR[rows], cutoff), dim=-1)
+    return Tally(*_sum_over_ranks(found_QK4, ranks).unbind(-1))
 
 
 def average_precision_by_similarity(
     queries_QD: Tensor, candidates_CD: Tensor, relevant_QC: Tensor, *, ranks: Ranks
 ) -> Tensor:
-    """`average_precision` by the products of fp32 features, the queries divided over the ranks: (Q,) float64. A collective;
-    the same on every rank, whatever their number."""
+    """`average_precision`, (Q,) float64, as `tally_by_similarity` finds a tally."""
     found_Q = torch.zeros(len(queries_QD), dtype=torch.float64, device=queries_QD.device)
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
         found_Q[rows] = average_precision(scores, relevant_QC[rows])
-    _sum_over_ranks(found_Q, ranks)
-    return found_Q
+    return _sum_over_ranks(found_Q, ranks)
 
 
 def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
@@ -120,8 +116,7 @@ def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
         scores_QC: floating; NaN ranks last.
         relevant_QC: bool.
     """
-    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    values, order = scores_QC.sort(dim=1, descending=True, stable=True)
+    values, order = _nan_last(scores_QC).sort(dim=1, descending=True, stable=True)
     descending = -values
     above = torch.searchsorted(descending, descending)
     end = torch.searchsorted(descending, descending, right=True)
@@ -156,6 +151,11 @@ def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Itera
             yield rows, (queries_QD[rows].double() @ candidates_DC).float()
 
 
-def _sum_over_ranks(found: Tensor, ranks: Ranks) -> None:
+def _nan_last(scores: Tensor) -> Tensor:
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _sum_over_ranks(found: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world_size > 1:
         dist.all_reduce(found)
+    return found

@@ -1,8 +1,9 @@
-"""The configuration's own `flops_profiler` section in a bench run: DeepSpeed's profiler over one forward pass of the engine.
+"""What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
 
 DeepSpeed would profile a step in the middle of the run and, for that, time every step's phases, synchronising each. So the
-section is kept from the engine, and the same profiler runs here on a pass of its own, after everything timed. Its fields
-mean what they mean to DeepSpeed; `profile_step` is the earliest step.
+section is kept from the engine, and the same profiler watches one forward pass of a model of the same sizes, after everything
+timed. (The engine's own may run by kernels that no counter knows.) The section's fields mean what they mean to DeepSpeed;
+`profile_step` is the earliest step.
 """
 
 from __future__ import annotations
@@ -17,62 +18,48 @@ from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
 from clap_ds.data.batch import Batch
+from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, profile_by_deepspeed
-from clap_ds.native.library import torch_instead
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.model.clap import ClapModel
 
 REPORT = "flops_profile.txt"
 LARGEST_DISAGREEMENT_PERCENT = 0.5
 LENGTH_BATCHES = 4
 
 
-def executed_lengths(session: Session) -> TextLengths:
-    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded; where they are packed, the
-    real ones of `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
-    if session.run.clap.text == "padded":
-        return TextLengths.fixed(session.run.clap.text_tokens)
-    own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
-    everyone = [torch.empty_like(own) for _ in range(session.ranks.world_size)]
-    dist.all_gather(everyone, own)
-    return TextLengths.of(torch.cat(everyone).tolist())
-
-
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
-    """The summary's `flops` section, in GFLOPs per sample, and warnings. A collective where the profiler is on.
+    """The summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
 
     Writes DeepSpeed's report to `flops_profile.txt` in the run directory (and to `output_file`, if that is set).
     """
-    config, lengths = session.run.clap.preset(), executed_lengths(session)
+    run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     found: dict[str, Any] = {
         "published_gflops": published_flops(config) / 1e9,
         "model_gflops": forward_flops(config, lengths, "model") / 1e9,
-        "recomputed_gflops": recomputed_flops(config, lengths, session.run.clap.model.checkpoint_activations) / 1e9,
+        "recomputed_gflops": recomputed_flops(config, lengths, run.clap.model.checkpoint_activations) / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
     }
-    section = DeepSpeedFlopsProfilerConfig(session.run.deepspeed)
+    section = DeepSpeedFlopsProfilerConfig(run.deepspeed)
     if not section.enabled:
         return found, []
     if session.engine.steps < section.profile_step:
-        steps = session.engine.steps
-        return found, [
-            f"flops_profiler.profile_step is {section.profile_step}, the run has {steps} steps: not profiled"
-        ]
+        late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
+        return found, [f"{late}: not profiled"]
+    warnings: list[str] = []
     batch = next(session.batches)
-    count = _profile_one_forward(session, section, batch)
-    if count is None:
-        return found, []
-    if session.run.clap.text == "packed":
-        lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
-    num_samples = session.run.micro_batch
-    found |= {
-        "deepspeed_gflops": count.total / num_samples / 1e9,
-        "deepspeed_unseen_gflops": {name: flops / num_samples / 1e9 for name, flops in count.unseen.items()},
-        "report": REPORT,
-    }
-    return found, disagreement_warnings(found["deepspeed_gflops"], forward_flops(config, lengths, "model") / 1e9)
+    if session.ranks.is_first:
+        count = _profile(session, section, batch)
+        if run.clap.text == "packed":
+            lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
+        unseen = {name: flops / len(batch) / 1e9 for name, flops in count.unseen.items()}
+        gflops = count.total / len(batch) / 1e9
+        found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
+        warnings = disagreement_warnings(gflops, forward_flops(config, lengths, "model") / 1e9)
+    dist.barrier()
+    return found, warnings
 
 
 def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:
@@ -86,35 +73,29 @@ def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[
     ]
 
 
-def _profile_one_forward(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count | None:
-    """One micro-batch forward and backward on every rank, its gradients thrown away; profiled on rank 0."""
-    engine = session.engine
-    timer = PhaseTimer(session.device, instrumented=False)
+def _executed_lengths(session: Session) -> TextLengths:
+    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded; where they are packed, the
+    real ones of `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
+    if session.run.clap.text == "padded":
+        return TextLengths.fixed(session.run.clap.text_tokens)
+    own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
+    return TextLengths.of(gather_tensor(own).flatten().tolist())
 
-    def forward() -> None:
-        with engine.sync.off():
-            engine.forward_backward(batch, timer)
-        engine.deepspeed.zero_grad()
 
-    if not session.ranks.is_first:
-        forward()
-        return None
+def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count:
+    """One micro-batch through a fresh model, in the dtype of the engine's."""
+    model = ClapModel(session.run.clap.preset(), attention=session.run.clap.model.attention).eval()
+    model.requires_grad_(False).to(session.device, session.engine.model.audio.norm.weight.dtype)
     # With an engine whose phases are timed the report would divide by times of a whole step, which this pass isn't.
-    shown = None if engine.deepspeed.wall_clock_breakdown() else engine.deepspeed
-    profiler = FlopsProfiler(engine.model, shown, section.recompute_fwd_factor)
+    shown = None if session.engine.deepspeed.wall_clock_breakdown() else session.engine.deepspeed
+    profiler = FlopsProfiler(model, shown, section.recompute_fwd_factor)
 
     def report() -> None:
         path = session.record.path / REPORT
-        profiler.print_model_profile(
-            profile_step=engine.steps,
-            module_depth=section.module_depth,
-            top_modules=section.top_modules,
-            detailed=section.detailed,
-            output_file=str(path),
-        )
+        wanted = {name: getattr(section, name) for name in ("module_depth", "top_modules", "detailed")}
+        profiler.print_model_profile(profile_step=session.engine.steps, output_file=str(path), **wanted)
         if section.output_file:
             Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, section.output_file)
 
-    with torch_instead():  # whose operations DeepSpeed counts
-        return profile_by_deepspeed(profiler, forward, report)
+    return profile_by_deepspeed(profiler, lambda: model(*batch.model_inputs()), report)

@@ -17,14 +17,20 @@ from tests.data.tars import wav, write_tar
 from tests.ranks import RankPool
 
 KINDS = ("hum", "click", "hiss")
+ITEM_BYTES = 20992
+"""Of a clip's two members with their headers and padding."""
+WriteClips = Callable[..., list[str]]
+
+
+def tone(number: int) -> np.ndarray:
+    """0.1 s that only this clip has."""
+    return (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
 
 
 def clip_members(number: int, description: Any, samples: np.ndarray | None = None) -> list[tuple[str, bytes]]:
-    """An item: 0.1 s of a tone of its own, and a json."""
-    if samples is None:
-        samples = (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
-    content = description if isinstance(description, bytes) else json.dumps(description).encode()
-    return [(f"{number:04d}.wav", wav(samples)), (f"{number:04d}.json", content)]
+    """An item: a tone and a json."""
+    content = json.dumps(description).encode()
+    return [(f"{number:04d}.wav", wav(tone(number) if samples is None else samples)), (f"{number:04d}.json", content)]
 
 
 def description(number: int) -> dict[str, Any]:
@@ -44,7 +50,7 @@ def tell_captions_apart(model: ClapModel) -> ClapModel:
 
 
 @pytest.fixture
-def write_clips(tmp_path: Path) -> Callable[..., list[str]]:
+def write_clips(tmp_path: Path) -> WriteClips:
     """Writes clips, numbered through, into tars of the given sizes."""
 
     def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:

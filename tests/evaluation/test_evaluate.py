@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,82 +15,98 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import load_run
-from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.data.items import Broken
+from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation
+from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
 from tests import processes
-from tests.evaluation.conftest import tell_captions_apart
+from tests.evaluation.conftest import WriteClips, tell_captions_apart
 from tests.ranks import free_port
 from tests.training.training_commands import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-WriteClips = Callable[..., list[str]]
 
 
-def arguments_of(*options: str) -> argparse.Namespace:
-    return parse_arguments(["checkpoint", *options])
+def settings_of(*options: str, run: RunSettings | None = None) -> dict[str, Any]:
+    return evaluation_settings(parse_arguments(["checkpoint", *options]), run).model_dump()
 
 
 def test_options_alone_say_what_to_evaluate(tmp_path: Path) -> None:
     (tmp_path / "classes.json").write_text('{"dog": "barking", "cat": ["cat", "meow"]}')
-    settings = evaluation_settings(
-        arguments_of(
-            *("--retrieval", "a.tar", "b.tar", "--zero_shot", "c-{0..3}.tar", "--class_field", "label"),
-            *("--template", "{}!", "--template", "a {}", "--classes", str(tmp_path / "classes.json")),
-            *("--tokenizer", "t", "--num_workers", "2"),
-        ),
-        None,
+    settings = settings_of(
+        *("--retrieval", "a.tar", "b.tar", "--zero_shot", "c-{0..3}.tar", "--class_field", "label"),
+        *("--template", "{}!", "--template", "a {}", "--classes", str(tmp_path / "classes.json")),
+        *("--tokenizer", "t", "--num_workers", "2"),
     )
-    assert settings.retrieval is not None
-    assert settings.zero_shot is not None
-    assert settings.retrieval.shards == ["a.tar", "b.tar"]
-    assert settings.zero_shot.model_dump() == {
-        "shards": ["c-{0..3}.tar"],
-        "class_field": "label",
-        "templates": ["{}!", "a {}"],
-        "classes": {"dog": ["barking"], "cat": ["cat", "meow"]},
-    }
-    assert (settings.tokenizer, settings.num_workers, settings.micro_batch) == ("t", 2, None)
+    classes = {"dog": ["barking"], "cat": ["cat", "meow"]}
+    zero_shot = {"shards": ["c-{0..3}.tar"], "class_field": "label", "templates": ["{}!", "a {}"], "classes": classes}
+    assert settings == {
+        "every_steps": None, "retrieval": {"shards": ["a.tar", "b.tar"]}, "zero_shot": zero_shot,
+        "tokenizer": "t", "micro_batch": None, "num_workers": 2,
+    }  # fmt: skip
 
 
 def test_options_change_the_configuration(write_run: Callable[..., Path]) -> None:
     zero_shot = {"shards": "c.tar", "class_field": "label"}
     data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
     run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
-    settings = evaluation_settings(arguments_of("--template", "a {}", "--retrieval", "r.tar"), run)
-    assert settings.zero_shot is not None
-    assert settings.zero_shot.model_dump() == {**zero_shot, "templates": ["a {}"], "classes": None}
-    assert settings.retrieval is not None
-    assert (settings.tokenizer, settings.micro_batch) == ("from-data", 3)
+    settings = settings_of("--template", "a {}", "--retrieval", "r.tar", run=run)
+    assert settings["zero_shot"] == {**zero_shot, "templates": ["a {}"], "classes": None}
+    assert settings["retrieval"] == {"shards": ["r.tar"]}
+    assert (settings["tokenizer"], settings["micro_batch"]) == ("from-data", 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    for options, message in (
         ([], "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both"),
         (["--template", "{}", "--retrieval", "r.tar"], "give --zero_shot SHARDS too"),
-        (["--retrieval", "r.tar", "--num_workers", "-1"], "--num_workers"),
-        (["--zero_shot", "z.tar", "--classes", "nowhere.json"], "--classes nowhere.json: No such file"),
-    ],
-)
-def test_options_that_cannot_be(options: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        evaluation_settings(arguments_of(*options), None)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["[", '{"dog": 3}', "7", '{"dog": ["a", 1]}'])
-def test_a_wrong_file_of_classes(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "classes.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match="--classes"):
-        evaluation_settings(arguments_of("--zero_shot", "z.tar", "--classes", str(path)), None)
+        (["--zero_shot", "z.tar", "--classes", str(path)], f"--classes {path}: No such file"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            settings_of(*options)
+    for content in ("[", '{"dog": 3}', "7", '{"dog": ["a", 1]}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"--classes .*: expected JSON"):
+            settings_of("--zero_shot", "z.tar", "--classes", str(path))
+    path.write_text('["dog", "cat"]')
+    assert settings_of("--zero_shot", "z.tar", "--classes", str(path))["zero_shot"]["classes"] == {
+        "dog": ["dog"],
+        "cat": ["cat"],
+    }
 
 
 def test_messages_name_options() -> None:
-    message = in_options("clap.evaluation.zero_shot.shards: no 'x' (clap.evaluation.zero_shot.class_field)")
-    assert message == "--zero_shot: no 'x' (--class_field)"
+    for task in ("retrieval", "zero_shot"):
+        message = f"clap.evaluation.{task}.shards: no 'x' (clap.evaluation.zero_shot.class_field)"
+        assert in_options(message) == f"--{task}: no 'x' (--class_field)"
+    assert in_options("clap.evaluation.zero_shot.templates: no") == "--template: no"
+    assert in_options("clap.evaluation.tokenizer: missing") == "--tokenizer: missing"
+
+
+def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+    retrieval = {"retrieval_audio_to_text_r1": Measure.of_mean(0.25, 0.01, 100)}
+    zero_shot = {"zero_shot_map": Measure(0.5, 0.2, 0.4, 0.6), "zero_shot_top5": Measure(0.5, 0.2, 0.4, 0.6)}
+    tasks = {
+        "retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval),
+        "zero_shot": TaskResult({"clips": 99, "classes": 7}, zero_shot),
+    }
+    evaluation = Evaluation(tasks, [Broken("a.tar: [0001]", "empty caption")])
+    content = json.loads(json.dumps(evaluation.to_dict()))
+    assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
+    assert content["tasks"]["zero_shot"]["counts"] == {"clips": 99, "classes": 7}
+    assert content["tasks"]["zero_shot"]["measures"]["zero_shot_map"]["chance"] == 0.2
+    assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
+    print_evaluation(evaluation, "the title")
+    shown = capsys.readouterr().out
+    for text in ("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"):
+        assert text in shown
+    row = next(line for line in shown.splitlines() if "audio to text R@1" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["audio to text R@1", "25.00 %", "[17.55, 34.30]", "1.00 %"]
+    assert "1 broken and left out, the first: a.tar: [0001]: empty caption" in shown
 
 
 LAUNCHERS = {

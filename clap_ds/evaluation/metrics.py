@@ -1,0 +1,201 @@
+"""What is measured, each with its chance level and its uncertainty: audio–text retrieval and zero-shot classification.
+
+Retrieval: clips rank captions, captions rank clips. Recall at k from audio to text counts a clip as found when any of its
+captions is among the best k; its mean average precision at 10 asks for all of them. From text to audio each caption looks for
+its one clip. (As on Clotho and AudioCaps in arXiv 2211.06687 and DCASE's language-based audio retrieval.)
+
+Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip may be of several
+classes: it then counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each
+class, as on AudioSet and FSD50K, and is the mean over the classes that have clips.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clap_ds.data.items import Broken
+from clap_ds.dist.distributed import Ranks
+from clap_ds.evaluation import ranking
+from clap_ds.evaluation.ranking import Tally
+
+CONFIDENCE = 0.95
+RECALL_AT = (1, 5, 10)
+CUTOFF = 10
+TOP = (1, 5)
+NUM_RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric, all of it from 0 to 1.
+
+    Attributes:
+        value: what the model reaches.
+        chance: the expectation of a model that says the same of everything.
+        low, high: interval that holds the true value with 95 % probability.
+    """
+
+    value: float
+    chance: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_mean(cls, value: float, chance: float, num_clips: int) -> Measure:
+        """A mean over clips of values from 0 to 1."""
+        return cls(value, chance, *wilson(value, num_clips))
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task's metrics, by name, and what they rest on: counts of clips, captions, classes."""
+
+    counts: dict[str, int]
+    measures: dict[str, Measure]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found: results by task (`retrieval`, `zero_shot`), and what the shards hold that couldn't be used."""
+
+    tasks: dict[str, TaskResult]
+    broken: list[Broken]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: measure.value for task in self.tasks.values() for name, measure in task.measures.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """In words of JSON."""
+        return {
+            "metrics": self.metrics,
+            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
+            "num_broken_items": len(self.broken),
+            "broken_items": [asdict(broken) for broken in self.broken],
+        }
+
+
+def wilson(proportion: float, number: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is too wide rather than too narrow:
+    none vary more than those that are 0 or 1."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    spread = z * math.sqrt(proportion * (1 - proportion) / number + z**2 / (4 * number**2))
+    centre = proportion + z**2 / (2 * number)
+    scale = 1 + z**2 / number
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks) -> TaskResult:
+    """Both directions. A collective; the same on every rank.
+
+    Args:
+        audio_ND: features of N clips, fp32 rows of length 1.
+        text_MD: features of M captions, likewise.
+        clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
+    """
+    num_clips = len(audio_ND)
+    measures = {}
+    for direction, queries, candidates, relevant_QR in (
+        ("audio_to_text", audio_ND, text_MD, ranking.members_by_group(clip_of_caption_M, num_clips)),
+        ("text_to_audio", text_MD, audio_ND, clip_of_caption_M[:, None]),
+    ):
+        num_relevant_Q = (relevant_QR >= 0).sum(1)
+        found = ranking.tally_by_similarity(queries, candidates, relevant_QR, cutoff=CUTOFF, ranks=ranks)
+        by_chance = ranking.tally_by_chance(num_relevant_Q, len(candidates), CUTOFF)
+        values, chances = (_retrieval_means(each, num_relevant_Q) for each in (found, by_chance))
+        for name, value in values.items():
+            # Captions of one clip are found or missed together: their interval is that of as many clips.
+            measures[f"retrieval_{direction}_{name}"] = Measure.of_mean(value, chances[name], num_clips)
+    return TaskResult({"clips": num_clips, "captions": len(text_MD)}, measures)
+
+
+def _retrieval_means(found: Tally, num_relevant_Q: Tensor) -> dict[str, float]:
+    precision_Q = found.precision_sum() / num_relevant_Q.clamp(max=CUTOFF)
+    return {f"r{k}": float(found.hit_rate(k).mean()) for k in RECALL_AT} | {f"map{CUTOFF}": float(precision_Q.mean())}
+
+
+def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
+    """(classes, D), fp32 rows of length 1: the mean of each class's captions' features.
+
+    Args:
+        captions: of each class.
+        text_MD: their features in the same order.
+    """
+    means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
+    return F.normalize(torch.stack(means), dim=-1).float()
+
+
+def evaluate_zero_shot(
+    audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks, *, resample: bool
+) -> TaskResult:
+    """Top-k accuracies and mean average precision. A collective; the same on every rank.
+
+    Args:
+        audio_ND: features of N clips, fp32 rows of length 1.
+        classes_KD: features of K classes, likewise.
+        is_of_class_NK: bool; every clip is of one class at least.
+        resample: find the mean average precision's interval, too (else it is 0 to 1): bootstrap over the clips.
+    """
+    num_clips, num_classes = is_of_class_NK.shape
+    clips, classes = is_of_class_NK.nonzero(as_tuple=True)
+    places_NR = ranking.members_by_group(clips, num_clips)
+    relevant_NR = classes[places_NR.clamp(min=0)].masked_fill(places_NR < 0, -1)
+    found = ranking.tally_by_similarity(audio_ND, classes_KD, relevant_NR, cutoff=max(TOP), ranks=ranks)
+    by_chance = ranking.tally_by_chance(is_of_class_NK.sum(1), num_classes, max(TOP))
+    measures = {}
+    for k in TOP:
+        value, chance = (float(each.hit_rate(k).mean()) for each in (found, by_chance))
+        measures[f"zero_shot_top{k}"] = Measure.of_mean(value, chance, num_clips)
+    has_clips_K = is_of_class_NK.any(0)
+    relevant_KN, classes_KD = is_of_class_NK.T[has_clips_K].contiguous(), classes_KD[has_clips_K]
+    precision_K = ranking.average_precision_by_similarity(classes_KD, audio_ND, relevant_KN, ranks=ranks)
+    value = float(precision_K.mean())
+    chance = float(_chance_of_average_precision(relevant_KN.sum(1), num_clips).mean())
+    spread = _bootstrap(classes_KD, audio_ND, relevant_KN) if resample else (-value, 1 - value)
+    low, high = max(0.0, value + spread[0]), min(1.0, value + spread[1])
+    measures["zero_shot_map"] = Measure(value, chance, low, high)
+    return TaskResult({"clips": num_clips, "classes": num_classes}, measures)
+
+
+def _chance_of_average_precision(num_relevant_K: Tensor, num_clips: int) -> Tensor:
+    """(K,) float64: what `ranking.average_precision` gives where all clips are tied. A little more than their share of
+    relevant ones."""
+    harmonic = (1 / torch.arange(1, num_clips + 1, dtype=torch.float64)).sum().item()
+    return (harmonic + (num_relevant_K.double() - 1) / max(1, num_clips - 1) * (num_clips - harmonic)) / num_clips
+
+
+def _bootstrap(classes_KD: Tensor, audio_ND: Tensor, relevant_KN: Tensor) -> tuple[float, float]:
+    """95 % interval of the mean average precision, as distances from its value: by drawing the clips anew with replacement.
+    Always draws the same.
+
+    The distances are from the mean of what is drawn, not from the value: a clip drawn twice ranks beside itself, which raises
+    precision, by several points where classes have few clips. (In simulations of 2 to 20 clips of each of 10 to 50 classes the
+    interval held the true value in 90 to 98 % of cases, and in 63 to 92 % without this.)
+    """
+    num_clips = len(audio_ND)
+    generator = torch.Generator().manual_seed(0)
+    drawn_BN = torch.randint(num_clips, (NUM_RESAMPLES, num_clips), generator=generator)
+    weights_BN = torch.zeros(NUM_RESAMPLES, num_clips).scatter_add_(1, drawn_BN, torch.ones(drawn_BN.shape))
+    weights_BN = weights_BN.to(audio_ND.device)
+    total_B = torch.zeros(NUM_RESAMPLES, dtype=torch.float64, device=audio_ND.device)
+    number_B = torch.zeros_like(total_B)
+    for rows, scores in ranking.similarity(classes_KD, audio_ND, Ranks(0, 1, 0, 1)):
+        for order, relevant in zip(scores.argsort(dim=1, descending=True), relevant_KN[rows], strict=True):
+            weights = weights_BN[:, order]
+            hits = weights * relevant[order]
+            num_hits_B = hits.sum(1)
+            precision = hits.cumsum(1) / weights.cumsum(1).clamp(min=1)
+            total_B += (hits * precision).sum(1) / num_hits_B.clamp(min=1)
+            number_B += num_hits_B > 0
+    means_B = total_B / number_B.clamp(min=1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (means_B.quantile(means_B.new_tensor([tail, 1 - tail])) - means_B.mean()).tolist()
+    return low, high

@@ -1,0 +1,164 @@
+"""Metrics against scikit-learn and a computation with numpy alone, at their two ends, and their intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, top_k_accuracy_score
+
+from clap_ds.dist.distributed import Ranks
+from clap_ds.evaluation.metrics import Measure, class_features, evaluate_retrieval, evaluate_zero_shot, wilson
+
+ALONE = Ranks(0, 1, 0, 1)
+
+
+def features(number: int, seed: int, dim: int = 6) -> torch.Tensor:
+    return F.normalize(torch.randn(number, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def zero_shot(
+    audio: torch.Tensor, classes: torch.Tensor, labels: torch.Tensor, *, resample: bool = False
+) -> dict[str, Measure]:
+    """Labels: one class to a clip."""
+    is_of_class = F.one_hot(labels, len(classes)).bool()
+    found = evaluate_zero_shot(audio, classes, is_of_class, ALONE, resample=resample)
+    assert found.counts == {"clips": len(audio), "classes": len(classes)}
+    return found.measures
+
+
+@pytest.mark.parametrize(
+    ("proportion", "number", "low", "high"),
+    [(0.5, 100, 0.4038, 0.5962), (81 / 263, 263, 0.2553, 0.3662), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775)],
+)
+def test_wilson(proportion: float, number: int, low: float, high: float) -> None:
+    """81 of 263 is Newcombe's example (Statistics in Medicine 17, 1998)."""
+    assert wilson(proportion, number) == pytest.approx((low, high), abs=5e-5)
+
+
+def retrieval_reference(audio: np.ndarray, text: np.ndarray, clip_of_caption: np.ndarray) -> dict[str, float]:
+    """Straight from the definitions, by sorting each row; for scores without ties."""
+    metrics: dict[str, float] = {}
+    scores = audio @ text.T
+    for direction, rows, wanted in (
+        ("audio_to_text", scores, [np.flatnonzero(clip_of_caption == clip) for clip in range(len(audio))]),
+        ("text_to_audio", scores.T, [np.array([clip]) for clip in clip_of_caption]),
+    ):
+        hits = [np.isin(np.argsort(-row), relevant) for row, relevant in zip(rows, wanted, strict=True)]
+        for k in (1, 5, 10):
+            metrics[f"retrieval_{direction}_r{k}"] = float(np.mean([hit[:k].any() for hit in hits]))
+        precision = []
+        for hit, relevant in zip(hits, wanted, strict=True):
+            top = hit[:10]
+            precision.append(sum(top[: i + 1].mean() for i in np.flatnonzero(top)) / min(10, len(relevant)))
+        metrics[f"retrieval_{direction}_map10"] = float(np.mean(precision))
+    return metrics
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(0, 1000))
+def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int], seed: int) -> None:
+    clip_of_caption = torch.arange(len(captions_per_clip)).repeat_interleave(torch.tensor(captions_per_clip))
+    order = torch.randperm(len(clip_of_caption), generator=torch.Generator().manual_seed(seed))
+    clip_of_caption = clip_of_caption[order]
+    audio, text = features(len(captions_per_clip), seed), features(len(clip_of_caption), seed + 1)
+    scores = (audio.double() @ text.double().T).float()  # distinct ones may be equal in fp32
+    assume(all(len(row.unique()) == len(row) for row in (*scores, *scores.T)))
+    found = evaluate_retrieval(audio, text, clip_of_caption, ALONE)
+    expected = retrieval_reference(audio.double().numpy(), text.double().numpy(), clip_of_caption.numpy())
+    assert {name: measure.value for name, measure in found.measures.items()} == pytest.approx(expected, abs=1e-9)
+    assert found.counts == {"clips": len(audio), "captions": len(text)}
+
+
+def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
+    audio, clip_of_caption = torch.eye(30), torch.arange(30).repeat_interleave(5)
+    perfect = evaluate_retrieval(audio, audio[clip_of_caption], clip_of_caption, ALONE).measures
+    assert [measure.value for measure in perfect.values()] == pytest.approx([1.0] * 8)
+    clip_of_caption = torch.arange(40).repeat_interleave(2)
+    for constant in (features(1, 0, dim=512), torch.full((1, 4), torch.nan)):
+        found = evaluate_retrieval(constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE).measures
+        for measure in found.values():
+            assert measure.value == pytest.approx(measure.chance, abs=1e-12)
+        assert found["retrieval_text_to_audio_r1"].value == pytest.approx(1 / 40)
+        assert found["retrieval_text_to_audio_r10"].value == pytest.approx(10 / 40)
+        assert found["retrieval_text_to_audio_map10"].value == pytest.approx(sum(1 / r for r in range(1, 11)) / 40)
+        assert found["retrieval_audio_to_text_r1"].value == pytest.approx(2 / 80)
+        assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
+
+
+def test_retrieval_intervals_hold_the_value_and_narrow_with_clips() -> None:
+    widths = []
+    for number in (20, 2000):
+        audio = features(number, 0, dim=3)
+        text = F.normalize(audio + 0.1 * features(number, 1, dim=3), dim=1)
+        for measure in evaluate_retrieval(audio, text, torch.arange(number), ALONE).measures.values():
+            assert 0 <= measure.low <= measure.value <= measure.high <= 1
+        widths.append(measure.high - measure.low)
+    assert widths[1] < widths[0] / 3
+
+
+def test_zero_shot_against_scikit_learn() -> None:
+    audio, classes, labels = features(80, 0), features(9, 1), torch.arange(80) % 7  # two classes have no clips
+    found = zero_shot(audio, classes, labels, resample=True)
+    scores = (audio @ classes.T).numpy()
+    for k in (1, 5):
+        expected = top_k_accuracy_score(labels.numpy(), scores, k=k, labels=range(9))
+        assert found[f"zero_shot_top{k}"].value == pytest.approx(expected, abs=1e-12)
+    expected = average_precision_score(F.one_hot(labels).numpy(), scores[:, :7], average="macro")
+    assert found["zero_shot_map"].value == pytest.approx(expected, abs=1e-9)
+
+
+def test_several_classes_to_a_clip_against_scikit_learn() -> None:
+    audio, classes = features(120, 2), features(10, 3)
+    is_of_class = torch.rand(120, 10, generator=torch.Generator().manual_seed(4)) < 0.2
+    is_of_class[torch.arange(120), torch.arange(120) % 10] = True
+    found = evaluate_zero_shot(audio, classes, is_of_class, ALONE, resample=True).measures
+    scores = (audio @ classes.T).numpy()
+    expected = average_precision_score(is_of_class.numpy(), scores, average="macro")
+    assert found["zero_shot_map"].value == pytest.approx(expected, abs=1e-9)
+    best = np.argsort(-scores, axis=1)
+    for k in (1, 5):
+        any_hit = np.take_along_axis(is_of_class.numpy(), best[:, :k], axis=1).any(axis=1)
+        assert found[f"zero_shot_top{k}"].value == pytest.approx(any_hit.mean(), abs=1e-12)
+
+
+def test_zero_shot_by_a_constant_model_scores_chance() -> None:
+    # A tie broken by order would find class 0, which most clips are of.
+    labels = torch.cat((torch.zeros(71, dtype=torch.long), torch.arange(1, 20)))
+    found = zero_shot(features(1, 0, 512).expand(90, -1), features(1, 1, 512).expand(20, -1), labels)
+    assert found["zero_shot_top1"].value == pytest.approx(1 / 20)
+    assert found["zero_shot_top5"].value == pytest.approx(5 / 20)
+    for measure in found.values():
+        assert measure.value == pytest.approx(measure.chance, abs=1e-12)
+    few = zero_shot(features(10, 0), features(3, 1), torch.arange(10) % 3)["zero_shot_top5"]
+    assert few.value == few.chance == 1.0
+
+
+def test_chance_of_average_precision_is_what_random_models_reach() -> None:
+    found = [zero_shot(features(24, s), features(3, s + 500), torch.arange(24) % 3)["zero_shot_map"] for s in range(60)]
+    reached = [measure.value for measure in found]
+    assert abs(np.mean(reached) - found[0].chance) < 4 * np.std(reached) / np.sqrt(len(reached))
+
+
+def test_the_interval_of_average_precision() -> None:
+    labels, classes = torch.arange(200) % 4, features(4, 0, 16)
+    audio = F.normalize(classes[labels] + 2 * features(200, 1, 16), dim=1)
+    measure, again = (zero_shot(audio, classes, labels, resample=True)["zero_shot_map"] for _ in range(2))
+    assert measure == again
+    assert 0.5 < measure.low < measure.value < measure.high < 1
+    assert measure.high - measure.low < 0.3
+    for seed in range(5):  # few clips of a class
+        few = zero_shot(features(60, seed), features(26, seed + 9), torch.arange(60) % 26, resample=True)[
+            "zero_shot_map"
+        ]
+        assert 0 <= few.low < few.value < few.high
+        assert few.low < few.chance < few.high
+
+
+def test_a_class_is_the_mean_of_its_captions() -> None:
+    text = features(5, 0)
+    expected = F.normalize(torch.stack([text[:3].mean(0), text[3:].mean(0)]), dim=1)
+    torch.testing.assert_close(class_features([["a", "b", "c"], ["d", "e"]], text), expected)

@@ -1,0 +1,117 @@
+"""The closed form against the published table's every row, what differs in what this engine executes, and recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from clap_ds.config.model import load_preset, preset_names
+from clap_ds.flop_count.analytic import (
+    CONVENTIONS,
+    STAGE_VIEWS,
+    Convention,
+    TextLengths,
+    forward_components,
+    forward_flops,
+    published_flops,
+    recomputed_flops,
+)
+from clap_ds.model.clap import ClapModel
+
+TINY, BASE = "htsat_tiny_roberta_base", "htsat_base_roberta_base"
+
+# Published convention at 514 tokens, from the project's page of checked figures (GFLOPs, four decimals).
+PUBLISHED_TABLE = {
+    "mel": (0.0657, 0.0657),
+    "patch_embedding": (0.0126, 0.0168),
+    "stage_0": (2.1643, 3.7581),
+    "stage_1": (2.0636, 3.6239),
+    "stage_2": (5.7378, 19.9984),
+    "stage_3": (1.8371, 3.2548),
+    "block_linears": (10.8716, 28.9910),
+    "patch_mergings": (0.4530, 0.8053),
+    "tscam_conv": (0.1554, 0.2072),
+    "audio_projection": (0.0013, 0.0042),
+    "audio_tower": (14.1412, 33.0325),
+    "text_linears": (87.3128, 87.3128),
+    "text_attention": (9.7393, 9.7393),
+    "text_pooler": (0.0012, 0.0),
+    "text_projection": (0.0013, 0.0032),
+    "text_tower": (97.0546, 97.0554),
+    "forward": (111.1958, 130.0878),
+}
+
+
+def _gflops(preset: str, tokens: int, convention: Convention = "published") -> dict[str, float]:
+    components = forward_components(load_preset(preset), TextLengths.fixed(tokens), convention)
+    return {name: value / 1e9 for name, value in components.items()}
+
+
+@pytest.mark.parametrize(("index", "preset"), [(0, TINY), (1, BASE)])
+def test_every_row_of_the_published_table(index: int, preset: str) -> None:
+    found = _gflops(preset, 514)
+    for name, values in PUBLISHED_TABLE.items():
+        assert f"{found[name]:.4f}" == f"{values[index]:.4f}", name
+    # 1001 frames × two convolutions × 513 bins × 1024 taps; the page's last digit (2.1034) is rounded up from 2.10335.
+    assert found["stft_convolution"] == 2 * 1001 * 2 * 513 * 1024 / 1e9
+    # Depth × tokens × two products × 64 tokens of a window × channels, summed over stages.
+    blocks, width = ([2, 2, 6, 2], 96) if index == 0 else ([2, 2, 12, 2], 128)
+    by_hand = sum(2 * n * (64 >> s) ** 2 * 2 * 64 * (width << s) for s, n in enumerate(blocks)) / 1e9
+    assert found["window_attention"] == pytest.approx(by_hand, rel=1e-12)
+    assert by_hand == pytest.approx((0.4781, 0.8389)[index], abs=1e-4)
+    assert found["fft"] == found["stretch"] == 0
+    assert set(found) == {*PUBLISHED_TABLE, "stft_convolution", "window_attention", "fft", "stretch"}
+
+
+def test_published_convention_at_other_lengths() -> None:
+    for preset, expected in ((TINY, {77: "27.4422", 512: "110.7804"}), (BASE, {77: "46.3342", 512: "129.6724"})):
+        assert {tokens: f"{_gflops(preset, tokens)['forward']:.4f}" for tokens in expected} == expected
+    assert [f"{published_flops(load_preset(name)) / 1e9:.2f}" for name in (TINY, BASE)] == ["111.20", "130.09"]
+
+
+def test_model_convention_has_what_this_engine_executes() -> None:
+    model = _gflops(TINY, 77, "model")
+    assert model["stft_convolution"] == model["tscam_conv"] == 0
+    assert model["fft"] == pytest.approx(1001 * 2.5 * 1024 * 10 / 1e9)
+    assert model["stretch"] == pytest.approx(2 * 64 * 1001 * 1024 / 1e9)
+
+
+def test_components_add_up() -> None:
+    for preset in preset_names():
+        for convention in CONVENTIONS:
+            found = _gflops(preset, 20, convention)
+            stages = sum(value for name, value in found.items() if name.startswith("stage_"))
+            assert sum(found[name] for name in STAGE_VIEWS) == pytest.approx(stages)
+            assert found["forward"] == pytest.approx(found["audio_tower"] + found["text_tower"])
+
+
+def test_packed_captions_cost_their_own_length() -> None:
+    lengths = TextLengths.of([10, 10, 50, 10])
+    assert (lengths.mean, lengths.mean_square) == (20, (3 * 100 + 2500) / 4)
+    mixed = forward_components(load_preset(TINY), lengths, "model")
+    alone = {n: forward_components(load_preset(TINY), TextLengths.fixed(n), "model") for n in (10, 50)}
+    for name, value in mixed.items():
+        assert value == pytest.approx((3 * alone[10][name] + alone[50][name]) / 4, rel=1e-12), name
+
+
+def _step_flops(checkpointed: tuple[str, ...], text_tokens: int) -> int:
+    """Of one sample's forward and backward pass, as torch's counter sees them."""
+    torch.manual_seed(0)
+    config = load_preset("micro")
+    model = ClapModel(config, attention="eager", text_dropout=0.0, checkpoint_activations=checkpointed).train()
+    model.text.roberta.config._attn_implementation = "eager"  # on a CPU the counter is blind to fused attention
+    with FlopCounterMode(display=False) as counter:
+        audio, text, scale = model(torch.rand(2, config.audio.num_samples), torch.full((2, text_tokens), 5), None)
+        (scale * audio * text).sum().backward()
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("checkpointed", [("audio",), ("text",), ("audio", "text")])
+def test_recomputed_flops_are_what_checkpointing_adds(checkpointed: tuple[str, ...]) -> None:
+    added = _step_flops(checkpointed, 12) - _step_flops((), 12)
+    expected = recomputed_flops(load_preset("micro"), TextLengths.fixed(12), checkpointed)
+    # torch stops recomputing a block once what its backward pass needs is there: the last product isn't done again.
+    assert 0.75 * expected < added <= expected
+    forward = forward_flops(load_preset("micro"), TextLengths.fixed(12), "model")
+    assert expected < forward
