@@ -2,8 +2,8 @@
 
     deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
 
-Goes on from the newest checkpoint of the same run if there is one. Also runs under torchrun and, as a single rank, under plain
-python. SIGTERM and SIGUSR1 finish the step under way, save and exit; the same command then goes on.
+Resumes from the newest checkpoint of the same run if there is one. Also runs under torchrun and, as a single rank, under plain
+python. SIGTERM and SIGUSR1 finish the step under way, save and exit; the same command then resumes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ def main(ranks: Ranks) -> None:
 
     start = TrainingStart(run, ranks)
     with open_session(run, ranks, start) as session:
-        train(session, start)
+        train(session, start, _draw)
+
+
+def _draw(directory: Path) -> None:
+    """Curves of the run, where matplotlib is installed."""
+    try:
+        from clap_ds.analysis.plot_run import draw_runs
+
+        draw_runs([directory], directory / "run.png")
+        print(f"curves: {directory / 'run.png'}", flush=True)
+    except (OSError, UserError) as error:
+        print(f"warning: no curves drawn: {error}", flush=True)
 
 
 def command() -> None:

@@ -13,13 +13,14 @@ the one that a single large batch would train. Leaves boundaries, backward passe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clap_ds.data.batch import Batch
+from clap_ds.engine.random_state import random_state, restore_random_state
+from clap_ds.model.clap import ClapModel
 
 REPEAT_TOLERANCE = 1e-2
 """Most that a feature of the second forward pass may be off from the first; features have length 1."""
@@ -30,21 +31,24 @@ class FeatureCache:
 
     Args:
         forward: the model as it trains, autocast included: inputs of `Batch.model_inputs` → features and scalars.
-        model: the module behind `forward`, for its running statistics, which only the second pass updates.
+        model: the one behind `forward`, whose running statistics only the second pass updates.
         micro_batches: all of one size, on the device.
     """
 
     def __init__(
-        self, forward: Callable[..., tuple[Tensor, ...]], model: nn.Module, micro_batches: list[Batch]
+        self, forward: Callable[..., tuple[Tensor, ...]], model: ClapModel, micro_batches: list[Batch]
     ) -> None:
         self._forward = forward
         self._micro_batches = micro_batches
-        self._generators: list[_Generators] = []
+        self._random_states: list[dict[str, Any]] = []
         outputs = []
-        with torch.no_grad(), _kept_statistics(model):
+        kept = [(buffer, buffer.clone()) for buffer in model.audio.batch_norm.buffers()]
+        with torch.no_grad():
             for batch in micro_batches:
-                self._generators.append(_Generators(batch.device))
+                self._random_states.append(random_state(batch.device))
                 outputs.append(forward(*batch.model_inputs()))
+        for buffer, value in kept:
+            buffer.copy_(value)
         audio, text, *_ = zip(*outputs, strict=True)
         # Audio and text features of the whole step (rows, joint_dim), then the logit scale and, if there is one, the bias.
         self._leaves = [each.detach().requires_grad_() for each in (torch.cat(audio), torch.cat(text), *outputs[0][2:])]
@@ -66,22 +70,19 @@ class FeatureCache:
             ValueError: they differ: something in the model doesn't repeat.
         """
         start = 0
-        for batch, generators in zip(self._micro_batches, self._generators, strict=True):
+        for batch, state in zip(self._micro_batches, self._random_states, strict=True):
             rows = slice(start, start + len(batch))
             start = rows.stop
 
-            def surrogate(batch: Batch = batch, generators: _Generators = generators, rows: slice = rows) -> Tensor:
-                generators.restore()
+            def surrogate(batch: Batch = batch, state: dict[str, Any] = state, rows: slice = rows) -> Tensor:
+                restore_random_state(state, batch.device)
                 audio, text, *scalars = self._forward(*batch.model_inputs())
                 if check:
                     self._check_repeated(rows, audio, text)
                 audio_gradient, text_gradient, *scalar_gradients = self._gradients
                 terms = [(audio * audio_gradient[rows]).sum(), (text * text_gradient[rows]).sum()]
-                share = 1 / len(self._micro_batches)
-                terms += [
-                    (scalar * gradient).sum() * share
-                    for scalar, gradient in zip(scalars, scalar_gradients, strict=True)
-                ]
+                own = zip(scalars, scalar_gradients, strict=True)
+                terms += [(scalar * gradient).sum() / len(self._micro_batches) for scalar, gradient in own]
                 return torch.stack(terms).sum()
 
             yield surrogate
@@ -97,34 +98,3 @@ class FeatureCache:
                 " so gradients would be wrong; something in the model draws random numbers that can't be drawn again (set"
                 " clap.compile off, or dropout, drop_path and spec_augment)"
             )
-
-
-class _Generators:
-    """State of the random number generators that a forward pass on `device` draws from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
-@contextmanager
-def _kept_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch norm's running statistics are afterwards what they were."""
-    buffers: list[Any] = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for buffer in module.buffers()
-    ]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)

@@ -23,10 +23,7 @@ def problems_for_training(run: RunSettings) -> list[str]:
         problems.append("clap.train: missing samples or epochs: how long to train")
     if train.epochs is not None and not isinstance(run.clap.data, ShardData):
         problems.append("clap.train.epochs: synthetic data has no epochs; give clap.train.samples")
-    known = [
-        *(RETRIEVAL_METRICS if evaluation.retrieval else ()),
-        *(ZERO_SHOT_METRICS if evaluation.zero_shot else ()),
-    ]
+    known = [*(RETRIEVAL_METRICS if evaluation.retrieval else ()), *(ZERO_SHOT_METRICS if evaluation.zero_shot else ())]
     problems += [
         f"clap.train.stop_at: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
         for name in train.stop_at

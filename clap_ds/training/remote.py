@@ -1,7 +1,7 @@
 """Copies of checkpoints in another place, made while training goes on: any folder or URL that fsspec can write to.
 
 Files go first and the manifest last, so that an upload that breaks off is never taken for a checkpoint; coming back, a
-checkpoint is checked before it gets its name. Whatever goes wrong there is told and never stops training. Packages for a
+checkpoint is checked before it gets its name. Whatever goes wrong there is warned of and never stops training. Packages for a
 protocol (s3fs, gcsfs, …) and credentials are the user's: the latter from the environment alone, never from a URL, which
 would end up in logs and records.
 """
@@ -9,21 +9,24 @@ would end up in logs and records.
 from __future__ import annotations
 
 import posixpath
-import queue
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 
+from clap_ds.config.sections import CheckpointSettings
 from clap_ds.data.shard_files import check_url, is_remote
-from clap_ds.weights import checkpoint_files
-from clap_ds.weights.manifest import MANIFEST, DamagedError, Manifest
+from clap_ds.weights import checkpoint_files as files
+from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest
 
 FIELD = "clap.checkpoint.sync_to"
 ATTEMPTS = 6
+"""Beyond those that file systems' packages make by themselves."""
+FIRST_WAIT_S = 2.0  # doubled after each failure
 LONGEST_WAIT_S = 60.0
 
 
@@ -44,58 +47,48 @@ def check_target(url: str, folder: Path) -> None:
 
 
 class RemoteFolder:
-    """A folder of checkpoints on any file system of fsspec's.
-
-    Every method raises what the file system raises, of whatever type.
-    """
+    """A folder of checkpoints on any file system of fsspec's. Every method raises what that raises, of whatever type."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._fs, self._root = fsspec.url_to_fs(url)
-        self._root = self._root.rstrip("/")
+        fs, root = fsspec.url_to_fs(url)
+        self._fs = DirFileSystem(root.rstrip("/"), fs)
 
-    def read_all(self) -> tuple[dict[str, Manifest], list[str]]:
-        """Manifests by name, and what is wrong with those that can't be read. A folder that isn't there has none."""
-        manifests, problems = {}, []
-        for name in self._names():
-            if self._fs.exists(self._path(name, MANIFEST)):
-                try:
-                    manifests[name] = Manifest.from_json(
-                        self._fs.cat_file(self._path(name, MANIFEST)), f"{self.url}/{name}"
-                    )
-                except DamagedError as error:
-                    problems.append(str(error))
-        return manifests, problems
+    def read_all(self, warn: Callable[[str], None] = lambda message: None) -> dict[str, Manifest]:
+        """Manifests, the newest first, by name; `warn` is called with what is wrong with those that can't be read."""
+
+        def read(name: str) -> Manifest:
+            return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
+
+        return files.newest_first(self._names(), read, warn)
 
     def upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint there, unless it is there already."""
         manifest = Manifest.read(checkpoint)
-        there, _ = self.read_all()
-        if there.get(checkpoint.name) == manifest:
+        if self.read_all().get(checkpoint.name) == manifest:
             return
         self.delete(checkpoint.name)
         for name, record in manifest.files.items():
-            target = self._path(checkpoint.name, name)
+            target = f"{checkpoint.name}/{name}"
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
             self._fs.put_file(str(checkpoint / name), target)
             size = self._fs.info(target)["size"]
             if size != record.bytes:
                 raise OSError(f"{self.url}: {name} arrived with {size} of {record.bytes} bytes")
-        self._fs.pipe_file(self._path(checkpoint.name, MANIFEST), manifest.to_json().encode())
+        self._fs.pipe_file(f"{checkpoint.name}/{MANIFEST}", manifest.to_json().encode())
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that it is none from then on. None there: nothing happens."""
         self._fs.invalidate_cache()
-        if self._fs.exists(self._path(name, MANIFEST)):
-            self._fs.rm_file(self._path(name, MANIFEST))
-        if self._fs.exists(self._path(name)):
-            self._fs.rm(self._path(name), recursive=True)
+        if self._fs.exists(f"{name}/{MANIFEST}"):
+            self._fs.rm_file(f"{name}/{MANIFEST}")
+        if self._fs.exists(name):
+            self._fs.rm(name, recursive=True)
 
-    def rotate(self, *, keep_last: int, keep_best: int, best_by: str) -> None:
+    def rotate(self, rule: CheckpointSettings) -> None:
         """Delete superfluous checkpoints, and what uploads that broke off left behind."""
-        manifests, _ = self.read_all()
-        doomed = checkpoint_files.superfluous(manifests, keep_last=keep_last, keep_best=keep_best, best_by=best_by)
-        for name in [*doomed, *(name for name in self._names() if name not in manifests)]:
+        manifests = self.read_all()
+        for name in [*files.superfluous(manifests, rule), *(set(self._names()) - set(manifests))]:
             self.delete(name)
 
     def download_newest(self, folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -103,18 +96,13 @@ class RemoteFolder:
 
         Those that turn out damaged are warned of and passed over.
         """
-        manifests, problems = self.read_all()
-        for problem in problems:
-            warn(f"passed over: {problem}")
-        for name in checkpoint_files.newest_first(manifests):
-            free_name = checkpoint_files.checkpoint_name(manifests[name].step, folder)
-            partial = checkpoint_files.partial_of(folder, free_name)
-            shutil.rmtree(partial, ignore_errors=True)
+        for name, manifest in self.read_all(warn).items():
+            partial = files.begin(folder, manifest.step)
             try:
-                for file in manifests[name].files:
+                for file in manifest.files:
                     (partial / file).parent.mkdir(parents=True, exist_ok=True)
-                    self._fs.get_file(self._path(name, file), str(partial / file))
-                return checkpoint_files.publish(partial, manifests[name])
+                    self._fs.get_file(f"{name}/{file}", str(partial / file))
+                return files.publish(partial, manifest)
             except (DamagedError, FileNotFoundError) as error:
                 warn(f"passed over: {self.url}/{name}: {error}")
             finally:
@@ -122,14 +110,12 @@ class RemoteFolder:
         return None
 
     def _names(self) -> list[str]:
+        """Of what can be a checkpoint, even half of one."""
         self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
+        if not self._fs.exists(""):
             return []
-        names = (posixpath.basename(path.rstrip("/")) for path in self._fs.ls(self._root, detail=False))
-        return sorted(name for name in names if checkpoint_files.is_name(name))
-
-    def _path(self, *parts: str) -> str:
-        return "/".join((self._root, *parts))
+        names = (posixpath.basename(path.rstrip("/")) for path in self._fs.ls("", detail=False))
+        return sorted(filter(files.NAME.fullmatch, names))
 
 
 class BackgroundSync:
@@ -137,74 +123,55 @@ class BackgroundSync:
 
     Args:
         url: where to.
-        keep_last, keep_best, best_by: which of the copies stay, as locally.
-        warn: told what goes wrong.
-        first_wait_s: before the second attempt; doubles up to a minute from one to the next.
+        rule: which of the copies stay, as locally.
+        warn: called with what goes wrong.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        keep_last: int,
-        keep_best: int,
-        best_by: str,
-        warn: Callable[[str], None],
-        first_wait_s: float = 2.0,
-    ) -> None:
-        self.url = url
-        self.busy_with: Path | None = None
-        self._rule: dict[str, Any] = {"keep_last": keep_last, "keep_best": keep_best, "best_by": best_by}
+    def __init__(self, url: str, rule: CheckpointSettings, warn: Callable[[str], None]) -> None:
+        self._url = url
+        self._rule = rule
         self._warn = warn
-        self._first_wait_s = first_wait_s
-        self._queue: queue.Queue[Path | None] = queue.Queue()
-        self._waiting: list[Path] = []
-        self._failed: list[Path] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="checkpoint sync", daemon=True)
-        self._thread.start()
+        self._copies: dict[Path, Future[bool]] = {}
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "checkpoint sync")
 
     def submit(self, checkpoint: Path) -> None:
         """Copy this checkpoint when its turn comes. If it has been rotated away by then, it is left out."""
-        self._waiting.append(checkpoint)
-        self._queue.put(checkpoint)
+        self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
+
+    def is_copying(self, checkpoint: Path) -> bool:
+        """Whether it is being read at this moment."""
+        return checkpoint in self._copies and self._copies[checkpoint].running()
 
     def close(self, limit_s: float) -> list[Path]:
         """Wait for what is under way and give back the checkpoints that aren't there."""
-        self._queue.put(None)
-        self._thread.join(limit_s)
-        self._stopping.set()
-        left = [*self._failed, *self._waiting]
+        late = wait(self._copies.values(), limit_s).not_done
+        left = [path for path, copy in self._copies.items() if copy in late or not copy.result()]
+        self._closing.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             names = ", ".join(path.name for path in left)
-            late = f" within {limit_s:,.0f} s" if self._waiting else ""
-            self._warn(f"{len(left)} checkpoints have not been copied to {self.url}{late}: {names}")
+            within = f" within {limit_s:,.0f} s" if late else ""
+            self._warn(f"{len(left)} checkpoints have not been copied to {self._url}{within}: {names}")
         return left
 
-    def _work(self) -> None:
-        while (checkpoint := self._queue.get()) is not None:
-            self.busy_with = checkpoint
-            if checkpoint.exists():
-                self._copy(checkpoint)
-            self.busy_with = None
-            self._waiting.remove(checkpoint)
-
-    def _copy(self, checkpoint: Path) -> None:
-        wait_s = self._first_wait_s
+    def _copy(self, checkpoint: Path) -> bool:
+        """Whether it is there, or needn't be."""
+        wait_s = FIRST_WAIT_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                remote = RemoteFolder(self.url)
-                remote.upload(checkpoint)
-                remote.rotate(**self._rule)
-                return
+                if checkpoint.exists():
+                    remote = RemoteFolder(self._url)
+                    remote.upload(checkpoint)
+                    remote.rotate(self._rule)
+                return True
             except Exception as error:  # of whatever type the file system's package has
-                again = attempt < ATTEMPTS and not self._stopping.is_set()
-                what_next = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
-                self._warn(
-                    f"copying {checkpoint.name} to {self.url} failed ({type(error).__name__}: {error}); {what_next}"
-                )
+                again = attempt < ATTEMPTS and not self._closing.is_set()
+                next_step = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
+                problem = f"{type(error).__name__}: {error}"
+                self._warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
                 if not again:
                     break
-            self._stopping.wait(wait_s)
+            self._closing.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        self._failed.append(checkpoint)
+        return False

@@ -1,4 +1,4 @@
-"""How much a run trains: samples in all, micro-batches in each optimiser step, and the steps that makes.
+"""How much a run trains (samples in all, micro-batches in each optimiser step, the steps that makes) and how far it has come.
 
 The learning rate's course is DeepSpeed's `scheduler` section, which counts optimiser steps. Imports neither torch nor
 DeepSpeed.
@@ -6,8 +6,10 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from clap_ds.config.settings import RunSettings
@@ -73,14 +75,69 @@ class Schedule:
 
     def mismatch(self, scheduler: dict[str, Any], step: int, samples: int) -> str | None:
         """What to say if DeepSpeed's `scheduler` section plans for another number of steps than the run will have taken at its
-        end.
-
-        Args:
-            step: optimiser steps taken so far.
-            samples: pairs trained on so far.
-        """
+        end, of which `step` steps and `samples` samples are done."""
         planned = scheduler.get("params", {}).get("total_num_steps")
         total = step + self.steps_from(samples)
         if planned is None or planned == total:
             return None
         return f"scheduler.params.total_num_steps is {planned}, but the run ends after {total} steps"
+
+
+@dataclass
+class TrainingProgress:
+    """How far a run has come.
+
+    Attributes:
+        step: optimiser steps taken.
+        samples: audio–caption pairs trained on, over all ranks.
+        epoch: passes over the data.
+        data: where each rank's data source stands (`BatchSource.state()`), by rank.
+        train_s: time trained so far, in seconds.
+        best: best value of each evaluation metric so far.
+        extra: the target that was reached, and after how many seconds.
+    """
+
+    step: int = 0
+    samples: int = 0
+    epoch: float = 0.0
+    data: list[dict[str, Any]] = field(default_factory=list)
+    train_s: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
+        """Remember an evaluation's metrics where they are the best, and the time where they reach all that is wanted
+        (`clap.train.stop_at`)."""
+        self.best |= {name: max(value, self.best.get(name, value)) for name, value in metrics.items()}
+        if wanted and all(metrics[name] >= value for name, value in wanted.items()):
+            self.extra |= {"target": wanted, "time_to_target_s": train_s}
+
+    def time_to(self, wanted: dict[str, float]) -> float | None:
+        """Seconds of training to the evaluation that reached what is wanted; None where nothing is, or none has."""
+        return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainingProgress:
+        content = json.loads(text)
+        return cls(**{each.name: content[each.name] for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What came of saving after `step` optimiser steps: `path` and `bytes` written, or the `problem`. `begin` and `end` are
+    seconds since 1970."""
+
+    step: int
+    begin: float
+    end: float
+    path: Path | None = None
+    bytes: int = 0
+    problem: str | None = None
+
+    @property
+    def saved(self) -> bool:
+        """It is on the disk, whole and read back."""
+        return self.path is not None

@@ -13,7 +13,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.progress import Progress
+from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.load import load_weights
 
 
@@ -23,7 +23,6 @@ class TrainingStart(session.Start):
     Attributes:
         progress: how far the run has come before its first step.
         checkpoints: where its checkpoints lie; there once the session is open.
-        resumed_from: the checkpoint it goes on from.
     """
 
     checkpoints: CheckpointFolder
@@ -31,8 +30,7 @@ class TrainingStart(session.Start):
     def __init__(self, run: RunSettings, ranks: Ranks) -> None:
         self._run = run
         self._ranks = ranks
-        self.progress = Progress(step=0, samples=0, epoch=0.0, data=[], world_size=ranks.world_size)
-        self.resumed_from: Path | None = None
+        self.progress = TrainingProgress()
 
     def build_model(self, run: RunSettings) -> ClapModel:
         """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen.
@@ -51,42 +49,35 @@ class TrainingStart(session.Start):
         return model
 
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
-        """Go on from the checkpoint that `clap.train.resume` names or finds. A collective.
+        """Resume from the checkpoint that `clap.train.resume` names or finds. A collective.
 
         Raises:
             ValueError: that checkpoint, or the folder for new ones, can't be used.
         """
-        settings, resume = self._run.clap.checkpoint, self._run.clap.train.resume
-        data = self._run.clap.data
+        run, resume, data = self._run, self._run.clap.train.resume, self._run.clap.data
         self.checkpoints = CheckpointFolder(
-            settings.folder or Path(self._run.clap.output.root) / f"{self._run.label}-checkpoints",
-            keep_last=settings.keep_last,
-            keep_best=settings.keep_best,
-            best_by=settings.best_by,
-            sync_to=settings.sync_to,
+            run.clap.checkpoint.folder or Path(run.clap.output.root) / f"{run.label}-checkpoints",
+            run.clap.checkpoint,
             tokenizer=data.tokenizer if isinstance(data, ShardData) else None,
         )
         found = self.checkpoints.newest() if resume in ("auto", "never") else Path(resume)
         if found is not None and resume == "never":
             raise ValueError(
-                f"{self._run.path}: clap.train.resume is 'never', but {found} is there: a new run would mix with the one it is"
+                f"{run.path}: clap.train.resume is 'never', but {found} is there: a new run would mix with the one it is"
                 " from; name another clap.checkpoint.folder, or remove it"
             )
         if found is None:
             return None
         try:
-            self.progress = self.checkpoints.load(found, engine)
+            self.progress = progress = self.checkpoints.load(found, engine)
         except ValueError as error:
-            raise ValueError(f"{self._run.path}: clap.train.resume: {error}") from None
-        self.resumed_from = found
-        same_ranks = len(self.progress.data) == self._ranks.world_size
+            raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
         if self._ranks.is_first:
-            record.update_summary(resumed_from=str(found), resumed_at_step=self.progress.step)
-            told = "" if same_ranks else f", on {self._ranks.world_size} ranks after {len(self.progress.data)}"
-            print(
-                f"going on from {found}: step {self.progress.step}, {self.progress.samples:,} samples{told}", flush=True
-            )
-        return self.progress.data[self._ranks.rank % len(self.progress.data)]
+            record.update_summary(resumed_from=str(found), resumed_at_step=progress.step)
+            before, now = len(progress.data), self._ranks.world_size
+            ranks = "" if now == before else f", on {now} ranks after {before}"
+            print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
+        return progress.data[self._ranks.rank % len(progress.data)]
 
 
 def freeze(model: ClapModel, towers: list[Any]) -> None:

@@ -1,29 +1,28 @@
 """The training loop: steps, evaluations and checkpoints until the samples are through, a target is reached or a signal comes.
 
-Ranks, model, data and engine are the session's, what a step is the engine's. What a run starts from is `start`'s, how it tells
-of itself `log`'s.
+Ranks, model, data and engine are the session's, what a step is the engine's. What a run starts from is `start`'s, its account
+`log`'s.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from clap_ds.config.errors import AgreedError, UserError
+from clap_ds.config.errors import AgreedError
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
-from clap_ds.dist.agreement import on_first, together
+from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import leave
 from clap_ds.engine.session import Interrupted, Session
 from clap_ds.training.log import TrainingLog
-from clap_ds.training.progress import Progress, SavedCheckpoint
-from clap_ds.training.schedule import Schedule
+from clap_ds.training.schedule import SavedCheckpoint, Schedule
 from clap_ds.training.start import TrainingStart
 from clap_ds.training.stop import StopRequest
 
@@ -31,106 +30,92 @@ if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator
 
 
-def train(session: Session, start: TrainingStart) -> None:
+def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] = lambda directory: None) -> None:
     """Train until `clap.train` is fulfilled.
+
+    Args:
+        draw: called on rank 0 at the end, to draw a picture of the run from its directory.
 
     Raises:
         AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
         NonFiniteLossError: the loss became NaN or infinite.
         Interrupted: a signal came; the state is saved.
     """
-    run, engine, progress = session.run, session.engine, start.progress
-    settings = run.clap.train
-    schedule = together(lambda: plan(session))
+    schedule = together(lambda: _schedule(session))
     evaluator = together(lambda: _evaluator(session))
-    batches = shuffle_captions(session) if settings.shuffle_captions else session.batches
     with (
         StopRequest(lambda number: _end_at_once(session, number)) as stop,
-        TrainingLog(session, schedule, progress) as log,
+        TrainingLog(session, schedule, start.progress) as log,
     ):
         _introduce(session, start, schedule)
-        engine.norm_wanted = True
-        target = Target(settings.stop_at, progress)
-        metrics: dict[str, float] = {}
-        saved: SavedCheckpoint | None = None
-        stopped_by = 0
-        while not (schedule.is_done(progress.samples) or target.is_reached or stopped_by):
-            number = schedule.accumulation_at(progress.samples)
-            engine.set_accumulation_steps(number)
-            log.begin_step()
-            loss = engine.step(batches, log.timer)
-            progress.step += 1
-            progress.samples += number * schedule.samples_per_micro_step
-            progress.epoch = schedule.epoch(progress.samples)
-            log.end_step(loss)
-
-            stopped_by = stop.agreed()
-            is_last = schedule.is_done(progress.samples)
-            to_evaluate = is_last or _is_due(progress.step, run.clap.evaluation.every_steps)
-            to_save = is_last or _is_due(progress.step, run.clap.checkpoint.every_steps)
-            if to_evaluate or to_save or stopped_by or _is_due(progress.step, settings.log_every_steps):
-                log.write()
-            metrics = {}
-            if evaluator is not None and to_evaluate and not stopped_by:
-                begun = time.monotonic()
-                engine.share_statistics()
-                metrics = evaluator.run(engine.model)
-                target.look(metrics, log.train_s)
-                progress.best |= {name: max(value, progress.best.get(name, value)) for name, value in metrics.items()}
-                log.evaluated(metrics, time.monotonic() - begun)
-            if to_save or stopped_by or target.is_reached:
-                progress.train_s = log.train_s
-                progress.data = _data_states(session)
-                saved = start.checkpoints.save(engine, progress, metrics=metrics)
-                log.saved(saved)
-        _conclude(session, start, log, target)
+        stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
+        start.checkpoints.close()
+        wanted = session.run.clap.train.stop_at
+        log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted))
+        if session.ranks.is_first:
+            draw(session.record.path)
+        dist.barrier()
     if stopped_by:
+        assert saved is not None
         _record_interruption(session, Interrupted(stopped_by), saved)
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
 
-class Target:
-    """`clap.train.stop_at`: evaluation metrics to reach, and the time it took.
+def _run(
+    session: Session,
+    start: TrainingStart,
+    schedule: Schedule,
+    evaluator: Evaluator | None,
+    stop: StopRequest,
+    log: TrainingLog,
+) -> tuple[int, SavedCheckpoint | None]:
+    """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
+    clap, engine, progress = session.run.clap, session.engine, start.progress
+    settings = clap.train
+    batches = _shuffle_captions(session) if settings.shuffle_captions else session.batches
+    engine.norm_wanted = True
+    stopped_by, saved = 0, None
+    while not (schedule.is_done(progress.samples) or progress.time_to(settings.stop_at) is not None or stopped_by):
+        number = schedule.accumulation_at(progress.samples)
+        engine.set_accumulation_steps(number)
+        log.begin_step()
+        loss = engine.step(batches, log.timer)
+        progress.step += 1
+        progress.samples += number * schedule.samples_per_micro_step
+        progress.epoch = schedule.epoch(progress.samples)
+        log.end_step(loss)
 
-    Args:
-        wanted: metric → value to reach; empty for none.
-        progress: keeps what was reached, for a run that goes on from a checkpoint.
-    """
-
-    def __init__(self, wanted: dict[str, float], progress: Progress) -> None:
-        self._wanted = wanted
-        self._progress = progress
-
-    @property
-    def is_reached(self) -> bool:
-        return bool(self._wanted) and self._progress.extra.get("target") == self._wanted
-
-    @property
-    def time_s(self) -> float | None:
-        """Seconds of training to the evaluation that reached it."""
-        return self._progress.extra.get("time_to_target_s") if self.is_reached else None
-
-    def look(self, metrics: dict[str, float], train_s: float) -> None:
-        """Compare an evaluation with the target. Rank 0's clock counts."""
-        if self._wanted and all(metrics[name] >= value for name, value in self._wanted.items()):
-            self._progress.extra |= {"target": self._wanted, "time_to_target_s": train_s}
+        stopped_by = stop.agreed()
+        is_last = schedule.is_done(progress.samples)
+        to_evaluate = is_last or _is_due(progress.step, clap.evaluation.every_steps)
+        to_save = is_last or _is_due(progress.step, clap.checkpoint.every_steps)
+        if to_evaluate or to_save or stopped_by or _is_due(progress.step, settings.log_every_steps):
+            log.write()
+        metrics: dict[str, float] = {}
+        if evaluator is not None and to_evaluate and not stopped_by:
+            begun = time.monotonic()
+            engine.share_statistics()
+            metrics = evaluator.run(engine.model)
+            progress.note(metrics, settings.stop_at, log.train_s)
+            log.evaluated(metrics, time.monotonic() - begun)
+        if to_save or stopped_by or progress.time_to(settings.stop_at) is not None:
+            progress.train_s = log.train_s
+            progress.data = gather(session.batches.state())
+            saved = start.checkpoints.save(engine, progress, metrics=metrics)
+            log.saved(saved)
+    return stopped_by, saved
 
 
-def plan(session: Session) -> Schedule:
+def _schedule(session: Session) -> Schedule:
     """The run's schedule. The length of an epoch is looked up only where epochs are wanted: the headers of all shards may have
-    to be read for it. A collective.
-
-    Raises:
-        ValueError: on all ranks: epochs are wanted and can't be counted.
-    """
-    run, length = session.run, None
-    if run.clap.train.epochs is not None:
-        length = on_first(lambda: epoch_samples(run.clap.data))
+    to be read for it."""
+    run = session.run
+    length = None if run.clap.train.epochs is None else on_first(lambda: epoch_samples(run.clap.data))
     return Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
 
 
-def shuffle_captions(session: Session) -> Iterator[Batch]:
+def _shuffle_captions(session: Session) -> Iterator[Batch]:
     """The session's batches with captions moved on by a random number of clips: none keeps its own, and where batches are drawn
     at random, a caption says nothing of its clip."""
     generator = random.Random(f"seed {session.run.clap.seed}, rank {session.ranks.rank}")
@@ -189,45 +174,14 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
     )
 
 
-def _data_states(session: Session) -> list[dict[str, Any]]:
-    states: list[Any] = [None] * session.ranks.world_size
-    dist.all_gather_object(states, session.batches.state())
-    return states
-
-
-def _conclude(session: Session, start: TrainingStart, log: TrainingLog, target: Target) -> None:
-    """Finish what goes on in the background, and sum up."""
-    start.checkpoints.close()
-    log.summarise(stop_at=session.run.clap.train.stop_at, time_to_target_s=target.time_s)
-    if session.ranks.is_first:
-        _draw_page(session.record.path)
-    dist.barrier()
-
-
-def _draw_page(run_directory: Path) -> None:
-    """Curves of the run, where matplotlib is installed."""
-    try:
-        from clap_ds.analysis.plot_run import draw_runs
-
-        draw_runs([run_directory], run_directory / "run.png")
-        print(f"curves: {run_directory / 'run.png'}", flush=True)
-    except (OSError, UserError) as error:
-        print(f"warning: no curves drawn: {error}", flush=True)
-
-
-def _record_interruption(session: Session, stop: Interrupted, saved: SavedCheckpoint | None) -> None:
-    """Say how to go on, record the state before any rank leaves, and leave.
-
-    Raises:
-        Interrupted: always.
-    """
-    assert saved is not None
+def _record_interruption(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> NoReturn:
+    """Say how to resume, record the state before any rank leaves, and raise `Interrupted`."""
     if session.ranks.is_first:
         session.record.update_summary(data=session.batches.statistics())
         lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
         session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-        place = "there" if saved.saved else "the last checkpoint that could"
-        print(f"stopped by {stop} after step {saved.step}{lost}; the same command goes on from {place}", flush=True)
+        place = "there" if saved.saved else "the last checkpoint that could be"
+        print(f"stopped by {stop} after step {saved.step}{lost}; the same command resumes from {place}", flush=True)
     dist.barrier()
     raise stop
 

@@ -2,114 +2,147 @@
 
 A checkpoint is a folder `step-<number>` with a manifest of the size and hash of every file. It is put together under a hidden
 name, read back from the disk, and renamed; what is deleted is renamed first. So a kill at any moment leaves each checkpoint
-whole or not there. What the files mean is left to `checkpoint` and `engine_state`. Imports neither torch nor DeepSpeed.
+whole or absent. What the files mean is left to `clap_ds.training.checkpoint`. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
+import json
 import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clap_ds.weights.manifest import MANIFEST, DamagedError, FileRecord, Manifest
+from clap_ds.config.sections import CheckpointSettings
 
+MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer"
-PROBE = ".probe."
-"""Start of the names of files that only try the disk."""
-_NAME = re.compile(r"step-\d{8,}(-\d+)?")
-_HIDDEN = re.compile(r"\.(step-\d{8,}(-\d+)?)\.(partial|deleted)")
+FORMAT = 1
+NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
-class HashedFile:
-    """A new file that is hashed as it is written.
+class DamagedError(ValueError):
+    """A checkpoint that isn't what it was when it was written."""
 
-    An error of the disk doesn't interrupt the writer, whose C++ code could not be left half-way: what follows is dropped and
-    `close` raises it.
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and BLAKE2b-128 of a file's content."""
+
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and what it may be loaded into.
+
+    Attributes:
+        serial: when it was saved, in ms since 1970, and larger than every older one's in its folder: the largest is the newest,
+            whatever its step.
+        step: optimiser steps taken.
+        model: `ClapConfig` as JSON.
+        engine: what a run that resumes must have in common (`clap_ds.training.checkpoint.describe`).
+        tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
+        metrics: of the evaluation at this step, if there was one.
+        files: by path relative to the checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._hashing = ThreadPoolExecutor(1)  # while the disk is being written to
-        self._bytes = 0
-        self._error: OSError | None = None
-        self._file = path.open("wb")
+    serial: int
+    step: int
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    tokenizer: str | None
+    metrics: dict[str, float]
+    files: dict[str, FileRecord]
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        hashed = self._hashing.submit(self._hash.update, view)
-        if self._error is None:
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self._error = error
-        hashed.result()
-        self._bytes += len(view)
-        return len(view)
+    def to_json(self) -> str:
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "hash": _hash_of_json(content)}, indent=1)
 
-    def flush(self) -> None:
-        """Part of what writers expect of a file; `close` is what counts."""
-
-    def close(self) -> FileRecord:
-        """The file is on the disk.
+    @classmethod
+    def from_json(cls, text: str | bytes, where: object) -> Manifest:
+        """Reads `to_json`'s text; `where` is named in errors.
 
         Raises:
-            OSError: it isn't: the disk is full, a quota reached, a device failing.
+            DamagedError: not such a text, one that has changed, or one of another version of the format.
         """
-        self._hashing.shutdown()
         try:
-            if self._error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._error = error
+            content = json.loads(text)
+            stated, version = content.pop("hash"), content.pop("format")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
+        if version != FORMAT:
+            raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
+        if stated != _hash_of_json({"format": version, **content}):
+            raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
+        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        return cls(**content, files=files)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Of a checkpoint folder.
+
+        Raises:
+            DamagedError: there is none, or it is damaged.
+        """
         try:
-            self._file.close()
+            text = (folder / MANIFEST).read_bytes()
         except OSError as error:
-            self._error = self._error or error
-        if self._error is not None:
-            raise self._error
-        return FileRecord(self._bytes, self._hash.hexdigest())
+            raise DamagedError(f"{folder}: no checkpoint: {MANIFEST}: {error.strerror}") from error
+        return cls.from_json(text, folder)
 
 
-def write_file(path: Path, content: bytes) -> FileRecord:
-    """A file that is on the disk when this returns.
-
-    Raises:
-        OSError: it can't be.
-    """
-    file = HashedFile(path)
-    file.write(content)
-    return file.close()
+def _hash_of_json(content: Mapping[str, Any]) -> str:
+    return _hash(json.dumps(content, sort_keys=True).encode())
 
 
-def checkpoint_name(step: int, folder: Path) -> str:
-    """A free name for a checkpoint of this step."""
-    name, number = f"step-{step:08d}", 1
-    while (folder / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return name if number == 1 else f"{name}-{number}"
+def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
+    """A new file that is on the disk when this returns; raises OSError where it can't be."""
+    with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
+        hashed = hashing.submit(_hash, content)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        return FileRecord(file.tell(), hashed.result())
 
 
-def partial_of(folder: Path, name: str) -> Path:
-    """Where a checkpoint is put together before it has its name."""
-    return folder / f".{name}.partial"
+def _hash(content: bytes | memoryview) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new hidden folder to put a checkpoint of this step together in; `publish` gives it its name, one that is free now."""
+    names = (f"step-{step:08d}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+    free = next(name for name in names if not (folder / name).exists())
+    partial = folder / f".{free}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
     """Write the manifest, read everything back from the disk, and give the checkpoint its name.
 
     Raises:
-        OSError: the disk is full or failing.
-        DamagedError: what was read back isn't what was written.
+        OSError, DamagedError: the disk is full or failing; what was read back isn't what was written.
     """
     write_file(partial / MANIFEST, manifest.to_json().encode())
     for folder in sorted({partial, *(partial / file for file in map(os.path.dirname, manifest.files))}):
@@ -119,6 +152,18 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     partial.rename(final)
     _sync_folder(final.parent)
     return final
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't, and needn't
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def verify(folder: Path) -> Manifest:
@@ -140,20 +185,8 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def hash_file(path: Path) -> str:
-    """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for one.
-
-    Raises:
-        OSError: it can't be deleted.
-    """
+    """Delete a checkpoint so that no half of it is ever taken for one; raises OSError where it can't be deleted."""
     doomed = folder.with_name(f".{folder.name}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -162,40 +195,35 @@ def remove(folder: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what a killed process left half-written or half-deleted."""
-    for path in folder.iterdir():
-        if _HIDDEN.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(PROBE):
-            path.unlink(missing_ok=True)
+    for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def is_name(name: str) -> bool:
-    """Whether a folder of this name can be a checkpoint."""
-    return _NAME.fullmatch(name) is not None
-
-
-def read_all(folder: Path) -> tuple[dict[str, Manifest], list[str]]:
-    """Manifests by name, and what is wrong with checkpoints that have none that can be read."""
-    manifests, problems = {}, []
-    names = sorted(path.name for path in folder.iterdir() if is_name(path.name)) if folder.is_dir() else []
-    for name in names:
+def newest_first(
+    names: Iterable[str], read: Callable[[str], Manifest], warn: Callable[[str], None] = lambda message: None
+) -> dict[str, Manifest]:
+    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
+    is none; `warn` is called with what is wrong with one that can't be read."""
+    manifests = {}
+    for name in filter(NAME.fullmatch, names):
         try:
-            manifests[name] = Manifest.read(folder / name)
+            manifests[name] = read(name)
         except DamagedError as error:
-            problems.append(str(error))
-    return manifests, problems
+            warn(f"passed over: {error}")
+        except FileNotFoundError:
+            continue
+    return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 
 
-def newest_first(manifests: Mapping[str, Manifest]) -> list[str]:
-    return sorted(manifests, key=lambda name: manifests[name].serial, reverse=True)
+def read_all(folder: Path, warn: Callable[[str], None] = lambda message: None) -> dict[str, Manifest]:
+    """Manifests of a folder's checkpoints, the newest first, by name; `warn` is called with what is wrong with the others."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), warn)
 
 
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a folder that is all there; those passed over are warned of with the reason."""
-    manifests, problems = read_all(folder)
-    for problem in problems:
-        warn(f"passed over: {problem}")
-    for name in newest_first(manifests):
+    for name in read_all(folder, warn):
         try:
             verify(folder / name)
         except DamagedError as error:
@@ -214,33 +242,15 @@ def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
     if (path / MANIFEST).exists():
         verify(path)
         return path
-    found = newest_good(path, warn)
-    if found is None:
+    if (found := newest_good(path, warn)) is None:
         raise DamagedError(f"{path}: no good checkpoint here: no {MANIFEST}, no folder step-… with one")
     return found
 
 
-def superfluous(manifests: Mapping[str, Manifest], *, keep_last: int, keep_best: int, best_by: str) -> list[str]:
-    """Names to delete: neither of the last `keep_last` nor of the best `keep_best` (larger is better; the newer of equals)."""
-    order = newest_first(manifests)
-    scores = {name: manifests[name].metrics.get(best_by, math.nan) for name in order}
-    scored = sorted((name for name in order if not math.isnan(scores[name])), key=lambda name: -scores[name])
-    kept = {*order[:keep_last], *scored[:keep_best]}
-    return [name for name in reversed(order) if name not in kept]
-
-
-def next_serial(manifests: Iterable[Manifest]) -> int:
-    """Serial of a checkpoint saved now, beside these."""
-    return max([int(time.time() * 1000), *(manifest.serial + 1 for manifest in manifests)])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't, and needn't
-            raise
-    finally:
-        os.close(descriptor)
+def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
+    """Names to delete, the oldest first: neither of the last `keep_last` nor of the best `keep_best` by `best_by` (larger is
+    better; the newer of equals). `manifests` has the newest first."""
+    scores = {name: manifest.metrics.get(rule.best_by, math.nan) for name, manifest in manifests.items()}
+    scored = sorted((name for name in scores if not math.isnan(scores[name])), key=lambda name: -scores[name])
+    kept = {*list(manifests)[: rule.keep_last], *scored[: rule.keep_best]}
+    return [name for name in reversed(manifests) if name not in kept]

@@ -1,6 +1,6 @@
 """Between this project's model sizes and `transformers.ClapConfig`: what either can't express is refused with the reason.
 
-Sizes only; the tensors are `weights.py`'s.
+Sizes only; the tensors are `clap_ds.weights.formats`'.
 """
 
 from __future__ import annotations
@@ -23,6 +23,24 @@ _FIXED_AUDIO = {
     "layer_norm_eps": 1e-5,
 }
 _FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": PAD_TOKEN_ID}
+# Our field → theirs, in one of transformers' objects each.
+_AUDIO = {
+    "attention_window": "window_size",
+    "mel_bins": "num_mel_bins",
+    "image_size": "spec_size",
+    "embed_dim": "patch_embeds_hidden_size",
+    "depths": "depths",
+    "num_heads": "num_attention_heads",
+    "num_classes": "num_classes",
+}
+_TEXT = {
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+}
 _FRONT_END = {
     "sample_rate": "sampling_rate",
     "stft_window": "fft_window_size",
@@ -30,7 +48,6 @@ _FRONT_END = {
     "fmin": "frequency_min",
     "fmax": "frequency_max",
 }
-"""Our field → `ClapFeatureExtractor`'s."""
 
 
 def config_from_transformers(
@@ -44,14 +61,10 @@ def config_from_transformers(
         name: what to call the model in messages.
 
     Raises:
-        ValueError: feature fusion, or another architecture than HTSAT + RoBERTa.
+        ValueError: feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
     """
     audio: Any = config.audio_config
     text: Any = config.text_config
-    if audio.enable_fusion:
-        raise ValueError(
-            f"{name}: CLAP with feature fusion (enable_fusion) is not supported; use an unfused checkpoint"
-        )
     _check_fixed(name, "audio_config", audio, _FIXED_AUDIO)
     _check_fixed(name, "text_config", text, _FIXED_TEXT)
     patch, stride = _side(audio.patch_size), _side(audio.patch_stride)
@@ -63,29 +76,18 @@ def config_from_transformers(
         raise ValueError(f"{name}: projection_hidden_act is {config.projection_hidden_act!r}, expected relu or gelu")
     activation: Any = config.projection_hidden_act
     projection = ProjectionConfig(hidden_dim=config.projection_dim, activation=activation, bias=True)
-    text_sizes = {
-        "vocab_size": text.vocab_size,
-        "max_positions": text.max_position_embeddings,
-        "hidden_size": text.hidden_size,
-        "num_layers": text.num_hidden_layers,
-        "num_heads": text.num_attention_heads,
-        "intermediate_size": text.intermediate_size,
-    }
+    audio_sizes: dict[str, Any] = {ours: getattr(audio, theirs) for ours, theirs in _AUDIO.items()}
+    audio_sizes |= {name: list(audio_sizes[name]) for name in ("depths", "num_heads")}
+    text_sizes = {ours: getattr(text, theirs) for ours, theirs in _TEXT.items()}
     published = load_preset("htsat_tiny_roberta_base").text
-    is_roberta_base = all(getattr(published, field) == value for field, value in text_sizes.items())
+    is_roberta_base = all(getattr(published, ours) == value for ours, value in text_sizes.items())
     return ClapConfig(
         name=name,
         audio=AudioConfig(
+            **audio_sizes,
             **_front_end(front_end or {}),
-            mel_bins=audio.num_mel_bins,
-            image_size=audio.spec_size,
             patch_size=patch,
-            embed_dim=audio.patch_embeds_hidden_size,
-            depths=list(audio.depths),
-            num_heads=list(audio.num_attention_heads),
-            attention_window=audio.window_size,
             mlp_ratio=int(audio.mlp_ratio),
-            num_classes=audio.num_classes,
             projection=projection,
         ),
         text=TextConfig(
@@ -112,27 +114,16 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     return transformers.ClapConfig(
         audio_config={
             **_FIXED_AUDIO,
-            "window_size": audio.attention_window,
-            "num_mel_bins": audio.mel_bins,
-            "spec_size": audio.image_size,
+            **{theirs: getattr(audio, ours) for ours, theirs in _AUDIO.items()},
             "patch_size": audio.patch_size,
             "patch_stride": [audio.patch_size, audio.patch_size],
-            "num_classes": audio.num_classes,
             "hidden_size": audio.output_dim,
-            "depths": list(audio.depths),
-            "num_attention_heads": list(audio.num_heads),
             "num_hidden_layers": audio.num_stages,
-            "patch_embeds_hidden_size": audio.embed_dim,
             "mlp_ratio": float(audio.mlp_ratio),
         },
         text_config={
             **_FIXED_TEXT,
-            "vocab_size": text.vocab_size,
-            "max_position_embeddings": text.max_positions,
-            "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_layers,
-            "num_attention_heads": text.num_heads,
-            "intermediate_size": text.intermediate_size,
+            **{theirs: getattr(text, ours) for ours, theirs in _TEXT.items()},
             "layer_norm_eps": text.layer_norm_eps,
         },
         projection_dim=config.joint_dim,

@@ -1,7 +1,6 @@
 """How other CLAPs name the tensors of this model's state, and how their tensors are cut.
 
-Pure renaming: the state's keys and shapes come from the model, so that nothing is listed twice. Reading and writing files is
-`weights.py`'s.
+Pure renaming: the state's keys and shapes come from the model, so that nothing is listed twice. Files are `formats`'.
 """
 
 from __future__ import annotations

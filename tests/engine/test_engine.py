@@ -15,9 +15,9 @@ from torch import Tensor
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.sources import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
+from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
-from clap_ds.training.engine_state import master_weights
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.ranks import RankPool

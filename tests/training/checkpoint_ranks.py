@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as world_size
 
-from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
+from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
-from clap_ds.training import checkpoint, random_state
-from clap_ds.training.checkpoint import CheckpointFolder, Progress, SavedCheckpoint
+from clap_ds.training import checkpoint
+from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.training.start import freeze
 from clap_ds.weights import checkpoint_files
-from tests.conftest import micro_run
+from tests.training.reference_steps import CPU, run_settings
 
-DEVICE = torch.device("cpu")
-TIMER = PhaseTimer(DEVICE, instrumented=False)
+TIMER = PhaseTimer(CPU, instrumented=False)
 ROWS = 6
 """Of every global batch, whatever the number of ranks."""
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -40,28 +42,10 @@ SCHEDULER = {
 }
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
-    content = micro_run(
-        **{
-            **PRECISIONS[precision],
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-            "train_micro_batch_size_per_gpu": ROWS // world_size(),
-            **changes,
-            "clap": {"gradient_bucket_mb": 0.05, **changes.get("clap", {})},
-        }
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(content, file)
-        file.flush()
-        return load_run(file.name)
+    optimizer = {"type": "AdamW", "params": {"lr": 5e-3}}
+    rows = {"train_micro_batch_size_per_gpu": ROWS // world_size()}
+    return run_settings(**{**PRECISIONS[precision], "optimizer": optimizer, **rows, **changes})
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
@@ -71,7 +55,7 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     sigmoid = run.clap.loss.kind == "sigmoid"
     model = ClapModel(run.clap.preset(), drop_path=rate, text_dropout=rate, spec_augment=noisy, sigmoid=sigmoid)
     freeze(model, run.clap.train.freeze)
-    built = ClapEngine(run, model, DEVICE)
+    built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:
         norm = model.audio.batch_norm.eval()  # statistics of a rank's own rows would depend on the number of ranks
@@ -97,22 +81,15 @@ def batches(start: int) -> Iterator[Batch]:
 def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
     """Of the global batch, step by step."""
     source = batches(start)
-    values = []
-    for _ in range(number):
-        loss = engine.step(source, TIMER)
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-        values.append(float(loss) / world_size())
-    return values
+    return [float(gather_tensor(engine.step(source, TIMER)).mean()) for _ in range(number)]
 
 
-def progress(step: int) -> Progress:
-    return Progress(
+def progress(step: int) -> TrainingProgress:
+    return TrainingProgress(
         step=step,
         samples=step * ROWS,
         epoch=step / 7,
         data=[{"rank": number, "step": step} for number in range(world_size())],
-        world_size=world_size(),
         train_s=1.5,
         best={"zero_shot_top1": 0.25},
         extra={"ramp": [1, 2]},
@@ -134,11 +111,10 @@ def resumed(folder: str, precision: str, restore: bool = True, frozen: tuple[str
     saved = checkpoints.save(first, progress(3))
     going_on = losses(first, 3, 3), draws(), first.deepspeed.get_lr(), first.deepspeed.global_samples
     second = engine(run, 99, noisy=True)
-    if not restore:
-        random_state_restore, random_state.restore = random_state.restore, lambda state, device: None
-    loaded = CheckpointFolder(folder).load(folder, second)
-    if not restore:
-        random_state.restore = random_state_restore
+    with pytest.MonkeyPatch.context() as patch:
+        if not restore:
+            patch.setattr(checkpoint, "restore_random_state", lambda state, device: None)
+        loaded = CheckpointFolder(folder).load(folder, second)
     again = losses(second, 3, 3), draws(), second.deepspeed.get_lr(), second.deepspeed.global_samples
     return {
         "saved": saved,
@@ -165,7 +141,7 @@ def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float
     checkpoints = CheckpointFolder(folder)
     newest = checkpoints.newest()
     assert newest is not None
-    assert checkpoints.load(newest, second).world_size == 3 - world_size()
+    assert len(checkpoints.load(newest, second).data) == 3 - world_size()
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
@@ -175,24 +151,23 @@ def fail_at_file(folder: str, number: int) -> dict[str, Any]:
     trained = engine(run, 1)
     losses(trained, 0, 1)
     warnings: list[str] = []
-    checkpoints = CheckpointFolder(folder, keep_last=2, warn=warnings.append)
+    checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2), warn=warnings.append)
     first = checkpoints.save(trained, progress(1))
     files = 0
-    close = checkpoint_files.HashedFile.close
+    write_file = checkpoint_files.write_file
 
-    def full(file: checkpoint_files.HashedFile) -> Any:
+    def full(path: Path, content: Any) -> Any:
         nonlocal files
         files += 1
+        record = write_file(path, content)
         if files >= number:
-            close(file)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return close(file)
+        return record
 
-    checkpoint_files.HashedFile.close = full  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (checkpoint, checkpoint_files):
+            patch.setattr(module, "write_file", full)
         failed = checkpoints.save(trained, progress(2))
-    finally:
-        checkpoint_files.HashedFile.close = close  # type: ignore[method-assign]
     left = sorted(path.name for path in Path(folder).iterdir()) if rank() == 0 else []
     newest = checkpoints.newest()
     after = losses(trained, 1, 1)
@@ -201,63 +176,51 @@ def fail_at_file(folder: str, number: int) -> dict[str, Any]:
             "warnings": warnings, "files": files}  # fmt: skip
 
 
-def save_on(
-    folder: str, steps: list[int], **options: Any
-) -> tuple[list[SavedCheckpoint], list[str], tuple[int, float]]:
+def save_on(folder: str, steps: list[int]) -> tuple[list[SavedCheckpoint], list[str], tuple[int, float]]:
     """Save these steps of one engine; outcomes, warnings and the estimate made before."""
     trained = engine(settings(), 1)
     warnings: list[str] = []
-    checkpoints = CheckpointFolder(folder, warn=warnings.append, **options)
+    checkpoints = CheckpointFolder(folder, warn=warnings.append)
     estimate = checkpoints.estimate(trained)
     losses(trained, 0, 1)
     return [checkpoints.save(trained, progress(step)) for step in steps], warnings, estimate
 
 
-def save_with(folder: str, precision: str, changes: dict[str, Any]) -> Path | None:
-    """One checkpoint of a run with some settings changed."""
-    trained = engine(settings(precision, **changes), 1)
+def save_once(folder: str, tokenizer: str | None = None) -> Path | None:
+    """One checkpoint of a bf16 run after two steps."""
+    trained = engine(settings(), 1)
     losses(trained, 0, 2)
-    return CheckpointFolder(folder).save(trained, progress(2)).path
+    return CheckpointFolder(folder, tokenizer=tokenizer).save(trained, progress(2)).path
 
 
-def refusal(folder: str, precision: str, changes: dict[str, Any], joint_dim: int | None = None) -> str:
-    """Why a checkpoint isn't loaded into another run."""
-    other = engine(settings(precision, **changes), 1)
+def refusal(
+    folder: str, precision: str = "bf16", changes: dict[str, Any] | None = None, joint_dim: int | None = None
+) -> str:
+    """Why a checkpoint isn't loaded into a run with some settings changed."""
+    other = engine(settings(precision, **(changes or {})), 1)
     if joint_dim is not None:
         other.model.config = other.model.config.model_copy(update={"name": "other_model", "joint_dim": joint_dim})
-    try:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
         CheckpointFolder(folder, warn=lambda message: None).load(folder, other)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    return str(refusal.value)
 
 
 def refusal_when_unseen(folder: str) -> str:
     """Why a checkpoint isn't loaded that rank 1 doesn't see, as on a host without the file system."""
-    other = engine(settings(), 1)
-    if rank() == 1:
-        name, checkpoint.PROGRESS = checkpoint.PROGRESS, "not seen"
-    try:
-        CheckpointFolder(folder).load(folder, other)
-    except ValueError as error:
-        return str(error)
-    finally:
-        if rank() == 1:
-            checkpoint.PROGRESS = name
-    return "not refused"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "PROGRESS", "not seen" if rank() else checkpoint.PROGRESS)
+        return refusal(folder)
 
 
 def refusal_of_folder(folder: str) -> str:
     """Why checkpoints can't lie there."""
-    try:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
         CheckpointFolder(folder)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    return str(refusal.value)
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:
-    """bf16 parameters and fp32 master weights that an engine has after loading, by name; those DeepSpeed loads alone."""
+    """bf16 parameters that an engine has after DeepSpeed alone has loaded a checkpoint, by name."""
     second = engine(settings(), 99)
     loaded, client_state = second.deepspeed.load_checkpoint(path)
     assert loaded is not None
@@ -269,27 +232,27 @@ def metric_saves(folder: str, scores: list[float], **options: Any) -> tuple[list
     """Names left in the folder after saving with these scores, and the warnings."""
     trained = engine(settings(), 1)
     warnings: list[str] = []
-    checkpoints = CheckpointFolder(folder, warn=warnings.append, **options)
+    checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), warn=warnings.append)
     for step, score in enumerate(scores, start=1):
         checkpoints.save(trained, progress(step), metrics={"zero_shot_top1": score})
     return sorted(path.name for path in Path(folder).iterdir()), warnings
 
 
-def save_until_killed(folder: str, seed: int, told: Any) -> None:
-    """Saves without end, telling each step after it is reported as saved. Run in a process of its own."""
+def save_until_killed(folder: str, saved: Any) -> None:
+    """Saves without end, and sends each step after it is reported as saved. Run in a process of its own."""
     from clap_ds.dist import distributed
 
     distributed.initialize(distributed.Ranks(0, 1, 0, 1), compile_cpu_collective=False)
     trained = engine(settings(), 1)
     losses(trained, 0, 1)
-    checkpoints = CheckpointFolder(folder, keep_last=2, keep_best=0)
+    checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2, keep_best=0))
     newest = checkpoints.newest()
     step = int(newest.name.split("-")[1]) if newest else 0
-    told.send("ready")
+    saved.send("ready")
     while True:
         step += 1
         assert checkpoints.save(trained, progress(step)).saved
-        told.send(step)
+        saved.send(step)
 
 
 def load_newest(folder: str) -> tuple[int, list[float]]:

@@ -19,24 +19,24 @@ from tests.conftest import micro_run
 CPU = torch.device("cpu")
 
 
-def settings(**changes: Any) -> RunSettings:
-    """An fp32 micro run by plain SGD, whose weights show the gradient; `train` and `model` go into `clap`."""
-    clap: dict[str, Any] = {"gradient_bucket_mb": 0.05, "train": changes.pop("train", {})}
-    if "model" in changes:
-        clap["model"] = {"preset": "micro", **changes.pop("model")}
-    content = micro_run(
-        **{
-            "bf16": {"enabled": False},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "train_micro_batch_size_per_gpu": 3,
-            "clap": clap,
-            **changes,
-        }
-    )
+def run_settings(**changes: Any) -> RunSettings:
+    """`micro_run` as settings, with gradients in many buckets."""
+    clap = {"gradient_bucket_mb": 0.05, **changes.pop("clap", {})}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(content, file)
+        json.dump(micro_run(**changes, clap=clap), file)
         file.flush()
         return load_run(file.name)
+
+
+def settings(**changes: Any) -> RunSettings:
+    """An fp32 micro run by plain SGD, whose weights show the gradient; `train`, `evaluation`, `checkpoint` and `model` go into
+    `clap`."""
+    clap = {name: changes.pop(name) for name in ("train", "evaluation", "checkpoint") if name in changes}
+    if "model" in changes:
+        clap["model"] = {"preset": "micro", **changes.pop("model")}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    plain = {"bf16": {"enabled": False}, "optimizer": sgd, "train_micro_batch_size_per_gpu": 3}
+    return run_settings(**{**plain, **changes}, clap=clap)
 
 
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:

@@ -1,24 +1,14 @@
-"""Steps and micro-batches of a run, against counting them one by one."""
+"""Steps and micro-batches of a run, against counting them one by one; how far a run has come."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from clap_ds.training.schedule import Schedule
+from clap_ds.training.schedule import Schedule, TrainingProgress
 from tests.training.reference_steps import settings
-
-
-def _count(schedule: Schedule, samples: int) -> int:
-    steps = 0
-    while samples < schedule.samples:
-        samples += schedule.accumulation_at(samples) * schedule.samples_per_micro_step
-        steps += 1
-    return steps
 
 
 @examples(deadline=None)
@@ -30,7 +20,11 @@ def _count(schedule: Schedule, samples: int) -> int:
 )
 def test_steps_are_those_a_run_takes(total: int, micro: int, ramp: dict[int, int], done: int) -> None:
     schedule = Schedule(total, micro, tuple(sorted({0: 2, **ramp}.items())))
-    assert schedule.steps_from(done) == _count(schedule, done)
+    steps, samples = 0, done
+    while not schedule.is_done(samples):
+        samples += schedule.accumulation_at(samples) * micro
+        steps += 1
+    assert schedule.steps_from(done) == steps
 
 
 def test_ramp_begins_with_the_sections_own_accumulation() -> None:
@@ -50,18 +44,20 @@ def test_epochs_are_counted_in_samples() -> None:
         Schedule.of(run, world_size=2, epoch_samples=None)
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "said"),
-    [
-        ({}, None),
-        ({"params": {"total_num_steps": 15}}, None),
-        (
-            {"params": {"total_num_steps": 20}},
-            "scheduler.params.total_num_steps is 20, but the run ends after 15 steps",
-        ),
-    ],
-)
-def test_a_scheduler_with_another_end_is_noticed(scheduler: dict[str, Any], said: str | None) -> None:
-    schedule = Schedule(100, 10, ((0, 1),))
-    found = schedule.mismatch(scheduler, step=5, samples=0)
-    assert found == said
+@pytest.mark.parametrize("planned", [None, 15, 20])
+def test_a_scheduler_with_another_end_is_noticed(planned: int | None) -> None:
+    scheduler = {"params": {} if planned is None else {"total_num_steps": planned}}
+    said = "scheduler.params.total_num_steps is 20, but the run ends after 15 steps" if planned == 20 else None
+    assert Schedule(100, 10, ((0, 1),)).mismatch(scheduler, step=5, samples=0) == said
+
+
+def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
+    wanted, progress = {"top1": 0.5, "map": 0.2}, TrainingProgress()
+    for top1, seconds in ((0.6, 1.0), (0.4, 2.0)):
+        progress.note({"top1": top1, "map": 0.1}, wanted, seconds)
+        assert progress.time_to(wanted) is None
+    progress.note({"top1": 0.5, "map": 0.2}, wanted, 3.0)
+    again = TrainingProgress.from_json(progress.to_json())
+    assert again == progress
+    assert again.best == {"top1": 0.6, "map": 0.2}
+    assert (again.time_to(wanted), again.time_to({}), again.time_to({"top1": 0.5})) == (3.0, None, None)

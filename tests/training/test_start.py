@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,25 +58,16 @@ def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precisio
     assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in trained)
 
 
-def _start(weights: Path, **changes: Any) -> ClapModel:
-    run = reference.settings(train={"initial_weights": str(weights)}, **changes)
-    return TrainingStart(run, ALONE).build_model(run)
-
-
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
     torch.manual_seed(9)
-    model = ClapModel(load_preset("micro"))
-    save_safetensors(model, tmp_path / "weights.safetensors")
-    taken = _start(tmp_path / "weights.safetensors").state_dict()
+    model, path = ClapModel(load_preset("micro")), tmp_path / "weights.safetensors"
+    save_safetensors(model, path)
+    run = reference.settings(train={"initial_weights": str(path)})
+    taken = TrainingStart(run, ALONE).build_model(run).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    save_safetensors(ClapModel(load_preset("micro")), tmp_path / "weights.safetensors")
+    other = reference.settings(train={"initial_weights": str(path)}, model={"preset": "demo"})
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* holds model micro, this run has demo"):
-        _start(tmp_path / "weights.safetensors", model={"preset": "demo"})
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .*nothing\.pt: no such file"):
-        _start(tmp_path / "nothing.pt")
+        TrainingStart(other, ALONE).build_model(other)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .*weights\.safetensors: no such file"):
+        TrainingStart(run, ALONE).build_model(run)

@@ -1,4 +1,4 @@
-"""A signal to one rank stops all of them after the same step; repetitions are one wish, a later signal is another."""
+"""A signal to one rank stops all of them after the same step; repetitions are one request, a later signal is another."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ from clap_ds.training import stop
 from tests.ranks import RankPool
 
 
-def _agreed(signalled: int, number: int) -> list[int]:
-    answers = []
-    with stop.StopRequest(lambda number: None) as request:
-        for step in range(3):
-            if step == 1 and dist.get_rank() == signalled:
-                os.kill(os.getpid(), number)
-                _wait_until(lambda: request._number)
-            answers.append(request.agreed())
-    return answers
-
-
 def _wait_until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
@@ -33,14 +22,29 @@ def _wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
+    """What ranks agree on after each of three steps, and whether signals are afterwards handled as before."""
+    before = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
+    answers = []
+    with stop.StopRequest(lambda number: None) as request:
+        assert before != [signal.getsignal(each) for each in stop.STOP_SIGNALS]
+        for step in range(3):
+            if step == 1 and dist.get_rank() == signalled:
+                os.kill(os.getpid(), number)
+                _wait_until(lambda: request._number)
+            answers.append(request.agreed())
+    after = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
+    return answers, before == after and signal.set_wakeup_fd(-1) == -1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_all_ranks_hear_of_it_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
-    assert two_ranks.run(_agreed, signalled, int(number)) == [[0, number, number]] * 2
+def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
+    assert two_ranks.run(_agreed, signalled, int(number)) == [([0, number, number], True)] * 2
 
 
 def _ended_by(pause_s: float, repeat_s: float) -> list[int]:
-    """Signals that ended the rank, of two that came so far apart, when they are one wish for `repeat_s`."""
+    """Signals that ended the rank, of two that came so far apart, when they are one request for `repeat_s`."""
     ended: list[int] = []
     stop.REPEAT_S = repeat_s
     with stop.StopRequest(ended.append) as request:
@@ -56,14 +60,3 @@ def _ended_by(pause_s: float, repeat_s: float) -> list[int]:
 def test_only_a_later_signal_ends_at_once(two_ranks: RankPool) -> None:
     assert two_ranks.run(_ended_by, 0.0, 30.0) == [[]] * 2
     assert two_ranks.run(_ended_by, 0.7, 0.5) == [[signal.SIGTERM]] * 2
-
-
-def _handlers() -> bool:
-    before = [signal.getsignal(number) for number in stop.NUMBERS]
-    with stop.StopRequest(lambda number: None):
-        assert before != [signal.getsignal(number) for number in stop.NUMBERS]
-    return before == [signal.getsignal(number) for number in stop.NUMBERS] and signal.set_wakeup_fd(-1) == -1
-
-
-def test_signals_are_afterwards_handled_as_before(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_handlers) == [True, True]

@@ -43,21 +43,12 @@ def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
         name: of the file and so of the runs.
         changes: as for `micro_run`, `clap.train` merged with the defaults here.
     """
-    clap = changes.pop("clap", {})
-    train = {"log_every_steps": 1, **clap.get("train", {})}
-    content = micro_run(
-        **{
-            "bf16": {"enabled": False},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"},
-            },
-            **changes,
-            "clap": {"output": {"root": str(folder / "runs")}, **clap, "train": train},
-        }
-    )
+    clap = {"output": {"root": str(folder / "runs")}, **changes.pop("clap", {})}
+    clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
+    plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
+    defaults = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR", "params": plan}}
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=2))
+    path.write_text(json.dumps(micro_run(**{**defaults, **changes}, clap=clap), indent=2))
     return path
 
 
@@ -118,9 +109,8 @@ def train(config: Path, world_size: int = 2) -> str:
 
 def run_directories(config: Path) -> list[Path]:
     """Of all starts of a run, in order."""
-    label = config.stem
     root = Path(json.loads(config.read_text())["clap"]["output"]["root"])
-    return sorted(path for path in root.glob(f"{label}-*Z*") if path.is_dir())
+    return sorted(path for path in root.glob(f"{config.stem}-*Z*") if path.is_dir())
 
 
 def summaries(config: Path) -> list[dict[str, Any]]:
@@ -129,12 +119,9 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of all starts."""
-    found = []
-    for directory in run_directories(config):
-        path = directory / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        found += [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in found if line["phase"] == phase]
+    files = [path for directory in run_directories(config) if (path := directory / "metrics.jsonl").exists()]
+    texts = (line for path in files for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [line for line in map(json.loads, texts) if line["phase"] == phase]
 
 
 def losses(config: Path) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from clap_ds.weights import checkpoint_files
-from clap_ds.weights.manifest import Manifest
+from clap_ds.weights.checkpoint_files import Manifest
 
 CONTENTS = {"deepspeed/mp_rank_00_model_states.pt": b"states" * 3000, "weights.safetensors": b"weights" * 1000}
 
@@ -14,29 +14,16 @@ def make_checkpoint(
     *,
     metrics: dict[str, float] | None = None,
     tokenizer: str | None = None,
-    contents: dict[str, bytes] = CONTENTS,
+    contents: dict[str, bytes] | None = None,
 ) -> Path:
-    """As `CheckpointFolder.save` makes one, without an engine; every step's content is its own."""
-    draft = checkpoint_files.partial_of(folder, checkpoint_files.checkpoint_name(step, folder))
+    """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own."""
+    draft = checkpoint_files.begin(folder, step)
     files = {}
-    for name, content in contents.items():
-        (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        files[name] = checkpoint_files.write_file(
-            draft / name, content + (b"%d" % step if contents is CONTENTS else b"")
-        )
-    others, _ = checkpoint_files.read_all(folder)
-    return checkpoint_files.publish(
-        draft,
-        Manifest(
-            serial=checkpoint_files.next_serial(others.values()),
-            step=step,
-            model={},
-            engine={},
-            tokenizer=tokenizer,
-            metrics=metrics or {},
-            files=files,
-        ),
-    )
+    for name, content in (contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}).items():
+        (draft / name).parent.mkdir(exist_ok=True)
+        files[name] = checkpoint_files.write_file(draft / name, content)
+    serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
+    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files))
 
 
 def flip_bit(path: Path, position: int) -> None:

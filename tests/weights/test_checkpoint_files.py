@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clap_ds.config.sections import CheckpointSettings
 from clap_ds.weights import checkpoint_files
-from clap_ds.weights.manifest import DamagedError, Manifest
+from clap_ds.weights.checkpoint_files import DamagedError, Manifest
 from tests.weights.fake_checkpoints import CONTENTS, flip_bit, make_checkpoint
 
 
 def test_what_is_written_is_found_and_read_back(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 7, metrics={"zero_shot_top1": 0.5}, tokenizer="roberta-base")
-    warnings: list[str] = []
-    assert checkpoint_files.newest_good(tmp_path, warnings.append) == path == tmp_path / "step-00000007"
-    assert not warnings
+    assert checkpoint_files.newest_good(tmp_path, pytest.fail) == path == tmp_path / "step-00000007"
     manifest = checkpoint_files.verify(path)
     assert (manifest.step, manifest.metrics, manifest.tokenizer) == (7, {"zero_shot_top1": 0.5}, "roberta-base")
-    assert manifest.total_bytes == sum(len(content) + 1 for content in CONTENTS.values())
     assert {name: (path / name).read_bytes() for name in manifest.files} == {
         name: content + b"7" for name, content in CONTENTS.items()
     }
@@ -43,6 +41,10 @@ def _flip(path: Path) -> None:
     flip_bit(path, path.stat().st_size // 2)
 
 
+def _of_another_format(path: Path) -> None:
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "reason"),
     [
@@ -53,13 +55,13 @@ def _flip(path: Path) -> None:
         (_flip, "manifest.json", "manifest.json"),
         (_cut, "manifest.json", "manifest.json can't be read"),
         (Path.unlink, "manifest.json", "manifest.json: No such file"),
+        (_of_another_format, "manifest.json", "a checkpoint of format 2, this version reads 1"),
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
     tmp_path: Path, damage: Callable[[Path], None], name: str, reason: str
 ) -> None:
-    good = make_checkpoint(tmp_path, 1)
-    bad = make_checkpoint(tmp_path, 2)
+    good, bad = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     damage(bad / name)
     warnings: list[str] = []
     assert checkpoint_files.newest_good(tmp_path, warnings.append) == good
@@ -81,14 +83,12 @@ def test_no_bit_of_a_manifest_can_change_unnoticed(tmp_path: Path, position: int
 
 
 def test_a_file_that_changes_between_writing_and_reading_back_is_never_published(tmp_path: Path) -> None:
-    draft = checkpoint_files.partial_of(tmp_path, "step-00000001")
-    draft.mkdir()
+    draft = checkpoint_files.begin(tmp_path, 1)
     record = checkpoint_files.write_file(draft / "a", b"as it was meant")
     flip_bit(draft / "a", 3)
-    manifest = Manifest(1, 1, {}, {}, None, {}, {"a": record})
     with pytest.raises(DamagedError, match="a has changed"):
-        checkpoint_files.publish(draft, manifest)
-    assert checkpoint_files.read_all(tmp_path) == ({}, [])
+        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"a": record}))
+    assert checkpoint_files.read_all(tmp_path) == {}
 
 
 class Killed(BaseException):
@@ -98,8 +98,8 @@ class Killed(BaseException):
 def _save_and_rotate(folder: Path, step: int) -> None:
     checkpoint_files.clear_leftovers(folder)
     make_checkpoint(folder, step)
-    manifests, _ = checkpoint_files.read_all(folder)
-    for name in checkpoint_files.superfluous(manifests, keep_last=2, keep_best=0, best_by=""):
+    rule = CheckpointSettings(keep_last=2, keep_best=0)
+    for name in checkpoint_files.superfluous(checkpoint_files.read_all(folder), rule):
         checkpoint_files.remove(folder / name)
 
 
@@ -119,42 +119,33 @@ def test_killed_before_any_operation_on_the_disk_the_last_good_one_is_there(
 
         return count
 
-    num_killed = 0
-    while True:
+    num_killed, finished = 0, False
+    while not finished:
         folder = tmp_path / str(num_killed)
         folder.mkdir()
         for step in (1, 2):
             make_checkpoint(folder, step)
         left = num_killed
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
             for name, operation in operations.items():
                 patch.setattr(os, name, counted(operation))
-            try:
-                _save_and_rotate(folder, 3)
-                finished = True
-            except Killed:
-                finished = False
+            _save_and_rotate(folder, 3)
+            finished = True
         newest = checkpoint_files.newest_good(folder, pytest.fail)  # not one that has to be passed over
         assert newest is not None
-        assert Manifest.read(newest).step in (2, 3)
-        assert finished is False or Manifest.read(newest).step == 3
+        assert Manifest.read(newest).step in ((3,) if finished else (2, 3))
         _save_and_rotate(folder, 4)
         assert sorted(path.name for path in folder.iterdir())[-1] == "step-00000004"
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-        if finished:
-            break
         num_killed += 1
     assert num_killed > 10
 
 
-def test_a_full_disk_is_told_when_the_file_is_closed(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
-    file = checkpoint_files.HashedFile(Path("/dev/full"))
-    for _ in range(100):
-        assert file.write(b"x" * 4096) == 4096  # the writer isn't interrupted
     with pytest.raises(OSError, match="No space left"):
-        file.close()
+        checkpoint_files.write_file(Path("/dev/full"), b"x")
 
 
 @settings(deadline=None)
@@ -164,16 +155,19 @@ def test_a_full_disk_is_told_when_the_file_is_closed(tmp_path: Path) -> None:
     keep_best=st.integers(0, 3),
 )
 def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, keep_best: int) -> None:
+    names = [f"step-{serial:08d}" for serial in range(len(scores))]
     manifests = {
-        f"step-{serial:08d}": Manifest(serial, 100 - serial, {}, {}, None, {} if score is None else {"m": score}, {})
-        for serial, score in enumerate(scores)
+        name: Manifest(serial, 100 - serial, {}, {}, None, {} if score is None else {"m": score}, {})
+        for serial, (name, score) in reversed(list(enumerate(zip(names, scores, strict=True))))
     }
-    doomed = set(checkpoint_files.superfluous(manifests, keep_last=keep_last, keep_best=keep_best, best_by="m"))
-    kept = set(manifests) - doomed
-    assert set(sorted(manifests)[-keep_last:]) <= kept
+    rule = CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m")
+    doomed = checkpoint_files.superfluous(manifests, rule)
+    kept = set(names) - set(doomed)
+    assert doomed == sorted(doomed)
+    assert set(names[-keep_last:]) <= kept
     assert len(kept) <= keep_last + keep_best
-    kept_scores = [score for serial, score in enumerate(scores) if f"step-{serial:08d}" in kept and score is not None]
-    lost_scores = [score for serial, score in enumerate(scores) if f"step-{serial:08d}" in doomed and score is not None]
+    kept_scores = [score for name, score in zip(names, scores, strict=True) if name in kept and score is not None]
+    lost_scores = [score for name, score in zip(names, scores, strict=True) if name in doomed and score is not None]
     if keep_best and lost_scores:
         assert sum(score >= max(lost_scores) for score in kept_scores) >= keep_best
 

@@ -1,0 +1,97 @@
+"""What an engine holds that training resumes from: DeepSpeed's state, its fp32 weights, its description.
+
+What DeepSpeed saves is its own affair: at ZeRO-0 one state, rank 0's, so that the world size may change between runs. How it is
+kept is left to `clap_ds.training.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from clap_ds.engine.engine import ClapEngine
+
+TAG = "deepspeed"
+"""Folder of DeepSpeed's file in a checkpoint."""
+
+
+class _Capture(TorchCheckpointEngine):
+    """Takes what DeepSpeed would write: were the disk full amid its collectives, other ranks would wait for this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[str, Any] = {}
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.states[str(Path(path))] = state_dict
+
+
+def deepspeed_states(engine: ClapEngine, client_state: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed would save, by path relative to a checkpoint; nothing on ranks that don't save. A collective."""
+    capture = _Capture()
+    before, engine.deepspeed.checkpoint_engine = engine.deepspeed.checkpoint_engine, capture
+    try:
+        engine.deepspeed.save_checkpoint(".", tag=TAG, client_state=client_state, save_latest=False)
+    finally:
+        engine.deepspeed.checkpoint_engine = before
+    return capture.states
+
+
+def load_deepspeed(engine: ClapEngine, folder: Path) -> None:
+    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint.
+
+    Raises:
+        ValueError: names or shapes differ, or there is no state of DeepSpeed's.
+    """
+    try:
+        loaded, _ = engine.deepspeed.load_checkpoint(str(folder), tag=TAG)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} doesn't fit this run: {str(error).splitlines()[0]}") from error
+    if loaded is None:
+        raise ValueError(f"{folder} holds no state of DeepSpeed's engine")
+
+
+def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
+    """The model's state with fp32 weights: the optimiser's own copies where it has them, the model's converted elsewhere."""
+    optimizer = engine.deepspeed.optimizer
+    groups = getattr(optimizer, "fp16_groups", [])
+    if hasattr(optimizer, "fp32_groups_flat"):
+        flat_groups = zip(optimizer.fp32_groups_flat, groups, strict=True)
+        copies = [_unflatten_dense_tensors(flat, group) for flat, group in flat_groups]
+    else:
+        copies = getattr(optimizer, "fp32_groups", [])
+    pairs = zip(itertools.chain(*groups), itertools.chain(*copies), strict=True)
+    masters = {id(parameter): fp32 for parameter, fp32 in pairs}
+    state = dict(engine.model.state_dict())
+    state |= {name: masters.get(id(parameter), parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: tensor.detach().float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
+def estimated_bytes(engine: ClapEngine) -> int:
+    """Size of a checkpoint after the first step: weights in the model's types, master weights, two moments a trained weight,
+    and the fp32 weights of the safetensors file."""
+    sixteen_bit = hasattr(engine.deepspeed.optimizer, "fp16_groups")
+    total = sum(tensor.numel() * (tensor.element_size() + 4) for tensor in engine.model.state_dict().values())
+    trained = sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad)
+    return total + trained * (8 + 4 * sixteen_bit)
+
+
+def describe(engine: ClapEngine) -> dict[str, Any]:
+    """What a run must have in common with a checkpoint to resume from it, in words of JSON."""
+    deepspeed = engine.deepspeed
+    inner = getattr(deepspeed.optimizer, "optimizer", None)
+    trained = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    return {
+        "optimizer": " over ".join(type(each).__name__ for each in (deepspeed.optimizer, inner) if each is not None),
+        "scheduler": None if deepspeed.lr_scheduler is None else type(deepspeed.lr_scheduler).__name__,
+        "loss": type(engine.loss).__name__,
+        "trained_towers": [tower for tower in ("audio", "text") if any(n.startswith(tower) for n in trained)],
+        "num_trained_parameters": len(trained),
+    }
