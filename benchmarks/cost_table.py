@@ -27,7 +27,7 @@ from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.data.batch import Batch
 from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.library import torch_instead
+from clap_ds.native.convert import reverted
 from clap_ds.record.hardware import device_name
 
 Clock = Callable[[torch.device], float]
@@ -86,12 +86,11 @@ def measure_part(
     name: str,
     module: nn.Module,
     call: Call,
-    counted: Call,
     clock: Clock,
     device: torch.device,
     rounds: int,
 ) -> Cost:
-    """Medians over `rounds` after one to warm up; FLOPs of `counted`, what it is called with where torch computes it."""
+    """Medians over `rounds` after one to warm up; FLOPs as torch computes it."""
     args, kwargs = call
     trained = any(parameter.requires_grad for parameter in module.parameters())
     times = []
@@ -104,8 +103,8 @@ def measure_part(
             output.backward(torch.ones_like(output))
         times.append((forward_done_s - started_s, clock(device) - forward_done_s))
         module.zero_grad(set_to_none=True)
-    with torch.no_grad(), torch_instead(), FlopCounterMode(display=False) as counter:
-        module(*counted[0], **counted[1])
+    with torch.no_grad(), reverted(module), FlopCounterMode(display=False) as counter:
+        module(*args, **kwargs)
     moved = sum(each.nbytes for each in args if isinstance(each, Tensor) and each.is_floating_point()) + output.nbytes
     weights = sum(parameter.nbytes for parameter in module.parameters())
     factor = 2 if trained else 1
@@ -135,10 +134,8 @@ def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torc
     for _ in range(arguments.rounds + 1):
         side.step(batch)
     calls = capture(model, batch)
-    with torch_instead():
-        counted = capture(model, batch)
     costs = [
-        measure_part(name, module, calls[name], counted[name], clock, device, arguments.rounds)
+        measure_part(name, module, calls[name], clock, device, arguments.rounds)
         for name, module in parts(model).items()
     ]
     sizes = [parameter.numel() for parameter in model.parameters()]

@@ -34,7 +34,8 @@ from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.native import adamw as adamw_native
-from clap_ds.native import library
+from clap_ds.native.convert import convert
+from clap_ds.native.library import unavailable
 from clap_ds.record.clock import MedianInterval, median_interval, synchronize
 from clap_ds.record.hardware import device_name
 from clap_ds.weights.formats import to_transformers
@@ -176,13 +177,15 @@ def our_side(
     model.to(device)
     if low == "cast":
         model.to(torch.bfloat16)
+    if device.type == "cpu":
+        convert(model)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         return batch.model_inputs()
 
     return Side(
         *(name, model.train(), prepare, lambda *inputs: softmax_loss(*model(*inputs)), low == "autocast"),
-        steps_natively=low == "cast" and device.type == "cpu" and not library.unavailable(),
+        steps_natively=low == "cast" and device.type == "cpu" and not unavailable(),
     )
 
 
@@ -204,6 +207,8 @@ def peer_side(
     if low == "cast":
         model.to(torch.bfloat16)
     mel = LogMel(config.audio).to(device)
+    if device.type == "cpu":
+        convert(mel)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         features = mel(batch.waveforms)[:, None]

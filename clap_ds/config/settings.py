@@ -44,13 +44,19 @@ class ModelSettings(Section):
     """Dropout of RoBERTa's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
-    attention: Literal["auto", "eager", "sdpa", "matmul", "native", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: `sdpa`, but on a CPU `native` for bf16 where it has AMX and
-    otherwise `matmul`. With `eager` and `sdpa` the text tower goes through SDPA, too; packed captions need another. With `auto`
-    and `native` whole blocks of both towers run by this project's CPU kernels where there are any."""
+    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
+    """Kernel of the audio tower's window attention; `auto`: on a CPU `clap.cpu_kernels`' where they run and otherwise `matmul`,
+    elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, kernel: object) -> object:
+        if kernel == "native":
+            raise ValueError("no kernel 'native' any more: leave 'auto', and clap.cpu_kernels 'auto' takes CPU kernels")
+        return kernel
 
     @field_validator("preset")
     @classmethod
@@ -164,6 +170,9 @@ class ClapSettings(Section):
     cuda_graphs: bool = False
     """Replay what is compiled as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary: packed
     captions' do, and each is recorded anew. No effect on CPUs."""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
+    matrix units (AMX), `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
     `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
@@ -276,10 +285,9 @@ def _check_together(clap: ClapSettings) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention in ("eager", "sdpa"):
+    if clap.text == "packed" and clap.model.attention == "sdpa":
         problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul', 'native' or 'triton',"
-            f" found {clap.model.attention!r}"
+            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton', found 'sdpa'"
         )
     if clap.cuda_graphs and clap.compile == "off":
         problems.append("clap.cuda_graphs: needs clap.compile 'towers' or 'step', whose graphs it replays")

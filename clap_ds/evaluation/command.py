@@ -16,6 +16,7 @@ from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.session import together
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.evaluation.report import print_evaluation
+from clap_ds.native.convert import convert
 from clap_ds.record import hardware
 from clap_ds.record.directory import quiet_deepspeed
 from clap_ds.record.terminal import Progress
@@ -70,6 +71,8 @@ def evaluate_checkpoint(settings: EvaluationSettings, options: Options, ranks: R
         )
     )
     model = checkpoint.build(attention="auto").to(device, DTYPES[options.precision])
+    if device.type == "cpu":
+        convert(model)
     shown = _Shown(evaluator.num_batches, ranks)
     try:
         with shown:

@@ -24,7 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from clap_ds.config.model import PAD_TOKEN_ID, AudioConfig, ClapConfig
 from clap_ds.flop_count.analytic import Convention, fft_flops
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.library import torch_instead
 
 aten = torch.ops.aten
 ATTENTION = "attention (SDPA on CPU)"
@@ -182,7 +181,6 @@ def materialise(model: nn.Module, *, requires_grad: bool = False) -> None:
 
 
 @torch.no_grad()
-@torch_instead()
 def forward_one_sample(model: ClapModel, text_tokens: int) -> None:
     """One pair with a caption of `text_tokens` real tokens, by operations that counters know."""
     waveforms = torch.zeros(1, model.config.audio.num_samples)

@@ -20,7 +20,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, profile_by_deepspeed
-from clap_ds.native.library import torch_instead
+from clap_ds.native.convert import reverted
 from clap_ds.record.clock import PhaseTimer
 
 REPORT = "flops_profile.txt"
@@ -116,5 +116,5 @@ def _profile_one_forward(session: Session, section: DeepSpeedFlopsProfilerConfig
             Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, section.output_file)
 
-    with torch_instead():  # whose operations DeepSpeed counts
+    with reverted(engine.model):  # DeepSpeed counts torch's operations
         return profile_by_deepspeed(profiler, forward, report)

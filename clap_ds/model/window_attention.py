@@ -1,14 +1,10 @@
 """Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
-projection takes: the same result by several kernels. `auto` is `sdpa`, but on a CPU `native` where that can compute it and
-otherwise `matmul`.
+projection takes: the same result by several kernels. `auto` is `matmul` on a CPU and `sdpa` elsewhere.
 
-- `eager`: one plain operation after the other; what the others are tested against.
 - `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
   and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
 - `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
   matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
-- `native`: one C++ kernel each way that reads and writes the grid in place, for bf16 on CPUs that have matrix units
-  (`window_attention_native.py`).
 - `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
   (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU, so not what `auto` picks.
 
@@ -19,58 +15,29 @@ C = A·D.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
-from clap_ds.native.window_attention import native_window_attention, supports, why_unsupported
+from clap_ds.model.windows import merge_windows, partition_windows
 
-Kernel = Literal["auto", "eager", "sdpa", "matmul", "native", "triton"]
-MASKED_SCORE = -100.0
-"""What keeps apart tokens that only the cyclic shift made neighbours."""
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+Kernel = Literal["auto", "sdpa", "matmul", "triton"]
 
 
-def partition_windows(tokens_BHWC: Tensor, window: int) -> Tensor:
-    """(B, H, W, C) → (B, G, N, C), windows in row-major order."""
-    tiles = tokens_BHWC.unflatten(2, (-1, window)).unflatten(1, (-1, window))
-    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def merge_windows(windows_BGNC: Tensor, grid: int) -> Tensor:
-    """Inverse of `partition_windows` for a square grid."""
-    window = int(windows_BGNC.shape[2] ** 0.5)
-    per_side = grid // window
-    tiles = windows_BGNC.unflatten(2, (window, window)).unflatten(1, (per_side, per_side))
-    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def resolve_kernel(kernel: Kernel, qkv_BHWE: Tensor, window: int, heads: int) -> Kernel:
-    """The kernel that `auto` stands for with such tensors; others are themselves.
+def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
+    """The kernel that `auto` stands for on the device; others are themselves.
 
     Raises:
-        ValueError: `triton` or `native` asked for where they can't run.
+        ValueError: `triton` asked for where it is not installed.
     """
-    task = qkv_BHWE.dtype, qkv_BHWE.device, window, qkv_BHWE.shape[3] // (3 * heads)
-    if kernel == "auto":
-        if qkv_BHWE.device.type != "cpu":
-            return "sdpa"
-        return "native" if supports(*task) else "matmul"
-    if kernel == "native":
-        problem = why_unsupported(*task)
-        if problem:
-            raise ValueError(f"clap.model.attention: 'native': {problem}")
-    if kernel == "triton" and not _has_triton():
+    if kernel == "triton" and not has_triton_package():
         raise ValueError("clap.model.attention: 'triton' needs the triton package, which is not installed")
+    if kernel == "auto":
+        return "matmul" if device.type == "cpu" else "sdpa"
     return kernel
-
-
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton_package
-
-    return bool(has_triton_package())
 
 
 def attend_windows(
@@ -95,12 +62,10 @@ def attend_windows(
         (B, H, W, A·D) in the dtype of `qkv_BHWE`.
 
     Raises:
-        ValueError: the kernel can't run here or not with these tensors (`resolve_kernel`).
+        ValueError: the kernel can't run here (`resolve_kernel`).
     """
     assert shift == 0 or mask_GNN is not None
-    kernel = resolve_kernel(kernel, qkv_BHWE, window, len(bias_ANN))
-    if kernel == "native":
-        return native_window_attention(qkv_BHWE, bias_ANN, window, shift)
+    kernel = resolve_kernel(kernel, qkv_BHWE.device)
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
     mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
     if kernel == "triton":
@@ -113,17 +78,9 @@ def attend_windows(
         qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))
     grid, heads = qkv_BHWE.shape[1], bias_ANN.shape[0]
     windows = partition_windows(qkv_BHWE, window)
-    mixed = (_sdpa if kernel == "sdpa" else _eager)(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
+    mixed = _sdpa(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
     mixed_BHWC = merge_windows(mixed, grid)
     return mixed_BHWC.roll((shift, shift), dims=(1, 2)) if shift else mixed_BHWC
-
-
-def _eager(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
-    q, k, v = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
-    if mask_GNN is not None:
-        scores = scores + mask_GNN[:, None]
-    return (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
 
 
 def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clap_ds.model.window_attention import MASKED_SCORE
+from clap_ds.model.windows import MASKED_SCORE
 
 NUM_WARPS = 4
 PROGRAMS_PER_MULTIPROCESSOR = 8

@@ -17,22 +17,12 @@ def draw_seed() -> int:
 
 
 def native_dropout(x: Tensor, probability: float) -> Tensor:
-    """`F.dropout` while training.
-
-    Args:
-        x: bf16 on the CPU, a multiple of 16 elements.
-        probability: of an element to become 0; below 1.
-
-    Raises:
-        ValueError: `x` or the probability is another.
-    """
-    if x.dtype != torch.bfloat16 or not x.is_cpu or x.numel() % 16 or not 0 <= probability < 1:
-        raise ValueError(
-            f"native dropout can't take {x.dtype} {(*x.shape,)} on {x.device.type}, probability {probability}"
-        )
-    if probability == 0.0:
-        return x
-    return _Dropout.apply(x, probability, draw_seed())
+    """`F.dropout` while training, of a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
+    assert x.dtype == torch.bfloat16
+    assert x.is_cpu
+    assert x.numel() % 16 == 0
+    assert 0 <= probability < 1
+    return x if probability == 0.0 else _Dropout.apply(x, probability, draw_seed())
 
 
 def _masked(x: Tensor, probability: float, seed: int) -> Tensor:

@@ -16,14 +16,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -35,7 +34,6 @@ NEEDED = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf1
 """Of the processor's features, by their names in /proc/cpuinfo."""
 
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
-_switched_off = False
 log = logging.getLogger(__name__)
 
 
@@ -168,29 +166,10 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
-@contextmanager
-def torch_instead() -> Iterator[None]:
-    """Has everything that asks `unavailable` do with torch's operations, in this process, for the time."""
-    global _switched_off
-    before, _switched_off = _switched_off, True
-    try:
-        yield
-    finally:
-        _switched_off = before
-
-
 def unavailable() -> str:
     """Why the kernels can't be used here; empty where they can."""
-    if _switched_off:
-        return "switched off for the time"
     found = _load()
     return found if isinstance(found, str) else ""
-
-
-def takes(tensor: Tensor) -> bool:
-    """Whether kernels can work on this tensor: one in the CPU's memory, not one that is only being traced."""
-    plain = tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
-    return plain and not torch.compiler.is_compiling() and not unavailable()
 
 
 @functools.cache

@@ -69,7 +69,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "packed for plain attention": (
         {"clap": {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}}},
-        r"clap\.text: packed captions need clap\.model\.attention 'auto', 'matmul', 'native' or 'triton', found 'sdpa'",
+        r"clap\.text: packed captions need clap\.model\.attention 'auto', 'matmul' or 'triton', found 'sdpa'",
+    ),
+    "CPU kernels as they were asked for once": (
+        {"clap": {"model": {"preset": "micro", "attention": "native"}}},
+        r"clap\.model\.attention: no kernel 'native' any more: .* clap\.cpu_kernels 'auto'",
     ),
     "CUDA graphs of nothing": ({"clap": {"cuda_graphs": True}}, r"clap\.cuda_graphs: needs clap\.compile"),
     "CUDA graphs over kept features": (
