@@ -85,9 +85,12 @@ def threads_share_the_work_of_kernels(request: pytest.FixtureRequest) -> Iterato
         return
     import torch
 
+    from tests.kernels import as_they_run_here
+
     before = torch.get_num_threads()
     torch.set_num_threads(max(2, before))
-    yield
+    with as_they_run_here():
+        yield
     torch.set_num_threads(before)
 
 

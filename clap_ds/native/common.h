@@ -1,10 +1,6 @@
-// What the CPU kernels share: bf16 vectors, AMX tiles and their layouts, and the functions of one variable.
-//
-// An AMX product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the
-// tile holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs" below: one 32-bit lane is one pair).
+// What the CPU kernels share: bf16 vectors, packing into tiles, the functions of one variable, and memory.
 #pragma once
 
-#include <immintrin.h>
 #include <omp.h>
 #include <sys/mman.h>
 
@@ -15,7 +11,7 @@
 #include <cstring>
 #include <memory>
 
-typedef uint16_t bf16;
+#include "tiles.h"
 
 static inline __m512 from_bf16(__m256i low) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
@@ -54,24 +50,6 @@ static inline __mmask16 kept(uint64_t seed, __m512i number, float probability) {
     const uint32_t limit = (uint32_t)std::min(probability * 4294967296.0, 4294967295.0);
     return _mm512_cmpge_epu32_mask(random_bits(seed, number), _mm512_set1_epi32((int)limit));
 }
-
-// Sets up all eight tiles as 16 rows of 64 bytes for the calling thread; a thread needs one while it uses tiles.
-struct Tiles {
-    Tiles() {
-        alignas(64) static uint8_t layout[64] = {1};
-        for (int i = 0; i < 8; i++) {
-            layout[16 + 2 * i] = 64;  // bytes of a row
-            layout[48 + i] = 16;      // rows
-        }
-        asm volatile("" ::"m"(layout) : "memory");  // gcc 12 doesn't see that the next line reads all of it
-        _tile_loadconfig(layout);
-    }
-    ~Tiles() { _tile_release(); }
-};
-
-// Due before the first tile load from what ordinary code wrote, and after the last tile store to what ordinary code reads: gcc
-// 12 doesn't see that these read and write memory, and moves ordinary loads and stores past them. It isn't an instruction.
-static inline void tile_fence() { asm volatile("" ::: "memory"); }
 
 // Transposes a 16 × 16 block of 32-bit lanes in registers.
 static inline void transpose16(__m512i r[16]) {

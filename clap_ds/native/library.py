@@ -30,7 +30,8 @@ FLAGS = (
     *("-mavx512bf16", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
 )
 COMPILE_TIMEOUT_S = 300
-NEEDED = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+AMX = "amx_tile"
+NEEDED = (AMX, "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 """Of the processor's features, by their names in /proc/cpuinfo."""
 
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
@@ -60,12 +61,12 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _why_not_this_processor() -> str:
+def _why_not_this_processor(needed: tuple[str, ...] = NEEDED) -> str:
     """What it lacks; empty where it can run the kernels."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in NEEDED if name not in features]
-    if not has_tiles() if has_tiles else NEEDED[0] in lacking:
+    lacking = [name for name in needed if name not in features]
+    if AMX in needed and (not has_tiles() if has_tiles else AMX in lacking):
         return "this CPU has no bf16 matrix units (AMX)"
     return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
 

@@ -1,4 +1,4 @@
-// Linear layers on AMX tiles: forward, both gradients, and what follows each in the same pass (bias, GELU, residual).
+// Linear layers on tiles: forward, both gradients, and what follows each in the same pass (bias, GELU, residual).
 //
 // Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The
 // weight's rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 32, TILE = 512;  // elements
+constexpr int64_t BLOCK = 32;              // elements
 constexpr int64_t CACHED = 1 << 18;        // elements of one operand that a core's second-level cache holds beside others
 constexpr int64_t LARGE = 1 << 21;         // bytes of a tensor that the next kernel doesn't find in the caches
 constexpr int64_t LONGEST_KEPT = 16;       // steps of a block that stays in a core's first-level cache
@@ -59,52 +59,14 @@ struct Joined {
     explicit operator bool() const { return parts[0] != nullptr; }
 };
 
-// Adds a · packed, each `steps` pairs of tiles, to tiles 0 to 3. Loads marked as streams leave the first-level cache to the
-// operand that the next block needs again: a, unless it is too long for that.
-template <bool LONG>
-inline void accumulate(const bf16* a, const bf16* packed, int64_t steps) {
-    for (int64_t k = 0; k < steps; k++, a += 2 * TILE, packed += 2 * TILE) {
-        if constexpr (LONG)
-            _tile_stream_loadd(4, a, 64);
-        else
-            _tile_loadd(4, a, 64);
-        _tile_stream_loadd(6, packed, 64);
-        _tile_stream_loadd(7, packed + TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if constexpr (LONG)
-            _tile_stream_loadd(5, a + TILE, 64);
-        else
-            _tile_loadd(5, a + TILE, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-// c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds.
+// c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds. Only the operand that the next block
+// needs again stays in the first-level cache: a, unless it is too long for that.
 inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add) {
-    const int64_t wide = 4 * c_stride;
-    tile_fence();
-    if (add) {
-        _tile_loadd(0, c, wide);
-        _tile_loadd(1, c + 16, wide);
-        _tile_loadd(2, c + 16 * c_stride, wide);
-        _tile_loadd(3, c + 16 * c_stride + 16, wide);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    const Operand left = {a, 32, TILE, 2 * TILE}, right = {packed, 32, TILE, 2 * TILE};
     if (steps > LONGEST_KEPT)
-        accumulate<true>(a, packed, steps);
+        multiply_tiles<2, 2, STREAMS, STREAMS>(left, right, steps, c, c_stride, add);
     else
-        accumulate<false>(a, packed, steps);
-    _tile_stored(0, c, wide);
-    _tile_stored(1, c + 16, wide);
-    _tile_stored(2, c + 16 * c_stride, wide);
-    _tile_stored(3, c + 16 * c_stride + 16, wide);
-    tile_fence();
+        multiply_tiles<2, 2, KEEPS, STREAMS>(left, right, steps, c, c_stride, add);
 }
 
 // Block m of 32 rows as pairs of tiles, rows from `rows` on as zeros.

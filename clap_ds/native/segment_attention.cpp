@@ -10,7 +10,6 @@
 
 namespace {
 
-constexpr int TILE = 16 * 32;  // bf16 of a tile
 constexpr float LOG2_E = 1.44269504088896341f;
 
 int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
@@ -65,62 +64,26 @@ struct Dropout {
 
 __m512i lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-// Tiles of an operand: `row` bytes between rows of a tile, `tile` elements from one tile to the next across the result, `step`
-// elements along what is summed over.
-struct Operand {
-    const bf16* at;
-    int64_t row, tile, step;
-};
-
-// N tiles of a product, fp32, `next` elements apart: `one` tile of an operand by N of the other. DOWN: `one` is the right
-// operand, else the left. Many sums at once hide how long each takes.
-template <bool DOWN, int N>
-void multiply_strip(Operand one, Operand many, int64_t steps, float* c, int64_t c_stride, int64_t next) {
-    tile_fence();
-#define EACH(DO)                   \
-    DO(0, 6);                      \
-    if constexpr (N > 1) DO(1, 7); \
-    if constexpr (N > 2) DO(2, 6); \
-    if constexpr (N > 3) DO(3, 7); \
-    if constexpr (N > 4) DO(4, 6);
-#define ZERO(sum, with) _tile_zero(sum)
-#define MULTIPLY(sum, with)                                \
-    {                                                      \
-        _tile_loadd(with, at + sum * many.tile, many.row); \
-        if constexpr (DOWN) {                              \
-            _tile_dpbf16ps(sum, with, 5);                  \
-        } else {                                           \
-            _tile_dpbf16ps(sum, 5, with);                  \
-        }                                                  \
-    }
-#define STORE(sum, with) _tile_stored(sum, c + sum * next, c_stride * 4)
-    EACH(ZERO)
-    for (int64_t i = 0; i < steps; i++) {
-        const bf16* at = many.at + i * many.step;
-        _tile_loadd(5, one.at + i * one.step, one.row);
-        EACH(MULTIPLY)
-    }
-    EACH(STORE)
-    tile_fence();
-#undef EACH
-#undef ZERO
-#undef MULTIPLY
-#undef STORE
-}
-
+// Products of one tile by many, in strips of up to five: many sums at once hide how long each takes. DOWN: `one` is the right
+// operand, else the left.
 template <bool DOWN>
 void multiply_strips(Operand one, Operand many, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
     int64_t next = DOWN ? 16 * c_stride : 16, strips = (tiles + 4) / 5;
     for (int64_t strip = 0, tile = 0; strip < strips; strip++) {
         int64_t width = (tiles - tile + strips - strip - 1) / (strips - strip);
-        Operand own = {many.at + tile * many.tile, many.row, many.tile, many.step};
-        float* to = c + tile * next;
+        auto multiply = [&](auto constant) {
+            constexpr int W = constant;
+            if constexpr (DOWN)
+                multiply_tiles<W, 1>(many.from(tile), one, steps, c + tile * next, c_stride);
+            else
+                multiply_tiles<1, W>(one, many.from(tile), steps, c + tile * next, c_stride);
+        };
         switch (width) {
-            case 1: multiply_strip<DOWN, 1>(one, own, steps, to, c_stride, next); break;
-            case 2: multiply_strip<DOWN, 2>(one, own, steps, to, c_stride, next); break;
-            case 3: multiply_strip<DOWN, 3>(one, own, steps, to, c_stride, next); break;
-            case 4: multiply_strip<DOWN, 4>(one, own, steps, to, c_stride, next); break;
-            case 5: multiply_strip<DOWN, 5>(one, own, steps, to, c_stride, next); break;
+            case 1: multiply(std::integral_constant<int, 1>()); break;
+            case 2: multiply(std::integral_constant<int, 2>()); break;
+            case 3: multiply(std::integral_constant<int, 3>()); break;
+            case 4: multiply(std::integral_constant<int, 4>()); break;
+            case 5: multiply(std::integral_constant<int, 5>()); break;
         }
         tile += width;
     }
@@ -173,7 +136,7 @@ Operand pack_columns(bf16* to, const bf16* from, int64_t stride, int64_t tiles) 
             pack_transposed(to + (tile * (D / 32) + i) * TILE, from + tile * 16 * stride + i * 32, stride);
         }
     }
-    return {to, 64, D / 32 * TILE, TILE};
+    return {to, 32, D / 32 * TILE, TILE};
 }
 
 // B tiles of rows (D wide) to sum over, D / 16 tiles for each 32 rows.
@@ -185,7 +148,7 @@ Operand pack_summed(bf16* to, const bf16* from, int64_t stride, int64_t rows) {
             pack_rows(to + (block * (D / 16) + i) * TILE, from + block * 32 * stride + i * 16, stride, valid);
         }
     }
-    return {to, 64, TILE, D / 16 * TILE};
+    return {to, 32, TILE, D / 16 * TILE};
 }
 
 // ln x for positive, normal x; relative error below 3e-7, absolute near 1.
@@ -301,17 +264,17 @@ class Forward {
         for (int64_t start = 0; start < queries; start += 16) {
             int64_t rows = std::min<int64_t>(16, queries - start);
             Rows own = q.from(start, 0);
-            Operand block = {own.at, own.stride * 2, 0, 32};
+            Operand block = {own.at, own.stride, 0, 32};
             if (rows < 16) {
                 copy_padded<D>(tail_.get(), own, rows, 16);
-                block = {tail_.get(), D * 2, 0, 32};
+                block = {tail_.get(), D, 0, 32};
             }
             multiply_across(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
             alignas(64) float factors[16];
             auto exponentiate = dropout.probability > 0 ? exponentiate_rows<true> : exponentiate_rows<false>;
             __m512 sums = exponentiate(scores_.get(), factors, stride, keys, scale * LOG2_E, dropout, start);
             _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
-            Operand weights = {(bf16*)scores_.get(), stride * 4, 0, 32};
+            Operand weights = {(bf16*)scores_.get(), stride * 2, 0, 32};
             multiply_across(weights, values, D / 16, stride / 32, mixed_, D);
             store_rows<D, true>(out.from(start, 0), mixed_, factors, rows);
         }
@@ -371,11 +334,11 @@ class Backward {
         copy_padded<D>(rows_.get(), d_out, queries, query_tiles * 16);
         Operand output_columns = pack_columns<D>(output_columns_.get(), rows_.get(), D, query_tiles);
         Operand packed_outputs = pack_summed<D>(packed_outputs_.get(), rows_.get(), D, queries);
-        Operand key_rows = {key_rows_.get(), D * 2, 16 * D, 32}, value_rows = {value_rows_.get(), D * 2, 16 * D, 32};
+        Operand key_rows = {key_rows_.get(), D, 16 * D, 32}, value_rows = {value_rows_.get(), D, 16 * D, 32};
         for (int64_t tile = 0; tile < query_tiles; tile++) {
             int64_t start = tile * 16, rows = std::min<int64_t>(16, queries - start);
-            multiply_down(key_rows, key_tiles, advanced(query_columns, tile), D / 32, scores_.get());
-            multiply_down(value_rows, key_tiles, advanced(output_columns, tile), D / 32, slopes_.get());
+            multiply_down(key_rows, key_tiles, query_columns.from(tile), D / 32, scores_.get());
+            multiply_down(value_rows, key_tiles, output_columns.from(tile), D / 32, slopes_.get());
             bf16 *weights = weights_.get() + tile / 2 * stride, *d_scores = d_scores_.get() + tile / 2 * stride;
             if (dropout.probability > 0) {
                 differentiate_softmax<true>(weights, d_scores, start, log_sums + start, rows, keys, scale, dropout);
@@ -391,15 +354,15 @@ class Backward {
                 int valid = (int)std::min<int64_t>(32, keys - 32 * step);
                 pack_rows_as_a(d_score_rows_.get() + step * TILE, d_scores + step * 32 * 32 + 16 * half, 32, valid);
             }
-            multiply_across({d_score_rows_.get(), 64, 0, TILE}, packed_keys, D / 16, blocks_of(keys), mixed_, D);
+            multiply_across({d_score_rows_.get(), 32, 0, TILE}, packed_keys, D / 16, blocks_of(keys), mixed_, D);
             store_rows<D, false>(to.d_q.from(start, 0), mixed_, nullptr, rows);
         }
-        Operand weights = {weights_.get(), 64, TILE, stride}, d_scores = {d_scores_.get(), 64, TILE, stride};
+        Operand weights = {weights_.get(), 32, TILE, stride}, d_scores = {d_scores_.get(), 32, TILE, stride};
         for (int64_t tile = 0; tile < key_tiles; tile++) {
             int64_t start = tile * 16, rows = std::min<int64_t>(16, keys - start), steps = blocks_of(queries);
-            multiply_across(advanced(weights, tile), packed_outputs, D / 16, steps, mixed_, D);
+            multiply_across(weights.from(tile), packed_outputs, D / 16, steps, mixed_, D);
             store_rows<D, false>(to.d_v.from(start, 0), mixed_, nullptr, rows);
-            multiply_across(advanced(d_scores, tile), packed_queries, D / 16, steps, mixed_, D);
+            multiply_across(d_scores.from(tile), packed_queries, D / 16, steps, mixed_, D);
             store_rows<D, false>(to.d_k.from(start, 0), mixed_, nullptr, rows);
         }
     }
@@ -407,11 +370,6 @@ class Backward {
   private:
     typedef std::unique_ptr<bf16[], Free> Low;
     typedef std::unique_ptr<float[], Free> Full;
-
-    static Operand advanced(Operand operand, int64_t tiles) {
-        operand.at += tiles * operand.tile;
-        return operand;
-    }
 
     // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries, from `query` on).
     // The first half leaves zeros in the second.

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int N = 64;                        // tokens of a window
 constexpr int SIDE = 8;                      // of a window
-constexpr int TILE = 512;                    // bf16 elements of a tile
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float MASKED = -100.0f * LOG2E;    // MASKED_SCORE of window_attention.py
 constexpr int64_t GROUP_BYTES = 256 * 1024;  // of qkv that stay in the L2 cache while heads take turns over them
@@ -127,8 +126,8 @@ inline void store_pair(bf16* low, __m512i even, __m512i odd) {
 }
 
 // To any of: A tiles, row-major, [step][token / 16]; B tiles of the transpose, the same; B tiles of pairs of tokens,
-// [token / 32][step][low, high]. With `ones`, the column after the last is all 1.
-template <int STEPS>
+// [token / 32][step][low, high], PAIR_TILES for each 32 tokens. With `ones`, the column after the last is all 1.
+template <int STEPS, int PAIR_TILES = 2 * STEPS>
 inline void pack(const Rows& rows, bf16* straight, bf16* columns, bf16* pairs, bool ones = false) {
     for (int step = 0; step < STEPS; step++) {
         __m512i beyond = _mm512_setzero_si512();
@@ -141,7 +140,7 @@ inline void pack(const Rows& rows, bf16* straight, bf16* columns, bf16* pairs, b
                 for (int i = 0; i < 16; i++) _mm512_store_si512(straight + tile + 32 * i, r[i]);
             }
             if (pairs) {
-                bf16* low = pairs + (block / 2 * STEPS + step) * 2 * TILE + block % 2 * TILE / 2;
+                bf16* low = pairs + (block / 2 * PAIR_TILES + 2 * step) * TILE + block % 2 * TILE / 2;
                 for (int i = 0; i < 8; i++) store_pair(low + 32 * i, r[2 * i], r[2 * i + 1]);
             }
             if (columns) {
@@ -153,30 +152,6 @@ inline void pack(const Rows& rows, bf16* straight, bf16* columns, bf16* pairs, b
 }
 
 // C (16 × 32·STEPS, fp32) = A · B over 64 pairs' rows: A in two tiles, B pairs as `pack` leaves them.
-template <int STEPS>
-inline void multiply(float* c, int64_t c_stride, const bf16* a0, const bf16* a1, const bf16* b) {
-    tile_fence();
-    _tile_loadd(2, a0, 64);
-    _tile_loadd(3, a1, 64);
-    for (int step = 0; step < STEPS; step++) {
-        const bf16* b0 = b + step * 2 * TILE;
-        const bf16* b1 = b0 + STEPS * 2 * TILE;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_loadd(4, b0, 64);
-        _tile_dpbf16ps(0, 2, 4);
-        _tile_loadd(5, b0 + TILE, 64);
-        _tile_dpbf16ps(1, 2, 5);
-        _tile_loadd(6, b1, 64);
-        _tile_dpbf16ps(0, 3, 6);
-        _tile_loadd(7, b1 + TILE, 64);
-        _tile_dpbf16ps(1, 3, 7);
-        _tile_stored(0, c + 32 * step, c_stride * sizeof(float));
-        _tile_stored(1, c + 32 * step + 16, c_stride * sizeof(float));
-    }
-    tile_fence();
-}
-
 // Converts a row of a product into one head's part of a token's row.
 template <int STEPS>
 inline void write_row(bf16* to, const float* from, __m512 factor, const __mmask32* mask) {
@@ -229,7 +204,8 @@ inline void prefetch(const bf16* from, int64_t count) {
 // A head of a window on its way through the forward pass.
 template <int STEPS>
 struct alignas(64) ForwardHead {
-    bf16 q[STEPS * 4 * TILE], k[STEPS * 4 * TILE], v[STEPS * 4 * TILE];
+    static constexpr int V_TILES = 2 * STEPS + 1;  // for each 32 tokens; the last: ones
+    bf16 q[STEPS * 4 * TILE], k[STEPS * 4 * TILE], v[2 * V_TILES * TILE];
     Window window;
     int64_t index, head;
     const float* bias;
@@ -242,34 +218,13 @@ template <int STEPS>
 struct alignas(64) ForwardScratch {
     static constexpr int WIDTH = 32 * STEPS + 16;  // the last 16: sums of weights, where v leaves no column free
     ForwardHead<STEPS> heads[2];
-    bf16 ones[TILE], weights[3][2 * TILE];
+    bf16 weights[3][2 * TILE];
     float scores[3][16 * N], mixed[2][16 * WIDTH], largest[16];
 };
 
 template <int STEPS>
 inline void score(float* scores, const ForwardHead<STEPS>& head, int block) {
-    tile_fence();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int step = 0; step < STEPS; step++) {
-        const bf16* k = head.k + step * 4 * TILE;
-        _tile_loadd(4, head.q + (step * 4 + block) * TILE, 64);
-        _tile_loadd(5, k, 64);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, k + TILE, 64);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, k + 2 * TILE, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, k + 3 * TILE, 64);
-        _tile_dpbf16ps(3, 4, 5);
-    }
-    _tile_stored(0, scores, N * sizeof(float));
-    _tile_stored(1, scores + 16, N * sizeof(float));
-    _tile_stored(2, scores + 32, N * sizeof(float));
-    _tile_stored(3, scores + 48, N * sizeof(float));
-    tile_fence();
+    multiply_tiles<1, 4>({head.q + block * TILE, 32, 0, 4 * TILE}, {head.k, 32, TILE, 4 * TILE}, STEPS, scores, N);
 }
 
 // Weights not divided by their sums. SAFE: each row's largest score is subtracted first.
@@ -304,7 +259,7 @@ inline void weigh(ForwardScratch<STEPS>& s, int slot, const ForwardHead<STEPS>& 
 template <int STEPS>
 struct Forward {
     static constexpr int WIDTH = ForwardScratch<STEPS>::WIDTH;
-    static constexpr int SPARE = 2;
+    static constexpr int SPARE = 2, V_TILES = ForwardHead<STEPS>::V_TILES;
     const Shape& shape;
     const bf16* qkv;
     const float* bias;
@@ -326,18 +281,15 @@ struct Forward {
         const Rows k = {q.first + width, 3 * width, q.token, dim}, v = {k.first + width, 3 * width, q.token, dim};
         pack<STEPS>(q, to.q, nullptr, nullptr);
         pack<STEPS>(k, nullptr, to.k, nullptr);
-        pack<STEPS>(v, nullptr, nullptr, to.v, spare_column);
+        pack<STEPS, V_TILES>(v, nullptr, nullptr, to.v, spare_column);
     }
 
     void mix(float* mixed, const bf16* weights, const ForwardHead<STEPS>& head) {
-        multiply<STEPS>(mixed, WIDTH, weights, weights + TILE, head.v);
-        if (spare_column) return;
-        _tile_zero(0);
-        _tile_loadd(4, s.ones, 64);
-        _tile_dpbf16ps(0, 2, 4);
-        _tile_dpbf16ps(0, 3, 4);
-        _tile_stored(0, mixed + 32 * STEPS, WIDTH * sizeof(float));
-        tile_fence();
+        const Operand a = {weights, 32, 0, TILE}, b = {head.v, 32, TILE, V_TILES * TILE};
+        if (spare_column)
+            multiply_tiles<1, 2 * STEPS>(a, b, 2, mixed, WIDTH);
+        else
+            multiply_tiles<1, V_TILES>(a, b, 2, mixed, WIDTH);
     }
 
     __m512 weight_sums(const float* mixed) {
@@ -371,7 +323,9 @@ struct Forward {
     // The matrix unit's stores take long to reach the vector unit and back, so each block of 16 queries is at four places on
     // its way: its scores are one block ahead of its weights, its products one behind, and its output two behind.
     void run(const Share& share) {
-        for (int i = 0; i < TILE; i++) s.ones[i] = 0x3f80;
+        for (auto& head : s.heads) {
+            for (int tile = 2 * STEPS; tile < 2 * V_TILES; tile += V_TILES) std::fill_n(head.v + tile * TILE, TILE, 0x3f80);
+        }
         const int64_t first = 4 * share.first, end = 4 * share.end;
         if (first == end) return;
         const auto head_of = [&](int64_t n) -> ForwardHead<STEPS>& { return s.heads[n / 4 % 2]; };
@@ -429,22 +383,9 @@ struct alignas(64) BackwardScratch {
 // C (64 × 32) = A · B^T for the queries of a half.
 template <int STEPS>
 inline void multiply_columns(float* c, const bf16* a, const bf16* columns, int half) {
-    tile_fence();
-    for (int block = 0; block < 4; block++) {
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int step = 0; step < STEPS; step++) {
-            const bf16* b = columns + (step * 4 + 2 * half) * TILE;
-            _tile_loadd(2, a + (step * 4 + block) * TILE, 64);
-            _tile_loadd(3, b, 64);
-            _tile_dpbf16ps(0, 2, 3);
-            _tile_loadd(4, b + TILE, 64);
-            _tile_dpbf16ps(1, 2, 4);
-        }
-        _tile_stored(0, c + block * 16 * 32, 128);
-        _tile_stored(1, c + block * 16 * 32 + 16, 128);
-    }
-    tile_fence();
+    const Operand right = {columns + 2 * half * TILE, 32, TILE, 4 * TILE};
+    for (int block = 0; block < 4; block += 2)
+        multiply_tiles<2, 2>({a + block * TILE, 32, TILE, 4 * TILE}, right, STEPS, c + block * 16 * 32, 32);
 }
 
 // Weights and gradients of scores for a half's queries, from products to bf16 tiles.
@@ -522,12 +463,15 @@ void backward_head(
             float* product = s.products[i % 3];
             const int block = i % 4, rows = 16 * 32 * block;
             const auto& by_query = s.d_scores_by_query[block / 2][block % 2];
+            const auto multiply = [&](Operand a, const bf16* pairs) {
+                multiply_tiles<1, 2 * STEPS>(a, {pairs, 32, TILE, 2 * STEPS * TILE}, 2, product, 32 * STEPS);
+            };
             if (i < 4) {
-                multiply<STEPS>(product, 32 * STEPS, s.low_weights[0] + rows, s.low_weights[1] + rows, s.d_pairs);
+                multiply({s.low_weights[0] + rows, 32, 0, N * 32}, s.d_pairs);
             } else if (i < 8) {
-                multiply<STEPS>(product, 32 * STEPS, s.d_scores[0] + rows, s.d_scores[1] + rows, s.q_pairs);
+                multiply({s.d_scores[0] + rows, 32, 0, N * 32}, s.q_pairs);
             } else {
-                multiply<STEPS>(product, 32 * STEPS, by_query[0], by_query[1], s.k_pairs);
+                multiply({by_query[0], 32, 0, TILE}, s.k_pairs);
             }
         }
         if (i < 2) continue;
