@@ -68,8 +68,8 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_BHWE, bias, _ = ctx.saved_tensors
+        saved = qkv_BHWE, bias, _ = ctx.saved_tensors
         d_qkv_BHWE, d_bias = torch.empty_like(qkv_BHWE), torch.empty_like(bias) if ctx.needs_input_grad[1] else None
         run = kernel("clap_window_attention_backward")
-        run(*ctx.saved_tensors, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
+        run(*saved, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
         return d_qkv_BHWE, None if d_bias is None else d_bias.to(ctx.bias_dtype), None

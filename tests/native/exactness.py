@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,14 @@ def assert_as_exact_as_torch(
     *upstream: Tensor,
     norm_ratio: float = 1.1,
     slack: float = 0.0,
+    largest: float = math.inf,
 ) -> None:
     """Against `reference` in fp32, errors are at most 1.5 times its own in bf16 anywhere and `norm_ratio` times in all, and a
-    share `slack` of the largest value, of which a tenth in all."""
+    share `slack` of the largest value, of which a tenth in all; in all never more than the share `largest`."""
     exact = results(reference, [x.float() for x in inputs], *upstream)
     low, ours = results(reference, inputs, *upstream), results(function, inputs, *upstream)
     for number, (wanted, theirs, mine) in enumerate(zip(exact, low, ours, strict=True)):
         error, usual = mine - wanted, theirs - wanted
         assert error.abs().max() <= 1.5 * usual.abs().max() + slack * wanted.abs().max(), number
         assert error.norm() <= norm_ratio * usual.norm() + slack / 10 * wanted.norm(), number
+        assert error.norm() <= largest * wanted.norm() or largest == math.inf, number
