@@ -13,11 +13,11 @@ import logging
 import os
 import shlex
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL, run
 from types import NoneType
 from typing import IO, Any
 
@@ -46,10 +46,6 @@ def cache_directory() -> Path:
     """Where compiled libraries are kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "clap_ds"
-
-
-def _sources() -> list[Path]:
-    return sorted(HERE.glob("*.cpp"))
 
 
 def _processor() -> str:
@@ -82,11 +78,9 @@ def _compiler() -> list[str]:
 def _build() -> Path:
     """The library for this machine and these sources, compiled unless it is there."""
     compiler = _compiler()
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
-    ).stdout
+    version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
-    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *_sources()]]
+    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     directory = cache_directory()
     library = directory / f"native-{digest}.so"
@@ -105,36 +99,25 @@ def _build() -> Path:
 
 def _wait_for(lock: IO[str]) -> None:
     """Locks the file, as long as this process has it open; not where the file system has no locks."""
-    end = time.monotonic() + 1.2 * COMPILE_TIMEOUT_S
-    while True:
+    for _ in range(int(24 * COMPILE_TIMEOUT_S)):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > end:
-                raise UnavailableError(f"another process still compiles them (it holds {lock.name})") from None
             time.sleep(0.05)
         except OSError:
-            return
-        else:
-            return
+            return None
+    raise UnavailableError(f"another process still compiles them (it holds {lock.name})")
 
 
 def _compile(compiler: list[str], library: Path) -> None:
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made, said = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *FLAGS, *map(str, _sources()), "-o", str(made)]
-        with said.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
-            result = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=messages,
-                stderr=messages,
-                timeout=COMPILE_TIMEOUT_S,
-                check=False,
-            )
-        if result.returncode != 0:
-            lines = said.read_text(errors="replace").splitlines() or [f"exit status {result.returncode}"]
+        made, log_file = Path(folder) / library.name, Path(folder) / "messages"
+        command = [*compiler, *FLAGS, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        with log_file.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
+            done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
             raise UnavailableError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
         content = made.read_bytes()
@@ -173,6 +156,12 @@ def unavailable() -> str:
     return found if isinstance(found, str) else ""
 
 
+def is_ready(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read these: contiguous bf16 on the CPU, or None."""
+    given = [each for each in tensors if each is not None]
+    return all(each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given)
+
+
 @functools.cache
 def kernel(name: str) -> Callable[..., Any]:
     """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats.
@@ -181,8 +170,7 @@ def kernel(name: str) -> Callable[..., Any]:
     had threads already.
     """
     library = _load()
-    if isinstance(library, str):
-        raise RuntimeError(f"no native CPU kernels: {library}")
+    assert not isinstance(library, str), library
     function = library[name]
     function.restype = None
 

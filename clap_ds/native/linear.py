@@ -1,5 +1,5 @@
-"""Linear layers by this project's CPU kernels (`clap_ds/native/linear.cpp`): bf16 on matrix units, sums in fp32, and what
-follows a layer (bias, GELU, residual) in the same pass.
+"""Linear layers by this project's CPU kernels: bf16 on matrix units, sums in fp32, and what follows a layer (bias, GELU,
+residual) in the same pass.
 
 All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import kernel
+from clap_ds.native.library import is_ready, kernel
 
 BLOCK = 32
 """Inputs and outputs are a multiple of it."""
 
 
-def fits(*layers: nn.Linear) -> bool:
+def fits_linears(*layers: nn.Linear) -> bool:
     """Whether there are kernels for layers of these sizes."""
     return not any(size % BLOCK for layer in layers for size in layer.weight.shape)
 
@@ -51,32 +51,31 @@ def native_mlp(
     return _Mlp.apply(x, residual, weight1_NK, bias1_N, weight2_KN, bias2_K)
 
 
-Parts = Sequence[Tensor | None]
-
-
-def _three(parts: Parts) -> list[Tensor | None]:
+def _three(parts: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [*parts, None, None][:3]
 
 
-def _sizes(rows: int, weights: Sequence[Tensor]) -> tuple[int, int, int]:
+def _sizes(rows: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     """Rows, outputs of all weights, inputs."""
-    return rows, sum(map(len, weights)), weights[0].shape[1]
+    return rows.numel() // rows.shape[-1], sum(map(len, weights)), weights[0].shape[1]
 
 
 def _forward(
-    x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Tensor | None, activated: Tensor | None = None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+    activated: Tensor | None = None,
 ) -> Tensor:
-    rows, outputs, inputs = _sizes(x.numel() // x.shape[-1], weights)
-    y = x.new_empty(*x.shape[:-1], outputs)
-    given = [each for each in (x, residual, *weights, *biases) if each is not None]
-    assert all(each.dtype == torch.bfloat16 and each.is_cpu for each in given), given
-    assert x.shape[-1] == inputs
+    M, N, K = _sizes(x, weights)
+    y, residual = x.new_empty(*x.shape[:-1], N), _contiguous(residual)
+    assert is_ready(x, residual, *weights, *biases)
+    assert x.shape[-1] == K
     assert residual is None or residual.shape == y.shape
-    assert all(weight.shape == weights[0].shape for weight in weights)
+    assert {weight.shape for weight in weights} == {weights[0].shape}
     assert all(bias is None or bias.shape == weights[0].shape[:1] for bias in biases)
     assert not any(size % BLOCK for size in weights[0].shape)
-    run = kernel("clap_linear")
-    run(x, *_three(weights), *_three(biases), residual, y, activated, rows, outputs, inputs)
+    kernel("clap_linear")(x, *_three(weights), *_three(biases), residual, y, activated, M, N, K)
     return y
 
 
@@ -84,10 +83,9 @@ def _backward_input(
     dy: Tensor, weights: Sequence[Tensor], passed: Tensor | None, before: Tensor | None = None
 ) -> Tensor:
     """Gradient of the layers' input, or of what GELU made it from where `before` is that; plus `passed`."""
-    rows, outputs, inputs = _sizes(dy.numel() // dy.shape[-1], weights)
-    dx = dy.new_empty(*dy.shape[:-1], inputs)
-    run = kernel("clap_linear_backward_input")
-    run(dy, *_three(weights), before, _contiguous(passed), dx, rows, outputs, inputs)
+    M, N, K = _sizes(dy, weights)
+    dx = dy.new_empty(*dy.shape[:-1], K)
+    kernel("clap_linear_backward_input")(dy, *_three(weights), before, _contiguous(passed), dx, M, N, K)
     return dx
 
 
@@ -95,8 +93,7 @@ def _backward_weights(dy: Tensor, x: Tensor, weights: Sequence[Tensor], *, with_
     """Each weight's gradient and after it its bias's."""
     dweights = [torch.empty_like(weight) for weight in weights]
     dbiases = [dy.new_empty(len(weight)) if with_bias else None for weight in weights]
-    sizes = _sizes(dy.numel() // dy.shape[-1], weights)
-    kernel("clap_linear_backward_weight")(dy, x, *_three(dweights), *_three(dbiases), *sizes)
+    kernel("clap_linear_backward_weight")(dy, x, *_three(dweights), *_three(dbiases), *_sizes(dy, weights))
     return [each for pair in zip(dweights, dbiases, strict=True) for each in pair]
 
 
@@ -106,26 +103,20 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        biases = [_contiguous(bias) for bias in parameters[1::2]]
-        weights = [weight.contiguous() for weight in parameters[::2] if weight is not None]
-        ctx.save_for_backward(x.contiguous(), *weights)
+        rows, weights, biases = x.contiguous(), parameters[::2], parameters[1::2]
+        ctx.save_for_backward(rows, *weights)
         ctx.has_bias, ctx.has_residual = biases[0] is not None, residual is not None
-        return _forward(x.contiguous(), weights, biases, _contiguous(residual)), x.view_as(x)
+        return _forward(rows, weights, biases, residual), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        if dy is None:
-            return (passed, None, *[None] * (2 * len(weights)))
         dy = dy.contiguous()
-        dx = _backward_input(dy, weights, passed) if ctx.needs_input_grad[0] else None
-        dparameters: list[Tensor | None] = [None] * (2 * len(weights))
-        if any(ctx.needs_input_grad[2:]):
-            dparameters = _backward_weights(dy, x, weights, with_bias=ctx.has_bias)
-        return dx, dy if ctx.has_residual else None, *dparameters
+        dx = _backward_input(dy, weights, passed)
+        return dx, dy if ctx.has_residual else None, *_backward_weights(dy, x, weights, with_bias=ctx.has_bias)
 
 
 class _Mlp(torch.autograd.Function):
@@ -134,30 +125,18 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rows, weight1, weight2 = x.contiguous(), weight1.contiguous(), weight2.contiguous()
-        activated = x.new_empty(*x.shape[:-1], len(weight1))
-        before = _forward(rows, [weight1], [bias1.contiguous()], None, activated)
+        rows, activated = x.contiguous(), x.new_empty(*x.shape[:-1], len(weight1))
+        before = _forward(rows, [weight1], [bias1], None, activated)
         ctx.save_for_backward(rows, weight1, weight2, before, activated)
         ctx.has_residual = residual is not None
-        return _forward(activated, [weight2], [bias2.contiguous()], _contiguous(residual)), x.view_as(x)
+        return _forward(activated, [weight2], [bias2], residual), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return passed, *[None] * 5
+    def backward(ctx: Any, dy: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight1, weight2, before, activated = ctx.saved_tensors
-        needs_dx, _, *needs = ctx.needs_input_grad
-        dx: Tensor | None = None
-        first: list[Tensor | None] = [None] * 2
-        second: list[Tensor | None] = [None] * 2
         dy = dy.contiguous()
-        if any(needs[2:]):
-            second = _backward_weights(dy, activated, [weight2], with_bias=True)
-        if needs_dx or any(needs[:2]):
-            dbefore = _backward_input(dy, [weight2], None, before)
-            if any(needs[:2]):
-                first = _backward_weights(dbefore, x, [weight1], with_bias=True)
-            if needs_dx:
-                dx = _backward_input(dbefore, [weight1], passed)
-        return dx, dy if ctx.has_residual else None, *first, *second
+        second = _backward_weights(dy, activated, [weight2], with_bias=True)
+        dbefore = _backward_input(dy, [weight2], None, before)
+        first = _backward_weights(dbefore, x, [weight1], with_bias=True)
+        return _backward_input(dbefore, [weight1], passed), dy if ctx.has_residual else None, *first, *second

@@ -1,5 +1,4 @@
-"""Softmax attention of captions over their own tokens on CPUs with bf16 matrix units: the wrapper of
-`native/segment_attention.cpp`.
+"""Softmax attention of captions over their own tokens on CPUs with bf16 matrix units.
 
 Captions are segments of rows, so one kernel takes padded and packed ones, with every token or the first alone as query, and
 reads q, k and v where a projection left them. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.dropout import draw_seed
-from clap_ds.native.library import kernel
+from clap_ds.native.library import is_ready, kernel
+from clap_ds.native.passes import draw_seed
 
 HEAD_DIMS = (32, 64, 96, 128)
 PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
@@ -49,16 +48,6 @@ class Segments(NamedTuple):
         return cls(start, rows, start, keys)
 
 
-class _Call(NamedTuple):
-    """What the kernels take beside tensors."""
-
-    heads: int
-    segments: Segments
-    scale: float
-    dropout: float
-    seed: int
-
-
 def native_segment_attention(
     tensors: Iterable[Tensor], heads: int, segments: Segments, scale: float, dropout: float = 0.0
 ) -> Tensor:
@@ -78,20 +67,18 @@ def native_segment_attention(
     assert len(tensors) in PARTS
     q, k, v = _parts(tensors)
     for tensor in (q, k, v):
-        assert tensor.dtype == torch.bfloat16
-        assert tensor.is_cpu
+        assert is_ready(tensor[:0])
         assert tensor.ndim == 2
         assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (tensor.shape, heads)
     assert k.shape == v.shape
     for places in segments:
         assert places.dtype == torch.int32
-        assert places.shape == segments.query_start.shape
-        assert places.ndim == 1
+        assert places.shape == (len(segments.query_start),)
         assert places.is_contiguous()
     assert scale > 0
     assert 0 <= dropout < 1
-    call = _Call(heads, segments, float(scale), float(dropout), draw_seed() if dropout > 0 else 0)
-    return _SegmentAttention.apply(call, *tensors)
+    weighting = float(scale), float(dropout), draw_seed() if dropout > 0 else 0
+    return _SegmentAttention.apply((heads, segments, weighting), *tensors)
 
 
 def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -100,21 +87,21 @@ def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [part for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True) for part in tensor.chunk(count, 1)]
 
 
-def _run(name: str, call: _Call, tensors: list[Tensor], log_sums_AT: Tensor) -> None:
+def _run(name: str, tensors: list[Tensor], log_sums_AT: Tensor, heads: int, segments: Segments, weighting: Any) -> None:
     """A kernel with q, k, v and its other tensors, each with the distance of its rows."""
     query, key, *_ = tensors
     places = [argument for tensor in tensors for argument in (tensor, tensor.stride(0))]
-    sizes = len(call.segments.query_start), len(query), len(key), call.heads, query.shape[1] // call.heads
-    kernel(name)(*places, log_sums_AT, *call.segments, *sizes, call.scale, call.dropout, call.seed)
+    sizes = len(segments.query_start), len(query), len(key), heads, query.shape[1] // heads
+    kernel(name)(*places, log_sums_AT, *segments, *sizes, *weighting)
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: tuple[int, Segments, Any], *tensors: Tensor) -> Tensor:
         tensors = tuple(_with_whole_rows(tensor) for tensor in tensors)
         query, key, value = _parts(tensors)
-        output, log_sums_AT = _new_rows(query, call.segments), torch.empty(call.heads, len(query))
-        _run("clap_segment_attention_forward", call, [query, key, value, output], log_sums_AT)
+        output, log_sums_AT = _new_rows(query, call[1]), torch.empty(call[0], len(query))
+        _run("clap_segment_attention_forward", [query, key, value, output], log_sums_AT, *call)
         ctx.save_for_backward(log_sums_AT, *tensors)
         ctx.call = call
         return output
@@ -123,9 +110,9 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_sums_AT, *tensors = ctx.saved_tensors
-        gradients = [_new_rows(tensor, ctx.call.segments) for tensor in tensors]
-        given = [*_parts(tensors), _with_whole_rows(grads[0])]
-        _run("clap_segment_attention_backward", ctx.call, [*given, *_parts(gradients)], log_sums_AT)
+        gradients = [_new_rows(tensor, ctx.call[1]) for tensor in tensors]
+        given = [*_parts(tensors), _with_whole_rows(grads[0]), *_parts(gradients)]
+        _run("clap_segment_attention_backward", given, log_sums_AT, *ctx.call)
         return None, *gradients
 
 

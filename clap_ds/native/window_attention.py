@@ -1,11 +1,11 @@
-"""Window attention on CPUs with bf16 matrix units (AMX), by `clap_ds/native/window_attention.cpp`.
+"""Window attention on CPUs with bf16 matrix units (AMX).
 
 Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time,
 and the mask of shifted windows is worked out from coordinates. Scores and softmax are in fp32; weights and their gradients are
 rounded to bf16 for the products. The forward pass keeps the softmax denominators, from which the backward pass computes the
 weights again. Gradients are the same from run to run with the same number of threads.
 
-Shape letters: B batch, H and W the token grid, A attention heads, D head dim.
+Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E = 3·A·D.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import kernel
+from clap_ds.native.library import is_ready, kernel
 
 WINDOW = 8
 LARGEST_DIM = 64
 
 
-def fits(window: int, head_dim: int) -> bool:
+def fits_windows(window: int, head_dim: int) -> bool:
     """Whether there are kernels for such windows and heads."""
     return window == WINDOW and head_dim % 8 == 0 and head_dim <= LARGEST_DIM
 
@@ -39,12 +39,10 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
         (B, H, W, A·D) in bf16.
     """
     _, H, W, E = qkv_BHWE.shape
-    A, *pairs = bias_ANN.shape
-    assert qkv_BHWE.dtype == torch.bfloat16
-    assert qkv_BHWE.is_cpu
+    A = len(bias_ANN)
     assert E % (3 * A) == 0
-    assert fits(WINDOW, E // (3 * A))
-    assert pairs == [WINDOW**2, WINDOW**2]
+    assert fits_windows(WINDOW, E // (3 * A))
+    assert bias_ANN.shape[1:] == (WINDOW**2, WINDOW**2)
     assert H == W
     assert H % WINDOW == 0
     assert 0 <= shift < WINDOW
@@ -57,6 +55,7 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
         qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()
+        assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
         output_BHWC, log_sums_BHWA = qkv_BHWE.new_empty(B, H, W, E // 3), bias.new_empty(B, H, W, A)

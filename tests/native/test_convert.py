@@ -21,8 +21,7 @@ from clap_ds.model.packed import pack
 from clap_ds.model.swin import SwinBlock
 from clap_ds.model.text import TextTower
 from clap_ds.native import adamw, convert
-from clap_ds.native.convert import report, reverted
-from clap_ds.native.modules import NATIVE, NativeRobertaLayer, NativeSwinBlock
+from clap_ds.native.convert import NATIVE, NativeRobertaLayer, NativeSwinBlock, report, reverted
 from tests.kernels import needs_amx
 from tests.model.reference_clap import clips
 

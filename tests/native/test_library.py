@@ -28,7 +28,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     needs.programs("g++")
     path = tmp_path / "only.cpp"
     path.write_text(SOURCE)
-    monkeypatch.setattr(library, "_sources", lambda: [path])
+    monkeypatch.setattr(library, "HERE", tmp_path)
     monkeypatch.setattr(library, "FLAGS", ("-O0", "-shared", "-fPIC"))
     monkeypatch.setattr(library, "_why_not_this_processor", str)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.native.linear import fits, native_linears, native_mlp
+from clap_ds.native.linear import fits_linears, native_linears, native_mlp
 from tests.kernels import needs_amx
 from tests.native.exactness import assert_as_exact_as_torch, numbers, results
 
@@ -183,9 +183,9 @@ def test_no_rows() -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    assert fits(nn.Linear(64, 96), nn.Linear(32, 32))
-    assert not fits(nn.Linear(64, 96), nn.Linear(48, 32))
-    assert not fits(nn.Linear(64, 80))
+    assert fits_linears(nn.Linear(64, 96), nn.Linear(32, 32))
+    assert not fits_linears(nn.Linear(64, 96), nn.Linear(48, 32))
+    assert not fits_linears(nn.Linear(64, 80))
     x, weight = numbers(8, 64, seed=0), numbers(96, 64, seed=1)
     for wrong in (
         (x.float(), weight, None),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clap_ds.native.window_attention import fits, native_window_attention
+from clap_ds.native.window_attention import fits_windows, native_window_attention
 from tests.kernels import needs_amx
 from tests.model.window_attention_cases import TOLERANCE, Case, by, draw, eager, errors, results
 
@@ -104,7 +104,13 @@ def test_tensors_that_are_not_contiguous() -> None:
 
 
 def test_what_it_cannot_compute() -> None:
-    assert [fits(8, 24), fits(8, 64), fits(4, 24), fits(8, 20), fits(8, 72)] == [True, True, False, False, False]
+    assert [
+        fits_windows(8, 24),
+        fits_windows(8, 64),
+        fits_windows(4, 24),
+        fits_windows(8, 20),
+        fits_windows(8, 72),
+    ] == [True, True, False, False, False]
     qkv, bias, _ = draw((8, 2, 24, 0), clips=1)
     for wrong in (
         (qkv.float(), bias, 0),

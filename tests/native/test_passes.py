@@ -1,4 +1,4 @@
-"""The native layer norm against torch's."""
+"""The native layer norm against torch's, and the native dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.native.layer_norm import fits, native_layer_norm
+from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
 from tests.kernels import needs_amx
 from tests.native.exactness import assert_as_exact_as_torch, numbers, results
 
@@ -107,7 +107,7 @@ def test_no_rows() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits(channels)] == [16, 96, 4096]
+    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
     x, (weight, bias) = numbers(8, 32, seed=0), parameters(32)
     for wrong in (
         (x.float(), weight, bias),
@@ -118,3 +118,25 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(AssertionError):
             norm_and_pass(*wrong)
+
+
+def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alike() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1 << 18, dtype=torch.bfloat16, requires_grad=True)
+    y = native_dropout(x, 0.25)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).bfloat16().item()}
+    assert 0.24 < float((y == 0).float().mean()) < 0.26
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient, y)
+    assert native_dropout(x, 0.0) is x
+
+
+def test_dropout_keeps_what_is_not_a_number() -> None:
+    assert native_dropout(torch.full((64,), float("nan"), dtype=torch.bfloat16), 0.5).isnan().all()
+
+
+def test_dropout_refuses_what_it_cannot_take() -> None:
+    x = torch.ones(64, dtype=torch.bfloat16)
+    for wrong, probability in ((x.float(), 0.5), (x[:15], 0.5), (x, 1.0)):
+        with pytest.raises(AssertionError):
+            native_dropout(wrong, probability)
