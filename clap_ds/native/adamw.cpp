@@ -1,5 +1,6 @@
 // AdamW for bf16 parameters with fp32 masters, in one pass over each tensor's gradient, master, moments and parameter.
-#include "common.h"
+#include "memory.h"
+#include "vectors.h"
 
 namespace {
 
@@ -24,11 +25,8 @@ __m512 times(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_T
 
 template <bool LOW_GRADIENT, bool SCALED>
 class Update {
-public:
-    explicit Update(const Coefficients& c)
-        : scale(_mm512_set1_ps(c.scale)), rate1(_mm512_set1_ps(c.rate1)), beta2(_mm512_set1_ps(c.beta2)),
-          rate2(_mm512_set1_ps(c.rate2)), bias(_mm512_set1_ps(c.bias)), eps(_mm512_set1_ps(c.eps)),
-          step(_mm512_set1_ps(c.step)), keep(_mm512_set1_ps(c.keep)) {}
+   public:
+    explicit Update(const Coefficients& c) : c(c) {}
 
     void run(const Parameter& p, int64_t begin, int64_t end) const {
         const bool aligned = (uintptr_t)p.low % 64 == 0;
@@ -43,35 +41,36 @@ public:
                 _mm512_storeu_si512(p.low + i, both);
         }
         for (; i < end; i += 16) {
-            const __mmask16 valid = (__mmask16)((1u << std::min<int64_t>(16, end - i)) - 1);
+            const __mmask16 valid = first_lanes(end - i);
             _mm256_mask_storeu_epi16(p.low + i, valid, sixteen(p, i, valid));
         }
     }
 
-private:
-    const __m512 scale, rate1, beta2, rate2, bias, eps, step, keep;
+   private:
+    const Coefficients c;
 
     static void prefetch(const Parameter& p, int64_t i) {
-        for (int64_t half = 0; half < 32; half += 16) {
-            _mm_prefetch((const char*)(p.master + i + half), _MM_HINT_T0);
-            _mm_prefetch((const char*)(p.exp_avg + i + half), _MM_HINT_T0);
-            _mm_prefetch((const char*)(p.exp_avg_sq + i + half), _MM_HINT_T0);
-            if (!LOW_GRADIENT) _mm_prefetch((const char*)((const float*)p.gradient + i + half), _MM_HINT_T0);
+        auto line = [](const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); };
+        for (int64_t half = i; half < i + 32; half += 16) {
+            line(p.master + half);
+            line(p.exp_avg + half);
+            line(p.exp_avg_sq + half);
+            if (!LOW_GRADIENT) line((const float*)p.gradient + half);
         }
-        if (LOW_GRADIENT) _mm_prefetch((const char*)((const bf16*)p.gradient + i), _MM_HINT_T0);
+        if (LOW_GRADIENT) line((const bf16*)p.gradient + i);
     }
 
     // Updates master and moments of the valid elements from i on; returns the new parameters.
     __m256i sixteen(const Parameter& p, int64_t i, __mmask16 valid) const {
         __m512 gradient = LOW_GRADIENT ? from_bf16(_mm256_maskz_loadu_epi16(valid, (const bf16*)p.gradient + i))
                                        : _mm512_maskz_loadu_ps(valid, (const float*)p.gradient + i);
-        if (SCALED) gradient = _mm512_div_ps(gradient, scale);
+        if (SCALED) gradient = gradient / splat(c.scale);
         __m512 average = _mm512_maskz_loadu_ps(valid, p.exp_avg + i), square = _mm512_maskz_loadu_ps(valid, p.exp_avg_sq + i);
-        __m512 master = times(_mm512_maskz_loadu_ps(valid, p.master + i), keep);
-        average = _mm512_fmadd_ps(rate1, _mm512_sub_ps(gradient, average), average);
-        square = _mm512_fmadd_ps(times(rate2, gradient), gradient, times(square, beta2));
-        const __m512 deviation = _mm512_add_ps(_mm512_div_ps(_mm512_sqrt_ps(square), bias), eps);
-        master = _mm512_sub_ps(master, _mm512_div_ps(times(step, average), deviation));
+        __m512 master = times(_mm512_maskz_loadu_ps(valid, p.master + i), splat(c.keep));
+        average = fma(splat(c.rate1), gradient - average, average);
+        square = fma(times(splat(c.rate2), gradient), gradient, times(square, splat(c.beta2)));
+        const __m512 deviation = _mm512_sqrt_ps(square) / splat(c.bias) + splat(c.eps);
+        master = master - times(splat(c.step), average) / deviation;
         _mm512_mask_storeu_ps(p.exp_avg + i, valid, average);
         _mm512_mask_storeu_ps(p.exp_avg_sq + i, valid, square);
         _mm512_mask_storeu_ps(p.master + i, valid, master);
@@ -79,7 +78,7 @@ private:
     }
 };
 
-int64_t blocks_of(const Parameter& p) { return (p.size + BLOCK - 1) / BLOCK; }
+int64_t blocks_of(const Parameter& p) { return divide_up(p.size, BLOCK); }
 
 // The blocks of all parameters, counted on end, are dealt out to the threads in equal runs.
 template <bool LOW_GRADIENT, bool SCALED>
@@ -89,13 +88,12 @@ void step_all(const Parameter* parameters, int64_t count, const Coefficients& co
 #pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), blocks)))
     {
         const Update<LOW_GRADIENT, SCALED> update(coefficients);
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
+        const Range own = share_of(blocks);
         int64_t passed = 0;
-        for (int64_t n = 0; n < count && passed < last; n++) {
+        for (int64_t n = 0; n < count && passed < own.end; n++) {
             const Parameter& p = parameters[n];
-            const int64_t begin = std::max<int64_t>(0, first - passed) * BLOCK;
-            const int64_t end = std::min(p.size, (last - passed) * BLOCK);
+            const int64_t begin = std::max<int64_t>(0, own.begin - passed) * BLOCK;
+            const int64_t end = std::min(p.size, (own.end - passed) * BLOCK);
             if (begin < end) update.run(p, begin, end);
             passed += blocks_of(p);
         }

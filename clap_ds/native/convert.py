@@ -1,8 +1,8 @@
 """The door to this project's CPU kernels: `convert` has a model use them, which itself knows nothing of them.
 
-Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as a
-whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone, and
-less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel, which isn't a module's, is in `adamw.py`.
+Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as
+a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone,
+and less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
 """
 
 from __future__ import annotations

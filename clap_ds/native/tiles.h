@@ -4,13 +4,11 @@
 // holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are fp32, added up pair by pair.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-typedef uint16_t bf16;
+#include "vectors.h"
 
 constexpr int TILE = 512;  // bf16 elements of a tile
 

@@ -1,0 +1,80 @@
+// A thread's part of the work, and memory for as long as a kernel runs.
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+struct Range {
+    int64_t begin, end;
+};
+
+// The calling thread's share of `count` things, by OpenMP's numbering.
+static inline Range share_of(int64_t count) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+static inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// Brings `count` elements to the second-level cache.
+template <typename T>
+static inline void prefetch(const T* from, int64_t count) {
+    for (const char *p = (const char*)from, *end = (const char*)(from + count); p < end; p += 64) _mm_prefetch(p, _MM_HINT_T1);
+}
+
+// A thread's memory for the time of a kernel, kept for the next one: huge pages, as with small ones an operand that fits the
+// second-level cache still evicts itself from it. What a kernel needs beyond that comes from elsewhere, and the next has more.
+class Arena {
+   public:
+    static Arena& of_thread() {
+        static thread_local Arena arena;
+        return arena;
+    }
+    void* take(int64_t bytes) {
+        if (live_++ == 0) {
+            if (wanted_ > size_) grow();
+            wanted_ = 0;
+        }
+        bytes = divide_up(bytes, 64) * 64;
+        wanted_ += bytes;
+        return wanted_ <= size_ ? memory_ + wanted_ - bytes : ::operator new(bytes, std::align_val_t(64));
+    }
+    void give_back(void* p) {
+        live_--;
+        if (p < memory_ || p >= memory_ + size_) ::operator delete(p, std::align_val_t(64));
+    }
+    ~Arena() { free(memory_); }
+
+   private:
+    void grow() {
+        constexpr int64_t HUGE_PAGE = 1 << 21;
+        free(memory_);
+        size_ = divide_up(wanted_, HUGE_PAGE) * HUGE_PAGE;
+        memory_ = (char*)aligned_alloc(HUGE_PAGE, size_);
+        if (memory_)
+            madvise(memory_, size_, MADV_HUGEPAGE);
+        else
+            size_ = 0;
+    }
+    char* memory_ = nullptr;
+    int64_t size_ = 0, wanted_ = 0, live_ = 0;
+};
+
+struct GiveBack {
+    void operator()(void* p) const { Arena::of_thread().give_back(p); }
+};
+template <typename T>
+using Scratch = std::unique_ptr<T[], GiveBack>;
+
+// Memory for `count` elements at a cache line's edge, until the end of the scope. Not to be handed to other threads for freeing.
+template <typename T>
+static inline Scratch<T> scratch(int64_t count) {
+    return Scratch<T>((T*)Arena::of_thread().take(std::max<int64_t>(count, 1) * sizeof(T)));
+}

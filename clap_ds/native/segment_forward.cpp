@@ -1,0 +1,122 @@
+// Softmax attention of segments of rows over other segments of rows, forward.
+//
+// One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
+// (queries × keys), 16 queries at a time, which leaves the first cache to keys and values.
+
+#include <cmath>
+
+#include "segments.h"
+
+namespace {
+
+// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros
+// up to a multiple of 32 keys, and gives what to multiply them by. `scale` includes log2 e. Returns ln Σ e^score. DROPS: with
+// `dropout` of the weights, where the first row is that of `query`.
+template <bool DROPS>
+__m512 exponentiate_rows(
+    float* scores, float* factors, int64_t stride, int64_t keys, float scale, Dropout dropout, int64_t query) {
+    const int64_t last = (keys - 1) / 16 * 16, end = blocks_of(keys) * 32;
+    const __m512 lowest = splat(-INFINITY), factor = splat(scale);
+    __m512 r[16];
+    for (int row = 0; row < 16; row++) {
+        float* s = scores + row * stride;
+        store(s + last, _mm512_mask_mov_ps(lowest, first_lanes(keys - last), load(s + last)));
+        if (last + 16 < end) store(s + last + 16, lowest);
+        __m512 low = load(s), high = load(s + 16);
+        for (int64_t key = 32; key < end; key += 32) {
+            low = _mm512_max_ps(low, load(s + key));
+            high = _mm512_max_ps(high, load(s + key + 16));
+        }
+        r[row] = _mm512_max_ps(low, high);
+    }
+    const __m512 most = across(r, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }) * factor;
+    alignas(64) float shifts[16];
+    store(shifts, most);
+    for (int row = 0; row < 16; row++) {
+        float* s = scores + row * stride;
+        const __m512 shift = splat(shifts[row]);
+        __m512 low_sum = splat(0), high_sum = splat(0);
+        for (int64_t key = 0; key < end; key += 32) {
+            __m512 low = exp2_ps(_mm512_fmsub_ps(load(s + key), factor, shift));
+            __m512 high = exp2_ps(_mm512_fmsub_ps(load(s + key + 16), factor, shift));
+            low_sum = low_sum + low;
+            high_sum = high_sum + high;
+            if constexpr (DROPS) {
+                low = _mm512_maskz_mov_ps(dropout.keeps(query + row, key, lane_numbers()), low);
+                high = _mm512_maskz_mov_ps(dropout.keeps(query + row, key + 16, lane_numbers()), high);
+            }
+            store((bf16*)s + key, low, high);  // never ahead of what is read
+        }
+        r[row] = low_sum + high_sum;
+    }
+    const __m512 sums = across(r, [](__m512 a, __m512 b) { return a + b; });
+    store(factors, splat(DROPS ? dropout.factor() : 1.0f) / sums);
+    return (most + log2_ps(sums)) * splat(1.0f / LOG2E);
+}
+
+template <int D>
+class Forward {
+   public:
+    explicit Forward(int64_t most_keys) : most_keys_(blocks_of(most_keys) * 32) {}
+
+    void attend(
+        Matrix q, int64_t queries, Matrix k, Matrix v, int64_t keys, float scale, Dropout dropout, Matrix out,
+        float* log_sums) {
+        if (keys == 0) {
+            store_zeros<D>(out, queries);
+            std::fill(log_sums, log_sums + queries, 0.0f);
+            return;
+        }
+        const int64_t stride = blocks_of(keys) * 32;
+        const Operand columns = pack_columns<D>(key_columns_.get(), k, keys);
+        const Operand values = pack_summed<D>(values_.get(), v, keys);
+        const Operand weights = {(bf16*)scores_.get(), stride * 2, 0, 32};
+        const auto exponentiate = dropout.probability > 0 ? exponentiate_rows<true> : exponentiate_rows<false>;
+        for (int64_t start = 0; start < queries; start += 16) {
+            const int64_t rows = std::min<int64_t>(16, queries - start);
+            const Matrix own = q.from(start, 0);
+            const Operand block = rows < 16 ? copy_padded<D>(tail_, own, rows) : Operand{own.at, own.stride, 0, 32};
+            multiply_across(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
+            alignas(64) float factors[16];
+            const __m512 sums = exponentiate(scores_.get(), factors, stride, keys, scale * LOG2E, dropout, start);
+            _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
+            multiply_across(weights, values, D / 16, stride / 32, mixed_, D);
+            store_rows<D, true>(out.from(start, 0), mixed_, rows, factors);
+        }
+    }
+
+   private:
+    const int64_t most_keys_;
+    Scratch<bf16> key_columns_ = scratch<bf16>(most_keys_ * D), values_ = scratch<bf16>(most_keys_ * D);
+    Scratch<float> scores_ = scratch<float>(16 * most_keys_);
+    alignas(64) bf16 tail_[16 * D];
+    alignas(64) float mixed_[16 * D];
+};
+
+}  // namespace
+
+// Segment s: queries query_start[s] and on, query_rows[s] of `q_rows`; keys and values likewise. Segments follow one another in
+// both, without overlap; rows between them get zeros. Strides are in elements. `log_sums` is (heads, q_rows). Weights become 0
+// with probability `dropout`, others are divided by 1 − `dropout`; which, depends on seed, segment, head, query and key alone.
+extern "C" void clap_segment_attention_forward(
+    bf16* q, int64_t q_stride, bf16* k, int64_t k_stride, bf16* v, int64_t v_stride, bf16* out, int64_t out_stride,
+    float* log_sums, const int32_t* query_start, const int32_t* query_rows, const int32_t* key_start, const int32_t* key_rows,
+    int64_t count, int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
+    int64_t seed) {
+    const Segments queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
+    with_head_dim(head_dim, [&](auto constant) {
+        constexpr int D = decltype(constant)::value;
+        const int64_t most_keys = keys.longest();
+        auto prepare = [&] { return Forward<D>(most_keys); };
+        for_each_head(count, heads, prepare, [&](Forward<D>& state, int64_t segment, int64_t head) {
+            const int64_t query = query_start[segment], key = key_start[segment], column = head * D;
+            const Dropout own(seed, dropout, segment * heads + head, key_rows[segment]);
+            const Matrix to = {out, out_stride};
+            queries.clear_gaps<D>(to.from(0, column), segment);
+            state.attend(
+                Matrix{q, q_stride}.from(query, column), query_rows[segment], Matrix{k, k_stride}.from(key, column),
+                Matrix{v, v_stride}.from(key, column), key_rows[segment], scale, own, to.from(query, column),
+                log_sums + head * q_rows + query);
+        });
+    });
+}
