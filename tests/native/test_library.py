@@ -91,24 +91,24 @@ def test_compiler_with_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not isinstance(load(), str)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "/no/such/compiler -O2"])
-def test_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "problem"),
+    [
+        ("no-such-compiler", "no C++ compiler"),
+        ("/no/such/compiler -O2", "no C++ compiler"),
+        ("'g++", "No closing quotation"),
+    ],
+)
+def test_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, problem: str) -> None:
     monkeypatch.setenv("CXX", compiler)
-    assert "no C++ compiler" in reason()
-
-
-def test_unbalanced_quotes_in_the_compilers_name(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "'g++")
-    assert reason()
+    assert problem in reason()
 
 
 def test_sources_that_do_not_compile_give_the_first_error(source: Path) -> None:
     header = source.with_name("wrong.h")
     header.write_text("int wrong = missing;\n")
     source.write_text('#include "wrong.h"\n')
-    assert "error: 'missing' was not declared" in reason().replace("\N{LEFT SINGLE QUOTATION MARK}", "'").replace(
-        "\N{RIGHT SINGLE QUOTATION MARK}", "'"
-    )
+    assert re.search(r"error: .missing. was not declared", reason())
     assert not [*library.cache_directory().glob("*.so")]
 
 
@@ -184,9 +184,9 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
     made = library._build().read_bytes()
-    modules = "".join(path.read_text() for path in library.HERE.parent.rglob("*.py"))
-    names = set(re.findall(r'kernel\(\s*"(clap_\w+)"', modules))
-    assert len(names) > 5
+    modules = "".join(path.read_text() for path in library.HERE.glob("*.py"))
+    names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
+    assert len(names) == 12
     assert not [name for name in names if f"\0{name}\0".encode() not in made]
 
 
@@ -198,12 +198,10 @@ def test_kernel_that_refuses_tiles(source: Path) -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_processors(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     """With and without torch's own answer."""
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
     if known:
-        monkeypatch.setattr(
-            torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in library._processor(), raising=False
-        )
-    else:
-        monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+        answer = lambda: "amx_tile" in library._processor()  # noqa: E731
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", answer, raising=False)
     for features, problem in (
         (library.NEEDED, ""),
         (library.NEEDED[:-1], "avx512_bf16"),
