@@ -33,11 +33,7 @@ _SIZES = {
 
 class FirstTokenAttention(nn.Module):
     """A layer's attention and the projection after it, given out for each caption's first token alone, so that the rest of the
-    layer computes only those rows. For the last layer where pooling looks at nothing else.
-
-    Args:
-        attention: the layer's own, whose weights it keeps, under the same names.
-    """
+    layer computes only those rows. For the last layer where pooling looks at nothing else. Weights keep their names."""
 
     def __init__(self, attention: RobertaAttention) -> None:
         super().__init__()
@@ -72,7 +68,11 @@ class TextTower(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
+        self.roberta = (
+            _pretrained(config, dropout)
+            if from_hub
+            else RobertaModel(roberta_config(config, dropout), add_pooling_layer=self.pooling == "cls_pooler")
+        )
         self.roberta.config._attn_implementation = text_attention.NAME if attention == "auto" else attention
         if self.pooling == "cls_pooler":
             last: Any = self.roberta.encoder.layer[-1]
@@ -86,8 +86,7 @@ class TextTower(nn.Module):
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
-        if enabled:
-            # Renamed within the versions of transformers this works with.
+        if enabled:  # renamed within the versions of transformers this works with
             enable = getattr(self.roberta, "activation_checkpointing_enable", None)
             (enable or self.roberta.gradient_checkpointing_enable)()
 
@@ -153,16 +152,11 @@ def roberta_config(config: TextConfig, dropout: float) -> RobertaConfig:
     )
 
 
-def _initialised(config: TextConfig, dropout: float) -> RobertaModel:
-    return RobertaModel(roberta_config(config, dropout), add_pooling_layer=config.pooling == "cls_pooler")
-
-
 def _pretrained(config: TextConfig, dropout: float) -> RobertaModel:
     if not config.hub_name:
         raise ValueError("text_from_hub: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
     try:
-        found = RobertaConfig.from_pretrained(config.hub_name)
-        _check_sizes(config, found)
+        _check_sizes(config, RobertaConfig.from_pretrained(config.hub_name))
         return RobertaModel.from_pretrained(
             config.hub_name,
             add_pooling_layer=config.pooling == "cls_pooler",

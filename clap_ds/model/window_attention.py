@@ -14,7 +14,7 @@ C = A·D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any, Literal
 
 import torch
@@ -41,13 +41,7 @@ def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 def attend_windows(
-    qkv_BHWE: Tensor,
-    bias_ANN: Tensor,
-    mask_GNN: Tensor | None,
-    *,
-    window: int,
-    shift: int,
-    kernel: Kernel,
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, *, window: int, shift: int, kernel: Kernel
 ) -> Tensor:
     """Softmax attention of every token over its window's tokens.
 
@@ -87,28 +81,21 @@ def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tens
     B, G, N, _, A, D = qkv_BGN3AD.shape
     qkv = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
     if mask_GNN is None:
-        q, k, v = qkv.flatten(1, 2)  # (B·G, A, N, D): one bias for every window
-        mixed = F.scaled_dot_product_attention(q, k, v, bias_ANN[None])
-    else:
-        q, k, v = qkv.flatten(2, 3)  # (B, G·A, N, D): the bias differs by window
-        bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
+        (q, k, v), bias = qkv.flatten(1, 2), bias_ANN  # (B·G, A, N, D): one bias for every window
+    else:  # (B, G·A, N, D): the bias differs by window
+        (q, k, v), bias = qkv.flatten(2, 3), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+    mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
     return mixed.view(B, G, A, N, D).transpose(2, 3).flatten(3)
 
 
-def _shifted_pieces(grid: int, window: int, shift: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+def _shifted_pieces(window: int, shift: int) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """For one axis cut into (window number, place in it): slices of the shifted windows and of the grid that hold the same
     tokens. Together they cover the axis."""
-    count = grid // window
-    everything = slice(None)
-    if shift == 0:
-        yield (everything, everything), (everything, everything)
-        return
-    yield (everything, slice(0, window - shift)), (everything, slice(shift, window))
-    late, early = slice(window - shift, window), slice(0, shift)
-    if count > 1:
-        yield (slice(0, count - 1), late), (slice(1, count), early)
-    yield (slice(count - 1, count), late), (slice(0, 1), early)
+    everything, late, early = slice(None), slice(window - shift, None), slice(0, shift)
+    pieces = [((everything, slice(0, window - shift)), (everything, slice(shift, None)))]
+    if shift:
+        pieces += [((slice(0, -1), late), (slice(1, None), early)), ((slice(-1, None), late), (slice(0, 1), early))]
+    return pieces
 
 
 def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, to_windows: bool) -> None:
@@ -116,15 +103,12 @@ def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, t
     count = tokens.shape[1] // window
     tiles = tokens.unflatten(2, (count, window)).unflatten(1, (count, window)).permute(5, 0, 1, 2, 3, 4, 6, 7)
     inside = windows.unflatten(2, (count, count)).unflatten(5, (window, window)).permute(0, 1, 2, 5, 3, 6, 4, 7)
-    pieces = list(_shifted_pieces(tokens.shape[1], window, shift))
-    for (row, row_place), (grid_row, grid_row_place) in pieces:
-        for (column, column_place), (grid_column, grid_column_place) in pieces:
-            ours = inside[:, :, row, row_place, column, column_place]
-            theirs = tiles[:, :, grid_row, grid_row_place, grid_column, grid_column_place]
-            if to_windows:
-                ours.copy_(theirs)
-            else:
-                theirs.copy_(ours)
+    for (row, grid_row), (column, grid_column) in itertools.product(_shifted_pieces(window, shift), repeat=2):
+        ours, theirs = inside[:, :, *row, *column], tiles[:, :, *grid_row, *grid_column]
+        if to_windows:
+            ours.copy_(theirs)
+        else:
+            theirs.copy_(ours)
 
 
 class MatmulWindowAttention(torch.autograd.Function):
