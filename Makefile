@@ -3,7 +3,7 @@
 # make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes)
 # make test        lint, unit tests and end-to-end tests
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
-# make lint        ruff and mypy
+# make lint        ruff, mypy, and that rooms import one way
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
 # make gpu-check   GPU tests and benchmarks of one GPU, kept under results/
 # make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one
@@ -54,6 +54,7 @@ lint: $(READY)
 	"$(PYTHON)" -m ruff check .
 	"$(PYTHON)" -m ruff format --check .
 	"$(PYTHON)" -m mypy
+	"$(PYTHON)" -c 'import importlinter.cli; importlinter.cli.lint_imports_command()' --no-logo --no-cache
 
 # A worker per core, each running whole modules; the longest work first (tests/conftest.py).
 PYTEST := "$(PYTHON)" -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder

@@ -92,6 +92,7 @@ setup(
             "pytest-xdist[psutil]>=3.6",
             "ruff",
             "mypy",
+            "import-linter",
             "hypothesis",
             "scikit-learn",
             "triton; platform_system == 'Linux'",

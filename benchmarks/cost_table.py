@@ -1,6 +1,6 @@
 """Command: where a training step's time goes, part by part, beside what the hardware needs at least.
 
-    python -m benchmarks.cost_table [--preset …] [--micro-batch 8] [--text-tokens 77] [--output results/cost/NAME.md]
+    python -m benchmarks.cost_table [--preset …] [--micro_batch 8] [--text_tokens 77] [--output results/cost/NAME.md]
 
 Each part is run by itself, forward and backward, on the inputs it gets in the whole model, in bf16 with the device synchronised
 around it. FLOPs are its matrix products', three forward passes' worth for a step. The least bytes are what must move even if
@@ -11,195 +11,153 @@ gradients once, and for the optimiser all it reads and writes. Time lost between
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import peers
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from benchmarks.common import choose_device, make_parser, show, table
+from benchmarks.sides import add_step_options, make_batch, our_model, our_side
+from clap_ds.config.errors import run_alone
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
-from clap_ds.dist.distributed import keep_freed_memory
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import reverted
+from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.hardware import device_name
+from clap_ds.record.statistics import median_interval
 
-Clock = Callable[[torch.device], float]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass
-class Cost:
-    """One part's share of a step: floating-point operations, bytes, seconds."""
-
-    part: str
-    flops: float
-    least_bytes: float
-    forward_s: float
-    backward_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_s + self.backward_s
+COLUMNS = {
+    "part": "{part}",
+    "GFLOPs": "{gflops:,.2f}",
+    "least GB": "{least_gb:.3f}",
+    "forward, ms": "{forward_ms:,.1f}",
+    "backward, ms": "{backward_ms:,.1f}",
+    "share of step": "{share:.1%}",
+    "GFLOPS reached": "{gflops_per_s:,.0f}",
+    "GB/s of least": "{gb_per_s:,.1f}",
+}
+Call = tuple[list[Any], dict[str, Any]]
 
 
-def parts(model: ClapModel) -> dict[str, nn.Module]:
-    """The model's parts in order; each is called once in a forward pass."""
-    stages = {f"audio stage {number}": stage for number, stage in enumerate(model.audio.stages)}
+def parts_of(model: ClapModel) -> dict[str, str]:
+    """The model's parts in order, by what they are called here → by module name; each is called once in a forward pass."""
     return {
-        "front end (STFT, mel, dB)": model.mel,
-        "batch norm over mel bins": model.audio.batch_norm,
-        "stretch and fold": model.audio.fold,
-        "patch embedding": model.audio.patch_embed,
-        **stages,
-        "audio projection": model.audio_projection,
-        "text embeddings": model.text.roberta.embeddings,
-        "text layers": model.text.roberta.encoder,
-        "text projection": model.text_projection,
+        "front end (STFT, mel, dB)": "mel",
+        "batch norm over mel bins": "audio.batch_norm",
+        "stretch and fold": "audio.fold",
+        "patch embedding": "audio.patch_embed",
+        **{f"audio stage {number}": f"audio.stages.{number}" for number in range(len(model.audio.stages))},
+        "audio projection": "audio_projection",
+        "text embeddings": "text.roberta.embeddings",
+        "text layers": "text.roberta.encoder",
+        "text projection": "text_projection",
     }
+
+
+@torch.no_grad()
+def count_flops(model: ClapModel, batch: Batch) -> dict[str, float]:
+    """FLOPs of each part's matrix products in a forward pass by torch's operations."""
+    with reverted(model), FlopCounterMode(display=False) as counter:
+        model(*batch.model_inputs())
+    counted = counter.get_flop_counts()
+    return {part: float(sum(counted.get(f"ClapModel.{name}", {}).values())) for part, name in parts_of(model).items()}
 
 
 def capture(model: ClapModel, batch: Batch) -> dict[str, Call]:
     """What each part is called with in the model's forward pass."""
     calls: dict[str, Call] = {}
-    handles = []
-    for name, module in parts(model).items():
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            calls[name] = args, kwargs
+    def note(part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[part] = [_leaf(each) for each in args], kwargs
 
-        handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
-    with torch.no_grad():
-        model(*batch.model_inputs())
-    for handle in handles:
-        handle.remove()
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(partial(note, part), with_kwargs=True)
+        for part, name in parts_of(model).items()
+    ]
+    model(*batch.model_inputs())
+    for hook in hooks:
+        hook.remove()
     return calls
 
 
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
 def measure_part(
-    name: str,
-    module: nn.Module,
-    call: Call,
-    clock: Clock,
-    device: torch.device,
-    rounds: int,
-) -> Cost:
-    """Medians over `rounds` after one to warm up; FLOPs as torch computes it."""
+    part: str, module: nn.Module, call: Call, flops: float, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """Medians over `rounds` after one to warm up; `flops` are of a forward pass."""
     args, kwargs = call
-    trained = any(parameter.requires_grad for parameter in module.parameters())
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
     times = []
     for _ in range(rounds + 1):
-        inputs = [_leaf(each, trained and name != "batch norm over mel bins") for each in args]
-        started_s = clock(device)
-        output = _tensor(module(*inputs, **kwargs))
-        forward_done_s = clock(device)
-        if output.requires_grad:
-            output.backward(torch.ones_like(output))
-        times.append((forward_done_s - started_s, clock(device) - forward_done_s))
+        timer = PhaseTimer(device, instrumented=True)
+        inputs = [_leaf(each) for each in args]
+        with torch.set_grad_enabled(is_trained), timer("forward"):
+            output = module(*inputs, **kwargs)
+            output = output if isinstance(output, Tensor) else output.last_hidden_state
+        with timer("backward"):
+            if is_trained:
+                output.backward(torch.ones_like(output))
+        times.append(timer.seconds)
         module.zero_grad(set_to_none=True)
-    with torch.no_grad(), reverted(module), FlopCounterMode(display=False) as counter:
-        module(*args, **kwargs)
-    moved = sum(each.nbytes for each in args if isinstance(each, Tensor) and each.is_floating_point()) + output.nbytes
+    moved = sum(each.nbytes for each in (*args, output) if isinstance(each, Tensor) and each.is_floating_point())
     weights = sum(parameter.nbytes for parameter in module.parameters())
-    factor = 2 if trained else 1
-    forward_s, backward_s = (statistics.median(each) for each in zip(*times[1:], strict=True))
-    flops = counter.get_total_flops() * (3 if trained else 1)
-    return Cost(name, flops, factor * moved + 3 * weights, forward_s, backward_s)
+    passes, ways = (3, 2) if is_trained else (1, 1)
+    medians = (median_interval([each[phase] for each in times[1:]]).median for phase in ("forward", "backward"))
+    return cost(part, passes * flops, ways * moved + 3 * weights, *medians)
 
 
-def _leaf(value: Any, requires_grad: bool) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_(requires_grad)
-    return value
+def cost(part: str, flops: float, least_bytes: float, forward_s: float, backward_s: float = 0.0) -> dict[str, Any]:
+    """One part's row."""
+    gflops, least_gb, seconds = flops / 1e9, least_bytes / 1e9, max(forward_s + backward_s, 1e-9)
+    row = {"part": part, "gflops": gflops, "least_gb": least_gb, "seconds": seconds}
+    row |= {"forward_ms": 1000 * forward_s, "backward_ms": 1000 * backward_s}
+    return row | {"gflops_per_s": gflops / seconds, "gb_per_s": least_gb / seconds}
 
 
-def _tensor(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.last_hidden_state
-
-
-def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> tuple[list[Cost], float]:
-    """Every part's cost, and the seconds of a whole step."""
-    batch = peers.make_batch(arguments, config, device)
-    state = peers.initial_state(config)
-    side = peers.our_side("ours", state, config, device, low="cast", noise=0.0, attention=arguments.attention)
-    side.now = clock = peers.CLOCKS[arguments.clock]
-    model = side.model
-    assert isinstance(model, ClapModel)
-    for _ in range(arguments.rounds + 1):
-        side.step(batch)
+def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> list[dict[str, Any]]:
+    """Every part's cost in the order of the forward pass, then the rest's and the whole step's."""
+    batch = make_batch(arguments, config, device)
+    model = our_model(config, device, low="cast", attention=arguments.attention).train()
+    flops = count_flops(model, batch)
+    side = our_side(model, "cast")
+    steps = [side.step(batch) for _ in range(arguments.rounds + 1)][1:]
+    step_s, optimizer_s = (median_interval([step[part] for step in steps]).median for part in ("step", "optimizer"))
     calls = capture(model, batch)
-    costs = [
-        measure_part(name, module, calls[name], clock, device, arguments.rounds)
-        for name, module in parts(model).items()
+    rows = [
+        measure_part(part, model.get_submodule(name), calls[part], flops[part], device, arguments.rounds)
+        for part, name in parts_of(model).items()
     ]
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     # fp32 master, two moments read and written; bf16 gradient read, bf16 weight written.
-    optimizer_s = statistics.median(side.seconds["optimizer"][1:])
-    costs.append(Cost("optimiser (AdamW, fp32 masters)", 0.0, sum(sizes) * (6 * 4 + 2 * 2), optimizer_s, 0.0))
-    return costs, statistics.median(side.seconds["step"][1:])
+    rows.append(cost("optimiser (AdamW, fp32 masters)", 0.0, num_parameters * (6 * 4 + 2 * 2), optimizer_s))
+    rest_s = max(0.0, step_s - sum(row["seconds"] for row in rows))
+    gflops, least_gb = (sum(row[name] for row in rows) for name in ("gflops", "least_gb"))
+    rows.append(cost("everything else (loss, pooling, glue)", 0.0, 0.0, rest_s))
+    rows.append(cost("whole step", 1e9 * gflops, 1e9 * least_gb, step_s))
+    return [{**row, "share": row["seconds"] / step_s} for row in rows]
 
 
-def table(costs: list[Cost], step_s: float) -> str:
-    """Markdown, one row a part, in the order of the forward pass."""
-    lines = [
-        "| part | GFLOPs | least GB | forward, ms | backward, ms | share of step | GFLOPS reached | GB/s of least |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    rest = Cost(
-        "everything else (loss, pooling, glue)", 0.0, 0.0, max(0.0, step_s - sum(c.seconds for c in costs)), 0.0
-    )
-    for cost in [*costs, rest]:
-        seconds = max(cost.seconds, 1e-9)
-        lines.append(
-            f"| {cost.part} | {cost.flops / 1e9:,.2f} | {cost.least_bytes / 1e9:.3f} | {1000 * cost.forward_s:,.1f} |"
-            f" {1000 * cost.backward_s:,.1f} | {cost.seconds / step_s:.1%} | {cost.flops / seconds / 1e9:,.0f} |"
-            f" {cost.least_bytes / seconds / 1e9:,.1f} |"
-        )
-    flops, least = sum(cost.flops for cost in costs), sum(cost.least_bytes for cost in costs)
-    lines.append(
-        f"| whole step | {flops / 1e9:,.2f} | {least / 1e9:.3f} | | | {1000 * step_s:,.1f} ms | {flops / step_s / 1e9:,.0f} | |"
-    )
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cost_table", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--text-tokens", type=int, default=77)
-    parser.add_argument("--caption-lengths", type=int, nargs=2, metavar=("LOW", "HIGH"), help="uniform; default: full")
-    parser.add_argument("--text", choices=("padded", "packed"), default="padded")
+def main(argv: list[str] | None = None) -> None:
+    """Measure and show."""
+    parser = make_parser("cost_table", __doc__)
+    add_step_options(parser, rounds=5)
     parser.add_argument("--attention", default="auto", help="kernel of the window attention")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clock", choices=tuple(peers.CLOCKS), default="wall")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write the table here too")
     arguments = parser.parse_args(argv)
-    device, config = torch.device(arguments.device), load_preset(arguments.preset)
-    if device.type == "cpu":
-        keep_freed_memory()
-    costs, step_s = measure_step(arguments, config, device)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    clock = "wall time" if arguments.clock == "wall" else "CPU seconds of the process"
+    device, config = choose_device(), load_preset(arguments.preset)
+    rows = measure_step(arguments, config, device)
     text = (
         f"# Cost of a step: {config.title} on {device_name(device)}\n\nMicro-batch {arguments.micro_batch},"
-        f" {arguments.text_tokens} text tokens ({arguments.text}), bf16, {torch.get_num_threads()} threads, {clock};"
-        f" torch {torch.__version__}. Made by `python -m benchmarks.cost_table {given}`.\n\n{table(costs, step_s)}"
+        f" {arguments.text_tokens} text tokens ({arguments.text}), bf16, {torch.get_num_threads()} threads;"
+        f" torch {torch.__version__}.\n\n{table(COLUMNS, rows)}"
     )
-    print(text)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text)
-    return 0
+    show(arguments.output, text, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

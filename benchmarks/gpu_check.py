@@ -2,184 +2,125 @@
 
     python -m benchmarks.gpu_check [--minutes 8] [--only NAME…]
 
-Each step runs by itself: one that fails or finds no time left is said so in the table and the rest goes on. Leaves what is
-measured to the commands it starts, and imports neither torch nor DeepSpeed.
+Each step runs by itself: one that fails or finds no time left is a row of the table like any other, and the rest goes on.
+Leaves what is measured to the commands it starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import shlex
 import shutil
-import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-OUTPUT = "{output}"
-"""Stands in a command for the folder in which the step's evidence is kept."""
-KEPT_FILES = ("config.json", "environment.json", "summary.json", "metrics.jsonl", "flops_profile.txt")
+from benchmarks.common import make_parser, run_for, show, table
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.places import work_folder
+from clap_ds.dist.accelerator import nvidia_smi
+from clap_ds.record.schema import RECORD_FILES
+
+KEPT_FILES = (*RECORD_FILES, "flops_profile.txt")
+BENCH = "-m deepspeed.launcher.runner --num_gpus 1 clap_ds/bench.py --deepspeed_config ds_configs"
+EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
+PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
+VARIANTS = (
+    "-m benchmarks.variants ds_configs/htsat_tiny.json --limit_s 150"
+    " --vary clap.compile=off,step --vary clap.model.attention=auto,triton --vary clap.cuda_graphs=false,true"
+)
+STEPS = {
+    "tests": (180, "-m pytest -q -m gpu tests"),
+    "htsat_tiny": (120, f"{BENCH}/htsat_tiny.json"),
+    "htsat_base": (120, f"{BENCH}/htsat_base.json"),
+    "htsat_tiny_amp": (120, f"{BENCH}/htsat_tiny_amp.json"),
+    "htsat_base_amp": (120, f"{BENCH}/htsat_base_amp.json"),
+    "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
+    "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
+    "peers_packed": (150, f"{PEERS} --text packed --caption_lengths 8 32 --output {{output}}/peers_packed.md"),
+    "loss": (60, "-m benchmarks.loss_bench --output {output}/loss.md"),
+    "memory_at_77_and_512_tokens": (150, f"{EVIDENCE} --output {{output}}/memory.md"),
+    "variants": (500, f"{VARIANTS} --output {{output}}/variants.md"),  # more than the others leave: --only variants
+}
+"""The most informative first: seconds each may take, and its command after `python`."""
+COLUMNS = {
+    "step": "{step}",
+    "state": "{state}",
+    "seconds": "{seconds:.0f}",
+    "samples/s/GPU": "{samples_per_s_per_gpu[median]:,.1f}",
+    "95 % interval": "{samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}",
+    "peak memory, GB": "{memory_gb:.1f}",
+}
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command, and how long it may take at most."""
+def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
+    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command.
 
-    name: str
-    command: list[str]
-    limit_s: float
-
-
-@dataclass
-class Outcome:
-    step: Step
-    state: str
-    seconds: float
-    run_directory: Path | None = None
-
-
-def plan() -> list[Step]:
-    """All steps, the most informative first."""
-    python = [sys.executable]
-    bench = [*python, "-m", "deepspeed.launcher.runner", "--num_gpus", "1", "clap_ds/bench.py", "--deepspeed_config"]
-    evidence = [
-        *python,
-        "-m",
-        "benchmarks.memory_evidence",
-        "--deepspeed_config",
-        "ds_configs/htsat_tiny_amp.json",
-    ]
-    peers = [*python, *["-m", "benchmarks.peers", "--micro-batch", "128", "--precision", "bf16"]]
-    varied = ["clap.compile=off,step", "clap.model.attention=auto,triton", "clap.cuda_graphs=false,true"]
-    variants = [
-        *python,
-        "benchmarks/variants.py",
-        "ds_configs/htsat_tiny.json",
-        "--limit_s",
-        "150",
-        "--table",
-        f"{OUTPUT}/table.md",
-    ]
-    for each in varied:
-        variants += ["--vary", each]
-    return [
-        Step("tests", [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"], 180),
-        *[
-            Step(name, [*bench, f"ds_configs/{name}.json"], 120)
-            for name in ("htsat_tiny", "htsat_base", "htsat_tiny_amp", "htsat_base_amp")
-        ],
-        Step(
-            "cost_table",
-            [*python, "-m", "benchmarks.cost_table", "--micro-batch", "616", "--output", f"{OUTPUT}/cost.md"],
-            120,
-        ),
-        Step("peers", [*peers, "--json", f"{OUTPUT}/peers.json"], 150),
-        Step(
-            "peers_packed",
-            [*peers, *["--text", "packed", "--caption-lengths", "8", "32"], "--json", f"{OUTPUT}/peers_packed.json"],
-            150,
-        ),
-        Step("loss", [*python, "-m", "benchmarks.loss_bench", "--output", OUTPUT], 60),
-        Step("memory_at_77_and_512_tokens", [*evidence, "--json", f"{OUTPUT}/memory.json"], 150),
-        Step("variants", variants, 500),  # takes more than is left after the others: --only variants
-    ]
-
-
-def run_step(step: Step, limit_s: float, folder: Path) -> Outcome:
-    """Run one step with its output shown and searched for the run directory it makes; `folder` is where evidence is kept."""
-    command = [word.replace(OUTPUT, str(folder / step.name)) for word in step.command]
-    if command != step.command:
-        (folder / step.name).mkdir(parents=True, exist_ok=True)
-    print(f"\n== {step.name}: {' '.join(command)}", flush=True)
+    Returns:
+        The row of the table: the step's name, state and seconds, and the run's summary.
+    """
+    words = [word.format(output=target) for word in shlex.split(command)]
+    print(f"\n== {name}: {shlex.join(words)}", flush=True)
     started_s = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=min(limit_s, step.limit_s))
-        state = "completed" if process.returncode == 0 else f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate()
-        state = f"stopped after {min(limit_s, step.limit_s):.0f} s"
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        state = run_for([sys.executable, *words], Path(log.name), limit_s)
+        output = log.read()
+    row = {"step": name, "state": state, "seconds": time.monotonic() - started_s}
     print(output, flush=True)
     found = re.search(r"^run directory: (.+)$", output, re.MULTILINE)
-    return Outcome(step, state, time.monotonic() - started_s, Path(found[1]) if found else None)
-
-
-def device() -> tuple[str, str]:
-    """Name of the first GPU and a folder name made of it, such as `h200`."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        name = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        print("error: no NVIDIA GPU on this machine: nvidia-smi names none", file=sys.stderr)
-        raise SystemExit(2) from None
-    return name, re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
-
-
-def keep(outcome: Outcome, folder: Path) -> dict[str, Any]:
-    """Copy what a run leaves as evidence, with its command; returns its summary."""
-    if outcome.run_directory is None:
-        return {}
-    target = folder / outcome.step.name
+    if not found:
+        return row
     target.mkdir(parents=True, exist_ok=True)
-    for name in KEPT_FILES:
-        if (outcome.run_directory / name).exists():
-            shutil.copy(outcome.run_directory / name, target / name)
-    python = Path(sys.executable).name
-    (target / "command.txt").write_text(" ".join([python, *outcome.step.command[1:]]) + "\n")
+    (target / "command.txt").write_text(f"python {command}\n")
+    for path in (Path(found[1]) / file for file in KEPT_FILES):
+        if path.exists():
+            shutil.copy(path, target)
     summary = target / "summary.json"
-    return dict(json.loads(summary.read_text())) if summary.exists() else {}
+    return (json.loads(summary.read_text()) if summary.exists() else {}) | row
 
 
-def report(device_name: str, outcomes: list[Outcome], summaries: list[dict[str, Any]]) -> str:
+def report(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown table of all steps."""
-    lines = [
-        f"# One {device_name}, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        "Made by `make gpu-check`. Versions are in each folder's `environment.json`, the command in `command.txt`.",
-        "",
-        "| step | state | seconds | samples/s/GPU | 95 % interval | peak memory, GiB |",
-        "|---|---|--:|--:|--:|--:|",
+    shown = [
+        {**row, "memory_gb": row["memory_peak_bytes"] / 1e9} if row.get("memory_peak_bytes") else row for row in rows
     ]
-    for outcome, summary in zip(outcomes, summaries, strict=True):
-        rate = summary.get("samples_per_s_per_gpu") or {}
-        median = f"{rate['median']:,.1f}" if rate else "–"
-        interval = f"{rate['low']:,.1f}–{rate['high']:,.1f}" if rate else "–"
-        memory = f"{summary['memory_peak_bytes'] / 2**30:.1f}" if "memory_peak_bytes" in summary else "–"
-        state = summary.get("state", outcome.state) if outcome.state == "completed" else outcome.state
-        lines.append(f"| {outcome.step.name} | {state} | {outcome.seconds:.0f} | {median} | {interval} | {memory} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu_check.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop starting steps when this time is up")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", choices=[step.name for step in plan()], help="just these steps"
+    return (
+        f"# One {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
+        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, shown)}"
     )
-    arguments = parser.parse_args()
-    device_name, folder_name = device()
-    folder = ROOT / "results" / folder_name
-    folder.mkdir(parents=True, exist_ok=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the steps and keep their table; 1 where one didn't complete.
+
+    Raises:
+        UserError: no GPU.
+    """
+    parser = make_parser("gpu_check", __doc__)
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop starting steps when this time is up")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="just these steps")
+    arguments = parser.parse_args(argv)
+    if not (found := nvidia_smi()):
+        raise UserError("no NVIDIA GPU on this machine: nvidia-smi names none")
+    device = found[0].split(",")[0].strip()
+    folder = work_folder() / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     deadline_s = time.monotonic() + 60 * arguments.minutes
-    outcomes = []
-    for step in plan():
-        if arguments.only and step.name not in arguments.only:
-            continue
-        left_s = deadline_s - time.monotonic()
-        outcomes.append(run_step(step, left_s, folder) if left_s > 20 else Outcome(step, "no time left", 0.0))
-    summaries = [keep(outcome, folder) for outcome in outcomes]
-    text = report(device_name, outcomes, summaries)
+    rows = []
+    for name in arguments.only or STEPS:
+        (most_s, command), left_s = STEPS[name], deadline_s - time.monotonic()
+        no_time = {"step": name, "state": "no time left", "seconds": 0.0}
+        rows.append(run_step(name, command, min(most_s, left_s), folder / name) if left_s > 20 else no_time)
+    text = report(device, rows)
     # A part doesn't take the place of the whole.
-    (folder / ("-".join(arguments.only) + ".md" if arguments.only else "README.md")).write_text(text)
-    print(text)
-    return int(any(outcome.state != "completed" for outcome in outcomes))
+    name = "-".join(arguments.only) if arguments.only else "README"
+    show(arguments.output or folder / f"{name}.md", text, rows)
+    return int(any(row["state"] != "completed" for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

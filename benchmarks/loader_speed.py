@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR, UserError
-from clap_ds.config.settings import RunSettings, ShardData, load_run
+from clap_ds.config.sections import ShardData
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.shards import ShardPieces
 
 MARGIN = 1.25

@@ -10,22 +10,18 @@ fit or takes too long is a row like any other. Output, settings and run director
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.table import markdown_table
-from clap_ds.config.errors import told
+from benchmarks.common import make_parser, run_for, show, table
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, with_field
@@ -39,35 +35,51 @@ SHORT = (
     "clap.bench.steps_per_window=4",
     "clap.bench.breakdown_steps=0",
 )
-LAST_WORDS_S = 10.0
-"""Time a run that is stopped has to record its end."""
+COLUMNS = {
+    "settings": "{title}",
+    "samples/s/GPU": "{samples_per_s_per_gpu[median]:,.2f}",
+    "interval": "{samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}",
+    "ratio": "{ratio:.3f}",
+    "memory, GB": "{memory_gb:.2f}",
+    "seconds": "{seconds:.0f}",
+    "state": "{state}",
+    "note": "{note}",
+}
 
-Choice = dict[str, Any]
 
+def run_bench(
+    content: dict[str, Any], settings: Mapping[str, Any], folder: Path, command: Sequence[str], limit_s: float | None
+) -> dict[str, Any]:
+    """Run a benchmark with some settings changed in a folder of its own, with its output in `output.log`.
 
-@dataclass
-class Row:
-    """What one combination gave.
-
-    Attributes:
-        settings: the varied fields and their values.
-        state: the run's, `failed` where it has none.
-        seconds: from start to end, compilation included.
-        note: why it isn't `completed`.
+    Returns:
+        `settings`, `state` (the run's, `failed` where it has none), `seconds` from start to end, and either
+        `samples_per_s_per_gpu` and `memory_peak_bytes`, or in `note` why it isn't `completed`.
     """
+    for name, value in {**settings, "clap.output": {"root": str(folder), "label": "run"}}.items():
+        content = with_field(content, name, value)
+    config, log = folder / "config.json", folder / "output.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(config, json.dumps(content, indent=2) + "\n")
+    began_s = time.monotonic()
+    ending = run_for([word.replace(CONFIG, str(config)) for word in command], log, limit_s)
+    row = {"settings": dict(settings), "state": "failed", "seconds": time.monotonic() - began_s, "note": ""}
+    found = sorted(folder.glob("run-*/summary.json"), key=lambda path: path.stat().st_mtime)
+    summary = json.loads(found[-1].read_text()) if found else {}
+    if ending == summary.get("state") == "completed":
+        figures = {name: summary.get(name) for name in ("samples_per_s_per_gpu", "memory_peak_bytes")}
+        return {**row, "state": "completed", **figures}
+    if summary.get("state") not in (None, "completed", "running"):
+        row["state"] = summary["state"]
+    note = ending if ending.startswith("stopped") else summary.get("error") or last_error(log)
+    return {**row, "note": note.replace("|", "/")}
 
-    settings: Choice
-    state: str
-    seconds: float
-    samples_per_s_per_gpu: dict[str, Any] | None = None
-    memory_peak_bytes: float | None = None
-    note: str = ""
 
-
-def combinations(varied: Sequence[tuple[str, list[Any]]]) -> list[Choice]:
-    """Every combination of the values, the last field changing quickest."""
-    names = [name for name, _ in varied]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in varied))]
+def last_error(log: Path) -> str:
+    """The error a run's output ends with."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
@@ -85,109 +97,24 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     return name, found
 
 
-def title(settings: Choice) -> str:
+def title(settings: Mapping[str, Any]) -> str:
     shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def run_one(content: dict[str, Any], settings: Choice, folder: Path, command: list[str], limit_s: float) -> Row:
-    """Run a combination in its own folder, with its output in `output.log`, and end it when its time is up."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in settings.items():
-        content = with_field(content, name, value)
-    content = with_field(content, "clap.output", {"root": str(folder), "label": "run"})
-    config = folder / "config.json"
-    write_atomically(str(config), json.dumps(content, indent=2) + "\n")
-    words = [word.replace(CONFIG, str(config)) for word in command]
-    began_s, late = time.monotonic(), False
-    with (folder / "output.log").open("wb") as log:
-        process = subprocess.Popen(
-            words, cwd=work_folder(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            _end(process)
-    row = Row(settings, "failed", time.monotonic() - began_s)
-    found = sorted(folder.glob("run-*/summary.json"), key=lambda path: path.stat().st_mtime)
-    summary = json.loads(found[-1].read_text()) if found else {}
-    row.state = str(summary.get("state") or "failed")
-    if process.returncode == 0 and row.state == "completed":
-        row.samples_per_s_per_gpu = summary.get("samples_per_s_per_gpu")
-        row.memory_peak_bytes = summary.get("memory_peak_bytes")
-        return row
-    row.state = "failed" if row.state in ("completed", "running") else row.state
-    row.note = (
-        f"stopped after {limit_s:.0f} s" if late else str(summary.get("error") or _last_error(folder / "output.log"))
-    )
-    return row
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the run with all its ranks, whether it is done or not."""
-    for number, patience_s in ((signal.SIGTERM, LAST_WORDS_S), (signal.SIGKILL, LAST_WORDS_S)):
-        if process.poll() is not None and number == signal.SIGTERM:
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-
-
-def _last_error(log: Path) -> str:
-    """The error a run's output ends with."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
-    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]
-
-
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a row each; ratios are to the first that has a rate."""
-    first = next((row.samples_per_s_per_gpu["median"] for row in rows if row.samples_per_s_per_gpu), None)
-    header = ["settings", "samples/s/GPU", "interval", "ratio", "memory, GB", "seconds", "note"]
-    lines = []
-    for row in rows:
-        rate = row.samples_per_s_per_gpu
-        note = row.note.replace("|", "/")
-        lines.append(
-            [
-                title(row.settings),
-                f"{rate['median']:,.2f}" if rate else "",
-                f"{rate['low']:,.2f}–{rate['high']:,.2f}" if rate else "",
-                f"{rate['median'] / first:.3f}" if rate and first else "",
-                f"{row.memory_peak_bytes / 1e9:.2f}" if row.memory_peak_bytes else "",
-                f"{row.seconds:.0f}",
-                f"{row.state}: {note}" if row.state != "completed" else "",
-            ]
-        )
-    return markdown_table(header, lines)
+    rates = [(row.get("samples_per_s_per_gpu") or {}).get("median", 0.0) for row in rows]
+    first = next(filter(None, rates), None)
+    shown = [{**row, "title": title(row["settings"])} for row in rows]
+    for row, rate in zip(shown, rates, strict=True):
+        if rate and first:
+            row |= {"ratio": rate / first, "memory_gb": (row["memory_peak_bytes"] or 0) / 1e9}
+    return table(COLUMNS, shown)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/variants.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
-    parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
-    parser.add_argument("--table", type=Path, help="the table in Markdown; default: variants.md in the folder")
-    parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
-    parser.epilog = (
-        f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise. After -- follows another command that runs one, with"
-        f" {CONFIG} where its JSON belongs; the default is DeepSpeed's launcher on all GPUs of this machine."
-    )
-    words = sys.argv[1:] if argv is None else argv
-    split = words.index("--") if "--" in words else len(words)
-    arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
-    rows: list[Row] = []
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
-    code = told(lambda: try_all(arguments, command, rows))
-    return code or int(not any(row.state == "completed" for row in rows))
-
-
-def try_all(arguments: argparse.Namespace, command: list[str], rows: list[Row]) -> None:
-    """Run every combination and append its row.
+def try_all(arguments: argparse.Namespace, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Run every combination, the last field changing quickest, and keep the rows and their table as they come.
 
     Raises:
         ValueError: the configuration or an option is wrong.
@@ -197,21 +124,44 @@ def try_all(arguments: argparse.Namespace, command: list[str], rows: list[Row]) 
         raise ValueError(f"no {CONFIG} in the command after --")
     for assignment in (*SHORT, *arguments.set):
         content = with_field(content, *parse_assignment(assignment))
-    varied = [parse_varied(text) for text in arguments.vary]
+    varied = dict(parse_varied(text) for text in arguments.vary)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--folder {folder}: expected a new or empty folder")
-    choices = combinations(varied)
+    choices = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     print(f"{len(choices)} runs in {folder}", flush=True)
+    rows: list[dict[str, Any]] = []
     for number, settings in enumerate(choices, start=1):
         print(f"{number}/{len(choices)}  {title(settings)}", flush=True)
-        rows.append(run_one(content, settings, folder.resolve() / f"{number:02}", command, arguments.limit_s))
-        print(f"    {rows[-1].state} in {rows[-1].seconds:.0f} s  {rows[-1].note}".rstrip(), flush=True)
-        write_atomically(str(folder / "variants.json"), json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-        write_atomically(str(arguments.table or folder / "variants.md"), format_table(rows) + "\n")
-    print(format_table(rows))
+        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", command, arguments.limit_s))
+        show(arguments.output or folder / "variants.md", format_table(rows), rows)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Try all combinations; 1 where none completed.
+
+    Raises:
+        ValueError: the configuration or an option is wrong.
+    """
+    parser = make_parser("variants", __doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
+    parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
+    parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
+    parser.epilog = (
+        f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise. After -- follows another command that runs one, with"
+        f" {CONFIG} where its JSON belongs; the default is DeepSpeed's launcher on all GPUs of this machine."
+    )
+    words = sys.argv[1:] if argv is None else argv
+    split = words.index("--") if "--" in words else len(words)
+    arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
+    rows = try_all(arguments, command)
+    return int(not any(row["state"] == "completed" for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -24,8 +24,8 @@ from pydantic import ValidationError
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import preset_names
+from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.config.train_settings import EvaluationSettings
 from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_command
 
 MICRO_BATCH = 32

@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.dist.distributed import run_alone
 from clap_ds.flop_count.analytic import (
     CONVENTIONS,
     TextLengths,

@@ -5,16 +5,16 @@ Leaves to `launch/host_agent.py` what happens on a host, and to `launch/job.py` 
 
 from __future__ import annotations
 
-import os
-import shlex
+import contextlib
 import signal
 import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import IO
 
-AGENT = Path(__file__).resolve().parent / "host_agent.py"
+from clap_ds.launch.launchers import on_host, script_command
+
 CONNECT_S = 30.0
 """Time a host has to answer at the start."""
 LOST_S = 20.0
@@ -33,10 +33,15 @@ class Host:
     gone: bool = False
     last_words: str = ""
 
-
-def this_host() -> str:
-    """Name of this host as SLURM's node lists have it."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    def hear(self, word: str, number: int) -> None:
+        """Take note of what its agent says: `alive NUM_RANKS` or `gone NUM_KILLED`."""
+        self.heard = time.monotonic()
+        if word == "gone":
+            self.gone = True
+            return
+        self.num_ranks = number
+        self.most_ranks = max(self.most_ranks, number)
+        self.fewer_since = None if number == self.most_ranks else self.fewer_since or self.heard
 
 
 def _ignore_signals() -> None:
@@ -48,135 +53,76 @@ def _ignore_signals() -> None:
 class Agents:
     """One agent per host: a child process here, over ssh, or all of them as one SLURM step."""
 
-    def __init__(self, hosts: list[str], job: str, python: str, *, through: str) -> None:
-        """Start them.
-
-        Args:
-            hosts: host names, the one this process runs on among them or not.
-            job: value of `CLAP_JOB` in the ranks' environment.
-            python: interpreter on the hosts.
-            through: `ssh` or `srun`.
-        """
+    def __init__(self, hosts: list[str], job: str, python: str, launcher: str) -> None:
+        """Start them the way the launcher starts ranks; `job` is the value of `CLAP_JOB` in the ranks' environment."""
         self.hosts = {name: Host(name) for name in hosts}
-        self._processes: list[tuple[str | None, subprocess.Popen[bytes]]] = []
-        agent = [python, "-u", str(AGENT), job]
-        if through == "srun":
-            step = [
-                "srun",
-                "--overlap",
-                "--quiet",
-                f"--nodes={len(hosts)}",
-                f"--ntasks={len(hosts)}",
-                "--ntasks-per-node=1",
-            ]
-            self._start(None, [*step, "--nodelist", ",".join(hosts), *agent])
-        else:
-            ssh = [
-                "ssh",
-                "-o",
-                "BatchMode=yes",
-                "-o",
-                "ConnectTimeout=15",
-                "-o",
-                "ServerAliveInterval=5",
-                "-o",
-                "ServerAliveCountMax=3",
-            ]
+        self._processes: dict[str | None, subprocess.Popen[bytes]] = {}
+        agent = script_command(python, "host_agent.py", job)
+        if launcher == "pdsh":
             for host in hosts:
-                command = [*agent, host]
-                self._start(host, command if host == this_host() else [*ssh, host, shlex.join(command)])
+                self._start(host, on_host(host, [*agent, host]))
+        else:
+            step = ["srun", "--overlap", "--quiet", f"--nodes={len(hosts)}", "--ntasks-per-node=1"]
+            self._start(None, [*step, f"--ntasks={len(hosts)}", "--nodelist", ",".join(hosts), *agent])
 
     def _start(self, host: str | None, command: list[str]) -> None:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_ignore_signals
-        )
-        self._processes.append((host, process))
-        threading.Thread(target=self._listen, args=(host, process), daemon=True).start()
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=both, preexec_fn=_ignore_signals)
+        self._processes[host] = process
+        threading.Thread(target=self._listen, args=(host, process.stdout), daemon=True).start()
 
-    def _listen(self, host: str | None, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            words = line.decode(errors="replace").split()
-            if words[:1] != ["clap-agent"] or len(words) != 4 or words[1] not in self.hosts:
-                text = line.decode(errors="replace").strip()
-                for known in self.hosts.values():
-                    if text and (host == known.name or (host is None and known.name in text)):
-                        known.last_words = text
+    def _listen(self, host: str | None, lines: IO[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").strip()
+            words = text.split()
+            if words[:1] == ["clap-agent"] and len(words) == 4 and words[1] in self.hosts:
+                self.hosts[words[1]].hear(words[2], int(words[3]))
                 continue
-            self._hear(self.hosts[words[1]], words[2], int(words[3]))
+            for known in self.hosts.values():
+                if text and (host == known.name or (host is None and known.name in text)):
+                    known.last_words = text
 
-    @staticmethod
-    def _hear(host: Host, word: str, number: int) -> None:
-        host.heard = time.monotonic()
-        if word == "gone":
-            host.gone = True
-            return
-        host.num_ranks = number
-        host.most_ranks = max(host.most_ranks, number)
-        if number == host.most_ranks:
-            host.fewer_since = None
-        elif host.fewer_since is None:
-            host.fewer_since = host.heard
+    def _running(self) -> set[str | None]:
+        return {host for host, process in self._processes.items() if process.poll() is None}
 
     def say(self, line: str) -> None:
         """Send a line to every agent that can still be reached."""
-        for _, process in self._processes:
-            try:
-                assert process.stdin is not None
+        for process in self._processes.values():
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
                 process.stdin.write(line.encode() + b"\n")
                 process.stdin.flush()
-            except OSError:
-                pass
-
-    def silent(self) -> list[Host]:
-        """Hosts that have not answered yet."""
-        return [host for host in self.hosts.values() if host.heard is None]
 
     def lost(self) -> list[Host]:
         """Hosts that answered once and are silent now."""
-        ended = {name for name, process in self._processes if name is not None and process.poll() is not None}
-        now = time.monotonic()
-        return [
-            host
-            for host in self.hosts.values()
-            if host.heard is not None and not host.gone and (now - host.heard > LOST_S or host.name in ended)
-        ]
+        ended, now = set(self._processes) - self._running(), time.monotonic()
+        known = [host for host in self.hosts.values() if host.heard is not None and not host.gone]
+        return [host for host in known if host.name in ended or now - (host.heard or now) > LOST_S]
 
-    def short_of_ranks(self, seconds: float) -> list[Host]:
-        """Hosts on which a rank ended while others went on for longer than this."""
-        if not any(host.num_ranks for host in self.hosts.values()):
-            return []
-        now = time.monotonic()
-        return [h for h in self.hosts.values() if h.fewer_since is not None and now - h.fewer_since > seconds]
-
-    def first_short(self) -> Host | None:
-        """The host on which a rank ended before any other."""
-        short = [host for host in self.hosts.values() if host.fewer_since is not None]
-        return min(short, key=lambda host: host.fewer_since or 0.0, default=None)
+    def short_of_ranks(self, seconds: float = 0.0) -> list[Host]:
+        """Hosts on which a rank ended longer ago than this, the first to lose one first."""
+        latest = time.monotonic() - seconds
+        short = [(host.fewer_since, host) for host in self.hosts.values() if host.fewer_since is not None]
+        return [host for since, host in sorted(short, key=lambda each: each[0]) if since <= latest]
 
     def wait_for_all(self) -> list[Host]:
         """Wait until every host has answered; the ones that haven't in time, or whose connection was refused."""
         deadline = time.monotonic() + CONNECT_S
-        while self.silent() and time.monotonic() < deadline:
-            if all(process.poll() is not None for _, process in self._processes):
-                break
-            ended = {name for name, process in self._processes if process.poll() is not None}
-            if all(host.name in ended for host in self.silent()):
+        while silent := [host for host in self.hosts.values() if host.heard is None]:
+            if time.monotonic() > deadline or not self._running() & {None, *(host.name for host in silent)}:
                 break
             time.sleep(0.05)
-        return self.silent()
+        return silent
 
     def stop(self, timeout_s: float) -> list[Host]:
         """Have every host end what is left of the job; the hosts that didn't confirm it in time."""
         self.say("stop")
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._running():
             if all(host.gone or host.heard is None for host in self.hosts.values()):
                 break
-            if all(process.poll() is not None for _, process in self._processes):
-                break
             time.sleep(0.05)
-        for _, process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(0.5)
             except subprocess.TimeoutExpired:

@@ -1,12 +1,10 @@
-"""One per host beside a job's ranks: hears signals for them, says that the host is alive, and leaves none of them
-behind.
+"""One per host beside a job's ranks: hears signals for them, says that the host is alive, and leaves none of them behind.
 
-Started by `launch/job.py` over ssh or srun, and spoken to by lines on standard input. Ranks that pdsh started live
-under sshd, where SLURM neither sees nor ends them: so when the job falls silent or its connection closes, the agent
-ends them itself. A rank's process is known by `CLAP_JOB` in its environment. Uses the standard library only.
+Started by `launch/job.py` over ssh or srun. Ranks that pdsh started live under sshd, where SLURM neither sees nor ends
+them: so when the job falls silent or its connection closes, the agent ends them itself. A rank's process is known by
+`CLAP_JOB` in its environment. Standard library only.
 
-Lines in: `ping`, `signal N`, `monitor RUN_DIRECTORY`, `stop`. Lines out: `clap-agent HOST alive NUM_RANKS`, `clap-agent
-HOST gone NUM_KILLED`.
+Hears `ping`, `signal N`, `monitor RUN_DIRECTORY` and `stop`; says `clap-agent HOST alive NUM_RANKS` or `… gone NUM_KILLED`.
 """
 
 from __future__ import annotations
@@ -23,36 +21,36 @@ from pathlib import Path
 
 BEAT_S = 2.0
 LOOK_S = 0.2
-"""How often it looks whether the ranks it knows are still there, where the kernel doesn't tell: the host that lost one first
-is the one to name."""
+"""How often it looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named."""
 SILENCE_S = 45.0
 """Without a line from the job for this long, the host takes itself for cut off."""
 LAST_WORDS_S = 5.0
 """From the polite signal to SIGKILL: time for a rank to record its end."""
 
 
-def processes_of(job: str) -> dict[int, tuple[int, bool]]:
-    """This host's processes of a job, by process id: parent, and whether the process is a rank.
+def parent_of(pid: int) -> int | None:
+    """Process id of a process's parent; None when the process has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == b"Z" else int(parent)
 
-    Args:
-        job: the value of `CLAP_JOB`; a trailing `.` matches every restart of the job.
-    """
+
+def processes_of(job: str) -> dict[int, tuple[int, bool]]:
+    """Parent, and whether it is a rank, of this job's processes here, by process id. `JOB.` stands for all starts of a job."""
     found = {}
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
-            continue
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = dict(line.partition(b"=")[::2] for line in file.read().split(b"\0"))
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue  # gone meanwhile, or somebody else's
+        variables = dict(line.partition(b"=")[::2] for line in lines)
         value = variables.get(b"CLAP_JOB", b"").decode(errors="replace")
-        if state != b"Z" and (value == job or (job.endswith(".") and value.startswith(job))):
+        is_of_job = value == job or (job.endswith(".") and value.startswith(job))
+        if is_of_job and pid != os.getpid() and (parent := parent_of(pid)) is not None:
             # Only a launcher sets these for a rank; the batch step's own processes have neither.
-            started_as_rank = b"RANK" in variables or b"SLURM_LAUNCH_NODE_IPADDR" in variables
-            found[int(name)] = (int(parent), started_as_rank)
+            found[pid] = (parent, b"RANK" in variables or b"SLURM_LAUNCH_NODE_IPADDR" in variables)
     return found
 
 
@@ -60,14 +58,6 @@ def ranks_of(job: str) -> list[int]:
     """Process ids of the ranks themselves, without their data workers."""
     found = processes_of(job)
     return [pid for pid, (parent, is_rank) in found.items() if is_rank and not found.get(parent, (0, False))[1]]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    except OSError:
-        return True
 
 
 @contextlib.contextmanager
@@ -95,10 +85,8 @@ def end_all(job: str, last_words_s: float = LAST_WORDS_S) -> int:
     deadline = time.monotonic() + last_words_s
     while ranks_of(job) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for _ in range(20):
-        left = processes_of(job)
-        if not left:
-            break
+    deadline += 2.0
+    while (left := processes_of(job)) and time.monotonic() < deadline:
         send(list(left), signal.SIGKILL)
         time.sleep(0.1)
     return len(found)
@@ -107,7 +95,6 @@ def end_all(job: str, last_words_s: float = LAST_WORDS_S) -> int:
 class Agent:
     def __init__(self, job: str, host: str) -> None:
         self.job, self.host = job, host
-        self.heard = time.monotonic()
         self.monitor: subprocess.Popen[bytes] | None = None
 
     def say(self, *words: object) -> None:
@@ -117,28 +104,25 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until told to stop, cut off, or left alone; then end what is left of the job here."""
-        next_beat = 0.0
+        heard, next_beat = time.monotonic(), 0.0
         buffer = b""
         ranks: list[int] = []
-        while True:
-            now = time.monotonic()
-            left = [pid for pid in ranks if not has_ended(pid)]
+        while time.monotonic() - heard <= SILENCE_S:
+            left = [pid for pid in ranks if parent_of(pid) is not None]
             if len(left) < len(ranks):
                 self.say("alive", len(left))  # before anything else: who says so first is taken for the cause
                 ranks = left
-            if now >= next_beat:
+            if time.monotonic() >= next_beat:
                 ranks = ranks_of(self.job)
                 self.say("alive", len(ranks))
-                next_beat = now + BEAT_S
-            if now - self.heard > SILENCE_S:
-                break
+                next_beat = time.monotonic() + BEAT_S
             with ends_of(ranks) as ends:
                 ready = select.select([0, *ends], [], [], LOOK_S)[0]
             if 0 in ready:
                 received = os.read(0, 4096)
                 if not received:
                     break
-                self.heard = time.monotonic()
+                heard = time.monotonic()
                 *lines, buffer = (buffer + received).split(b"\n")
                 if not all(self.obey(line.decode(errors="replace").split()) for line in lines):
                     break
@@ -155,17 +139,14 @@ class Agent:
             self.say("alive", len(ranks))  # the job gives these the time to end
         elif words[:1] == ["monitor"] and self.monitor is None:
             command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", " ".join(words[1:])]
-            self.monitor = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            null = subprocess.DEVNULL
+            self.monitor = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
         return words[:1] != ["stop"]
 
 
 def main() -> None:
-    job, host = (
-        sys.argv[1],
-        sys.argv[2] if len(sys.argv) > 2 else os.environ.get("SLURMD_NODENAME", os.uname().nodename),
-    )
+    job, *named = sys.argv[1:]
+    host = named[0] if named else os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # What an earlier start of the same job left here, before a requeue or a node failure.

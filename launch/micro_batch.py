@@ -3,13 +3,12 @@
     python launch/micro_batch.py 8:1024:8 --config C --folder F -- python launch/job.py …      (as launch/bench.sbatch does)
 
 `auto` looks for the largest multiple of 8 that fits, by doubling and then bisection. A micro-batch that exhausts the
-memory is a row like any other. `micro_batch.json` in the folder holds the rows so far. No torch, no DeepSpeed.
+memory is a row like any other. `micro_batch.json` in the folder holds the rows so far. No torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -18,15 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-if __package__ in (None, ""):
-    # By its path, as job scripts start it: of a checkout or of an installed package.
-    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
+from clap_ds.config.errors import exit_code_of
+from clap_ds.launch.run_config import read_config, read_object, with_field, write_object
 
-from clap_ds.config.files import write_atomically
-from clap_ds.launch.run_config import read_config, with_field
-
-STEP = 8
-LARGEST = 2**20
+STEP, LARGEST = 8, 2**20
+COLUMNS = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "memory, GB"}
 Row = dict[str, Any]
 
 
@@ -47,44 +42,27 @@ def largest_that_fits(fits: Callable[[int], bool], step: int = STEP, largest: in
     return low
 
 
-def row_of(micro_batch: int, told: dict[str, Any]) -> Row:
+def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     """One line of the table from a job's `job.json` and its run's `summary.json`."""
-    summary: dict[str, Any] = {}
-    if told.get("run_directory"):
-        path = Path(told["run_directory"]) / "summary.json"
-        summary = json.loads(path.read_text()) if path.exists() else {}
-    rates = summary.get("samples_per_s_per_gpu")
-    completed = told.get("state") == "completed"
+    completed, run = job.get("state") == "completed", job.get("run_directory")
+    summary = read_object(Path(run) / "summary.json") if completed and run else {}
+    memory_bytes = summary.get("memory_peak_bytes")
     return {
         "micro_batch": micro_batch,
-        "samples_per_s_per_gpu": rates["median"] if completed and isinstance(rates, dict) else None,
-        "tflops_per_gpu": _tflops(summary, rates["median"]) if completed and isinstance(rates, dict) else None,
-        "memory_gb": summary["memory_peak_bytes"] / 1e9 if completed and summary.get("memory_peak_bytes") else None,
-        "state": told.get("state", "failed"),
-        "note": "" if completed else str(told.get("error") or "")[:120],
+        "samples_per_s_per_gpu": summary.get("samples_per_s_per_gpu", {}).get("median"),
+        "tflops_per_gpu": summary.get("achieved_tflops"),
+        "memory_gb": memory_bytes / 1e9 if memory_bytes else None,
+        "state": job.get("state", "failed"),
+        "note": "" if completed else str(job.get("error") or "")[:120],
     }
 
 
-def _tflops(summary: dict[str, Any], samples_per_s: float) -> float | None:
-    """TFLOPS of one GPU's useful work: three forward passes' FLOPs a sample, every text position counted."""
-    from clap_ds.config.model import load_preset
-    from clap_ds.flop_count.analytic import TextLengths, forward_flops
-
-    try:
-        lengths = TextLengths.fixed(summary["text_tokens"])
-        return 3 * forward_flops(load_preset(summary["preset"]), lengths, "model") * samples_per_s / 1e12
-    except (KeyError, ValueError):
-        return None
-
-
 def format_table(rows: Iterable[Row]) -> str:
-    lines = [f"{'micro-batch':>11}  {'samples/s/GPU':>13}  {'TFLOPS/GPU':>10}  {'memory, GB':>10}  note"]
+    lines = ["  ".join([f"{'micro-batch':>11}", *(f"{title:>13}" for title in COLUMNS.values()), "note"])]
     for row in sorted(rows, key=lambda row: int(row["micro_batch"])):
-        cells = [f"{row['micro_batch']:>11}"]
-        for name, width in (("samples_per_s_per_gpu", 13), ("tflops_per_gpu", 10), ("memory_gb", 10)):
-            cells.append(f"{row[name]:>{width}.2f}" if row[name] is not None else " " * (width - 1) + "–")
+        numbers = ["–" if row[name] is None else f"{row[name]:.2f}" for name in COLUMNS]
         note = {"completed": "", "out_of_memory": "out of memory"}.get(row["state"], f"{row['state']}: {row['note']}")
-        lines.append("  ".join([*cells, note]).rstrip())
+        lines.append("  ".join([f"{row['micro_batch']:>11}", *(f"{text:>13}" for text in numbers), note]).rstrip())
     return "\n".join(lines)
 
 
@@ -94,27 +72,24 @@ class Trials:
     def __init__(self, config: Path, folder: Path, command: list[str]) -> None:
         self.content, self.folder, self.command = read_config(config), folder, command
         self.rows: dict[int, Row] = {}
-        self.stopped = 0
+        self.stopped: signal.Signals | None = None
         self._child: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = number
+        self.stopped = signal.Signals(number)
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 
     def fits(self, micro_batch: int) -> bool:
-        """Run a micro-batch, unless it was before; False when it exhausts the memory.
-
-        Raises:
-            RuntimeError: the run failed for another reason, or the job was told to stop.
-        """
+        """Run a micro-batch, unless it was before; False when it exhausts the memory, a RuntimeError for other failures."""
         if micro_batch not in self.rows:
             self.rows[micro_batch] = self._run(micro_batch)
+            write_object(self.folder / "micro_batch.json", list(self.rows.values()))
         row = self.rows[micro_batch]
         if self.stopped:
-            raise RuntimeError(f"stopped by {signal.Signals(self.stopped).name}")
+            raise RuntimeError(f"stopped by {self.stopped.name}")
         if row["state"] not in ("completed", "out_of_memory"):
             raise RuntimeError(f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
         return bool(row["state"] == "completed")
@@ -124,19 +99,33 @@ class Trials:
         folder.mkdir(exist_ok=True)
         content = with_field(self.content, "train_micro_batch_size_per_gpu", micro_batch)
         label = f"{content.get('clap', {}).get('output', {}).get('label') or 'run'}-b{micro_batch}"
-        content = with_field(content, "clap.output.label", label)
-        write_atomically(str(folder / "config.json"), json.dumps(content, indent=2) + "\n")
-        command = [word.replace("{folder}", str(folder)) for word in self.command]
+        write_object(folder / "config.json", with_field(content, "clap.output.label", label))
         print(f"micro-batch {micro_batch}", flush=True)
-        self._child = subprocess.Popen(command)
+        self._child = subprocess.Popen([word.replace("{folder}", str(folder)) for word in self.command])
         self._child.wait()
         path = folder / "job.json"
-        row = row_of(
-            micro_batch, json.loads(path.read_text()) if path.exists() else {"state": "failed", "error": "no job.json"}
-        )
-        rows = [*self.rows.values(), row]
-        write_atomically(str(self.folder / "micro_batch.json"), json.dumps(rows, indent=2) + "\n")
-        return row
+        return row_of(micro_batch, read_object(path) if path.exists() else {"error": "the job left no job.json"})
+
+    def run(self, sizes: str) -> int:
+        """Try `FIRST:LAST:STEP` or `auto`; show and record what came of it. The exit code."""
+        job: dict[str, Any] = {"state": "completed", "error": None}
+        try:
+            if sizes == "auto":
+                job["largest_micro_batch"] = largest_that_fits(self.fits)
+            else:
+                first, last, step = map(int, sizes.split(":"))
+                for size in range(first, last + 1, step):
+                    self.fits(size)
+        except RuntimeError as error:
+            ended = "timeout" if self.stopped == signal.SIGUSR1 else "terminated"
+            job = {"state": ended if self.stopped else "failed", "error": str(error)}
+        write_object(self.folder / "job.json", job)
+        print(format_table(self.rows.values()))
+        if job.get("largest_micro_batch"):
+            print(f"largest micro-batch that fits: {job['largest_micro_batch']}")
+        if job["error"]:
+            print(f"error: {job['error']}", file=sys.stderr)
+        return 128 + self.stopped if self.stopped else int(job["state"] != "completed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,32 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not command:
         parser.error("no command after --")
-    told: dict[str, Any] = {"state": "completed", "error": None}
-    try:
-        trials = Trials(arguments.config, arguments.folder, command)
-        try:
-            if arguments.sizes == "auto":
-                best = largest_that_fits(trials.fits)
-                told["largest_micro_batch"] = best
-            else:
-                first, last, step = map(int, arguments.sizes.split(":"))
-                for size in range(first, last + 1, step):
-                    trials.fits(size)
-        except RuntimeError as error:
-            told = {
-                "state": {signal.SIGUSR1: "timeout", 0: "failed"}.get(trials.stopped, "terminated"),
-                "error": str(error),
-            }
-        print(format_table(trials.rows.values()))
-        if told.get("largest_micro_batch"):
-            print(f"largest micro-batch that fits: {told['largest_micro_batch']}")
-        write_atomically(str(arguments.folder / "job.json"), json.dumps(told, indent=2) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if told["error"]:
-        print(f"error: {told['error']}", file=sys.stderr)
-    return 128 + trials.stopped if trials.stopped else int(told["state"] != "completed")
+    return exit_code_of(lambda: Trials(arguments.config, arguments.folder, command).run(arguments.sizes))
 
 
 if __name__ == "__main__":

@@ -4,24 +4,25 @@
     python launch/monitor.py report RUN_DIRECTORY
 
 Samples go to `monitor/<host>.jsonl` in the run directory: SM use, power, memory, temperature and PCIe traffic by NVML
-(nvidia-ml-py), or CPU and memory where there is no GPU. Samples within the checkpoint intervals of `metrics.jsonl` are
-left out of the report. Standard library besides NVML; no torch.
+(nvidia-ml-py), or CPU and memory (psutil) where there is no GPU. The report leaves out samples taken during checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-INTERVAL_S = 15.0
+from clap_ds.config.errors import UserError, exit_code_of
+
 Sample = dict[str, Any]
 Sampler = Callable[[], list[Sample]]
 
@@ -30,50 +31,38 @@ def nvml_sampler(nvml: Any) -> Sampler:
     """Reads every GPU of this host through an initialised `pynvml` module."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
-    def read(function: Callable[[], Any]) -> Any:
+    def read(handle: Any, name: str, *arguments: Any, field: str = "", unit: float = 1) -> Any:
         try:
-            return function()
+            value = getattr(nvml, f"nvmlDeviceGet{name}")(handle, *arguments)
         except nvml.NVMLError:
             return None  # not every part measures everything
+        value = getattr(value, field) if field else value
+        return value if unit == 1 else value / unit
 
     def sample(index: int, handle: Any) -> Sample:
-        memory = read(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        use = read(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        power = read(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        limit = read(lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle))
-        received = read(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
-        sent = read(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
         return {
             "gpu": index,
-            "sm_percent": use.gpu if use else None,
-            "power_w": power / 1000 if power is not None else None,
-            "power_limit_w": limit / 1000 if limit is not None else None,
-            "memory_bytes": memory.used if memory else None,
-            "memory_total_bytes": memory.total if memory else None,
-            "temperature_c": read(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-            "pcie_rx_gb_per_s": received / 1e6 if received is not None else None,  # NVML counts in KB/s
-            "pcie_tx_gb_per_s": sent / 1e6 if sent is not None else None,
+            "sm_percent": read(handle, "UtilizationRates", field="gpu"),
+            "power_w": read(handle, "PowerUsage", unit=1e3),
+            "power_limit_w": read(handle, "PowerManagementLimit", unit=1e3),
+            "memory_bytes": read(handle, "MemoryInfo", field="used"),
+            "memory_total_bytes": read(handle, "MemoryInfo", field="total"),
+            "temperature_c": read(handle, "Temperature", nvml.NVML_TEMPERATURE_GPU),
+            # NVML counts in KB/s.
+            "pcie_rx_gb_per_s": read(handle, "PcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES, unit=1e6),
+            "pcie_tx_gb_per_s": read(handle, "PcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES, unit=1e6),
         }
 
     return lambda: [sample(index, handle) for index, handle in enumerate(handles)]
 
 
-def cpu_sampler(proc: Path = Path("/proc")) -> Sampler:
-    """Reads this host's processors and memory: busy share since the last sample."""
-    before = [0, 0]
+def cpu_sample() -> list[Sample]:
+    """This host's memory, and the busy share of its processors since the last sample."""
+    import psutil  # type: ignore[import-untyped]
 
-    def read() -> list[Sample]:
-        ticks = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-        idle, total = ticks[3] + ticks[4], sum(ticks)
-        passed = total - before[1]
-        busy = 100 * (1 - (idle - before[0]) / passed) if passed > 0 else 0.0
-        before[:] = [idle, total]
-        lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-        memory = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-        used = memory["MemTotal"] - memory["MemAvailable"]
-        return [{"cpu_percent": busy, "memory_bytes": used, "memory_total_bytes": memory["MemTotal"]}]
-
-    return read
+    memory = psutil.virtual_memory()
+    used = {"memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total}
+    return [{"cpu_percent": psutil.cpu_percent(), **used}]
 
 
 def choose_sampler() -> Sampler:
@@ -87,44 +76,37 @@ def choose_sampler() -> Sampler:
     except Exception as error:
         # Neither a missing library nor a broken driver may hurt the job this runs beside.
         print(f"no GPU to watch ({type(error).__name__}); watching processors and memory", file=sys.stderr)
-    return cpu_sampler()
+    return cpu_sample
 
 
-def watch(run_directory: Path, interval_s: float, sampler: Sampler, stopped: Callable[[], bool]) -> int:
-    """Append samples until told to stop; how many were written."""
+def watch(run_directory: Path, interval_s: float, sampler: Sampler) -> None:
+    """Append samples, until a KeyboardInterrupt."""
     folder = run_directory / "monitor"
     folder.mkdir(exist_ok=True)
-    written, due = 0, time.monotonic()
     sampler()  # the first busy share would be since the host's start
+    due = time.monotonic()
     with (folder / f"{os.uname().nodename}.jsonl").open("a", buffering=1) as file:
-        while not stopped():
+        while True:
             due += interval_s
-            while not stopped() and time.monotonic() < due:
-                time.sleep(min(0.5, max(0.0, due - time.monotonic())))
-            if stopped():
-                break
+            time.sleep(max(0.0, due - time.monotonic()))
             for sample in sampler():
                 file.write(json.dumps({"time": time.time(), **sample}) + "\n")
-                written += 1
-    return written
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing to flag: samples for which `bad` holds."""
+class Check(NamedTuple):
+    """One thing to flag: samples for which `bad` holds, `lasting` of them in a row on one GPU."""
 
     name: str
     fields: tuple[str, ...]
     bad: Callable[[Sample], bool]
     lasting: int = 1
-    """Samples in a row, on one GPU, that it takes."""
 
 
 CHECKS = (
     Check("SM use below 90 %", ("sm_percent",), lambda s: s["sm_percent"] < 90),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
     Check(
-        "power below 350 W", ("power_w", "power_limit_w"), lambda s: s["power_limit_w"] >= 650 and s["power_w"] < 350
+        "power below 350 W", ("power_w", "power_limit_w"), lambda s: s["power_w"] < 350 and s["power_limit_w"] >= 650
     ),
     Check("temperature 85 °C or more", ("temperature_c",), lambda s: s["temperature_c"] >= 85),
     Check("PCIe receives more than 20 GB/s", ("pcie_rx_gb_per_s",), lambda s: s["pcie_rx_gb_per_s"] > 20, lasting=3),
@@ -135,36 +117,26 @@ def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
     """Samples by `host` or `host:gpu`, in the order of time, without those taken during checkpoints.
 
     Raises:
-        ValueError: the run directory has none.
+        UserError: the run directory has none.
     """
-    intervals = checkpoint_intervals(run_directory)
+    # Lines with `checkpoint: [begin, end]`, in seconds since the epoch.
+    steps = _json_lines(run_directory / "metrics.jsonl")
+    checkpoints = [line["checkpoint"] for line in steps if isinstance(line.get("checkpoint"), list)]
     samples: dict[str, list[Sample]] = {}
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
         for sample in _json_lines(path):
-            if not any(begin <= sample["time"] <= end for begin, end in intervals):
+            if not any(begin <= sample["time"] <= end for begin, end in checkpoints):
                 samples.setdefault(f"{path.stem}:{sample['gpu']}" if "gpu" in sample else path.stem, []).append(sample)
     if not samples:
-        raise ValueError(f"{run_directory}: no samples outside checkpoints under monitor/")
+        raise UserError(f"{run_directory}: no samples outside checkpoints under monitor/")
     return samples
-
-
-def checkpoint_intervals(run_directory: Path) -> list[tuple[float, float]]:
-    """Seconds since the epoch between which a checkpoint was written: lines of `metrics.jsonl` with `checkpoint:
-    [begin, end]`."""
-    path = run_directory / "metrics.jsonl"
-    lines = _json_lines(path) if path.exists() else []
-    return [
-        (line["checkpoint"][0], line["checkpoint"][1]) for line in lines if isinstance(line.get("checkpoint"), list)
-    ]
 
 
 def _json_lines(path: Path) -> list[Sample]:
     found = []
-    for line in path.read_text().splitlines():
-        try:
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a host that was killed
             found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the last line of a host that was killed
     return found
 
 
@@ -173,24 +145,13 @@ def flagged_share(samples: dict[str, list[Sample]], check: Check) -> tuple[float
     flagged: dict[str, tuple[int, int]] = {}
     for source, series in samples.items():
         measured = [s for s in series if all(s.get(name) is not None for name in check.fields)]
+        rows = [len([*row]) for bad, row in itertools.groupby(measured, check.bad) if bad]
         if measured:
-            flagged[source] = (_lasting([check.bad(s) for s in measured], check.lasting), len(measured))
+            flagged[source] = (sum(row for row in rows if row >= check.lasting), len(measured))
     if not flagged:
         return None
     worst = max(flagged, key=lambda source: flagged[source][0] / flagged[source][1])
     return sum(bad for bad, _ in flagged.values()) / sum(total for _, total in flagged.values()), worst
-
-
-def _lasting(flags: Iterable[bool], least: int) -> int:
-    """Flags that stand in a row of at least `least`."""
-    total, row = 0, 0
-    for flag in [*flags, False]:
-        if flag:
-            row += 1
-            continue
-        total += row if row >= least else 0
-        row = 0
-    return total
 
 
 def report(run_directory: Path) -> str:
@@ -199,22 +160,14 @@ def report(run_directory: Path) -> str:
     number = sum(map(len, samples.values()))
     lines = [f"{number} samples of {len(samples)} {'GPUs' if any(':' in name for name in samples) else 'hosts'}"]
     for check in CHECKS:
-        found = flagged_share(samples, check)
-        if found is None:
-            lines.append(f"  {check.name}: not measured")
-        else:
-            lines.append(
-                f"{'! ' if found[0] else '  '}{check.name}: {100 * found[0]:.0f} % of samples"
-                + (f", most on {found[1]}" if found[0] else "")
-            )
-    used = {
-        source: max(s["memory_bytes"] / s["memory_total_bytes"] for s in series if s.get("memory_bytes") is not None)
-        for source, series in samples.items()
-        if any(s.get("memory_bytes") is not None for s in series)
-    }
+        share, worst = flagged_share(samples, check) or (None, "")
+        text = "not measured" if share is None else f"{100 * share:.0f} % of samples"
+        lines.append(f"{'! ' if share else '  '}{check.name}: {text}{f', most on {worst}' if share else ''}")
+    pairs = ((source, sample) for source, series in samples.items() for sample in series)
+    used = [(s["memory_bytes"] / s["memory_total_bytes"], source) for source, s in pairs if s.get("memory_bytes")]
     if used:
-        fullest = max(used, key=lambda source: used[source])
-        lines.append(f"  memory headroom: {100 * (1 - used[fullest]):.0f} % on {fullest}, the fullest")
+        fullest, where = max(used)
+        lines.append(f"  memory headroom: {100 * (1 - fullest):.0f} % on {where}, the fullest")
     return "\n".join(lines)
 
 
@@ -222,24 +175,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/monitor.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["watch", "report"])
     parser.add_argument("run_directory", type=Path)
-    parser.add_argument("--interval", type=float, default=INTERVAL_S, help="seconds between samples")
+    parser.add_argument("--interval", type=float, default=15.0, help="seconds between samples")
     arguments = parser.parse_args(argv)
     if not arguments.run_directory.is_dir() or arguments.interval <= 0:
-        print(
-            f"error: expected a run directory and a positive interval, found {arguments.run_directory}", file=sys.stderr
-        )
-        return 2
+        parser.error(f"expected a run directory and a positive interval, found {arguments.run_directory}")
     if arguments.what == "report":
-        try:
-            print(report(arguments.run_directory))
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        return 0
-    told: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: told.append(number))
-    watch(arguments.run_directory, arguments.interval, choose_sampler(), lambda: bool(told))
+        return exit_code_of(lambda: print(report(arguments.run_directory)))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(arguments.run_directory, arguments.interval, choose_sampler())
     return 0
 
 

@@ -1,11 +1,8 @@
-"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs and driver, compilers,
-disk, limits and ports.
-
-Standard library only, and torch is not imported: versions come from the installed packages' metadata.
-"""
+"""What `launch/preflight.py` asks of one host: prints a JSON line with its clock, code, versions, GPUs, disk and so on."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -18,11 +15,6 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
-
-if __package__ in (None, ""):
-    # By its path, as job scripts start it: of a checkout or of an installed package.
-    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
 
 from clap_ds.config.places import PACKAGE
 from clap_ds.dist.accelerator import are_there, driver_version, nvidia_smi, torch_cuda
@@ -40,14 +32,10 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+def version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def compilers() -> dict[str, bool]:
@@ -62,30 +50,25 @@ def free_bytes(folder: str) -> int | None:
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
-    try:
+    with contextlib.suppress(OSError):
         return shutil.disk_usage(path).free
-    except OSError:
-        return None
+    return None
 
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with contextlib.suppress(OSError):
             listener.bind(("", port))
-        except OSError:
-            return False
-    return True
+            return True
+    return False
 
 
-def main() -> None:
-    run_root, port = sys.argv[1], int(sys.argv[2])
-    now = time.time()
-    answer: dict[str, Any] = {
-        "host": sys.argv[3] if len(sys.argv) > 3 else os.environ.get("SLURMD_NODENAME", os.uname().nodename),
-        "time": now,
+def main(run_root: str, port: str) -> None:
+    answer = {
+        "time": time.time(),
         "code": code_digest(),
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "gpus": nvidia_smi(),
         "has_gpu": are_there(),
         "driver": driver_version(),
@@ -94,10 +77,10 @@ def main() -> None:
         "free_bytes": {folder: free_bytes(folder) for folder in (run_root, "/tmp")},
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "port_free": port_is_free(port),
+        "port_free": port_is_free(int(port)),
     }
     print("clap-preflight " + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -2,8 +2,7 @@
 
     python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one --set optimizer.params.lr=1e-4
 
-Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded. Standard library
-only.
+Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded.
 """
 
 from __future__ import annotations
@@ -14,58 +13,49 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    # By its path, as job scripts start it: of a checkout or of an installed package.
-    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
-
-from clap_ds.config.errors import told
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import find_config
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A run's JSON, as it stands, by its path or by the name of a packaged one.
-
-    Raises:
-        FileNotFoundError: neither.
-        ValueError: can't be read, or not a JSON object.
-    """
-    path = find_config(path)
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; a UserError where the file can't be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+        raise UserError(f"{path}: expected a JSON object")
     return content
 
 
-def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The same JSON with `a.b.c` set; sections on the way are made where they are missing.
+def read_config(path: Path) -> dict[str, Any]:
+    """A run's JSON, as it stands, by its path or by the name of a packaged one; raises as `find_config` and `read_object`."""
+    return read_object(find_config(path))
 
-    Raises:
-        ValueError: something on the way isn't an object.
-    """
+
+def write_object(path: Path, content: Any) -> None:
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The same JSON with `a.b.c` set, and the sections on the way; a UserError where one of them isn't an object."""
     first, _, rest = name.partition(".")
     if not rest:
         return {**content, first: value}
     inner = content.get(first, {})
     if not isinstance(inner, dict):
-        raise ValueError(f"{name}: {first} is {json.dumps(inner)}, not an object")
+        raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
     return {**content, first: with_field(inner, rest, value)}
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=1e-4` as name and value; what isn't JSON is a string.
-
-    Raises:
-        ValueError: no `=`, or an empty name.
-    """
+    """`a.b=1e-4` as name and value, a string where it isn't JSON; a UserError without a name or `=`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
-        raise ValueError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
+        raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -75,24 +65,26 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/run_config.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--output", required=True)
+    parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--label", help="clap.output.label")
     parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field")
     arguments = parser.parse_args(argv)
-    return told(lambda: _write(arguments))
+    return exit_code_of(lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> None:
     content = read_config(arguments.config)
-    output = content.get("clap", {}).get("output", {}) if isinstance(content.get("clap", {}), dict) else {}
-    if arguments.root and isinstance(output, dict) and "root" not in output:
+    clap = content.get("clap")
+    output = clap.get("output") if isinstance(clap, dict) else None
+    given = output if isinstance(output, dict) else {}
+    if arguments.root and "root" not in given:
         content = with_field(content, "clap.output.root", arguments.root)
-    if arguments.label or "label" not in output:
+    if arguments.label or "label" not in given:
         content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
     for assignment in arguments.set:
         content = with_field(content, *parse_assignment(assignment))
-    write_atomically(arguments.output, json.dumps(content, indent=2) + "\n")
+    write_object(arguments.output, content)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     python launch/sites.py setup jupiter          shell lines that make the environment ready
     python launch/sites.py environment jupiter    NAME=value lines for every rank (DeepSpeed's DS_ENV_FILE)
 
-Uses the standard library only: it runs before the project's environment is there. Leaves job scripts to
-`launch/sweep.py`.
+Standard library only: it runs before the project's environment is there. Leaves job scripts to `launch/sweep.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    # By its path, as job scripts start it: of a checkout or of an installed package.
-    sys.path[0] = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "clap_ds").is_dir())
-
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import CHECKOUT
+from clap_ds.launch.run_config import read_object
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 LAUNCHERS = ("pdsh", "slurm", "srun")
@@ -37,10 +35,6 @@ _CARRIED = re.compile(
 )
 # Ends a shell word or is expanded, inside the double quotes DeepSpeed puts around a value, or by pdsh (%h, %n, %u).
 _UNSAFE = re.compile(r'["$`\\\n!]|%[hnu]')
-
-
-class SiteError(ValueError):
-    """A site file that can't be used; the message says where, what was expected and the nearest valid name."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +55,9 @@ class Site:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank: network interface and NCCL settings."""
     launcher: str | None = None
-    """How ranks start: `pdsh` and `slurm` are DeepSpeed's launchers, `srun` is SLURM's own; null takes pdsh where
-    there is one, else srun."""
+    """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""
     run_root: str = "runs"
-    """Folder for runs and jobs, on a file system all nodes share; relative to the checkout, or, installed
-    without one, to the folder a job was submitted from."""
+    """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
     warning_s: int = 60
@@ -86,83 +78,62 @@ class Site:
         return str(local) if local and local.exists() else "python3"
 
 
-_KINDS: dict[str, tuple[str, Any]] = {
+# What a field's type wants, in words, and whether a value is of it.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str) and value != ""),
-    "str | None": ("a string or null", lambda value: value is None or (isinstance(value, str) and value != "")),
     "int": ("a whole number, at least 1", lambda value: type(value) is int and value >= 1),
-    "int | None": (
-        "a whole number, at least 1, or null",
-        lambda value: value is None or (type(value) is int and value >= 1),
-    ),
-    "list[str]": (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    ),
-    "dict[str, str]": (
-        "an object of strings",
-        lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
-    ),
+    "list[str]": ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
+    "dict[str, str]": ("an object of strings", lambda v: isinstance(v, dict) and {*map(type, v.values())} <= {str}),
 }
 
 
 def load_site(name: str) -> Site:
-    """Read a site by its name under `launch/clusters/`, or by the path of a file.
-
-    Raises:
-        SiteError: no such site, not JSON, or a field that is unknown or wrong.
-    """
+    """Read a site by its name under `launch/clusters/`, or by a file's path; a UserError names every wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
-        raise SiteError(f"site {name!r}: {path}: {error.strerror}{_nearest(name, known)}") from None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SiteError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise SiteError(f"{path}: expected a JSON object")
-    problems = _problems(content)
+        raise UserError(f"site {name!r}: {path}: no such file{_nearest(name, known)}")
+    content = read_object(path)
+    problems = _wrong_fields(content) or [*_wrong_values(Site(**content))]
     if problems:
-        raise SiteError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return Site(**content)
 
 
-def _problems(content: dict[str, Any]) -> list[str]:
-    known = {each.name: _KINDS[str(each.type)] for each in fields(Site)}
+def _wrong_fields(content: dict[str, Any]) -> list[str]:
+    types = {each.name: str(each.type) for each in fields(Site)}
     problems = []
     for name, value in content.items():
-        if name not in known:
-            problems.append(f"{name}: no such field{_nearest(name, list(known))}")
-        elif not known[name][1](value):
-            problems.append(f"{name}: expected {known[name][0]}, found {json.dumps(value)}")
-    if problems:
-        return problems
-    if content.get("launcher") not in (None, *LAUNCHERS):
-        problems.append(
-            f"launcher: expected one of {', '.join(LAUNCHERS)}, found {json.dumps(content['launcher'])}"
-            + _nearest(content["launcher"], list(LAUNCHERS))
-        )
-    for name, value in content.get("environment", {}).items():
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            problems.append(f"environment.{name}: expected a variable's name: letters, digits and _")
-        elif _UNSAFE.search(value):
-            problems.append(
-                f"environment.{name}: expected no quotes, $, `, \\, !, line ends, %h, %n or %u, found {json.dumps(value)}"
-            )
-    walltimes = content.get("walltimes", {"1": "1"})
-    if not walltimes:
-        problems.append("walltimes: expected at least one time limit")
-    for bound, limit in walltimes.items():
-        if not re.fullmatch("[1-9][0-9]*", bound):
-            problems.append(f"walltimes.{bound}: expected a number of nodes")
-        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
-            problems.append(f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}")
-    for option in content.get("sbatch", []):
-        if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
-            problems.append(f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}")
+        if name not in types:
+            problems.append(f"{name}: no such field{_nearest(name, list(types))}")
+            continue
+        kind, _, optional = types[name].partition(" | ")
+        expected, is_valid = _KINDS[kind]
+        if not (is_valid(value) or (optional and value is None)):
+            problems.append(f"{name}: expected {expected}{' or null' if optional else ''}, found {json.dumps(value)}")
     return problems
+
+
+def _wrong_values(site: Site) -> Iterator[str]:
+    if site.launcher and site.launcher not in LAUNCHERS:
+        found = json.dumps(site.launcher) + _nearest(site.launcher, list(LAUNCHERS))
+        yield f"launcher: expected one of {', '.join(LAUNCHERS)}, found {found}"
+    for name, value in site.environment.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            yield f"environment.{name}: expected a variable's name: letters, digits and _"
+        elif _UNSAFE.search(value):
+            expected = "no quotes, $, `, \\, !, line ends, %h, %n or %u"
+            yield f"environment.{name}: expected {expected}, found {json.dumps(value)}"
+    if not site.walltimes:
+        yield "walltimes: expected at least one time limit"
+    for bound, limit in site.walltimes.items():
+        if not re.fullmatch("[1-9][0-9]*", bound):
+            yield f"walltimes.{bound}: expected a number of nodes"
+        elif not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
+            yield f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}"
+    for option in site.sbatch:
+        if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
+            yield f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}"
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -170,14 +141,15 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
 
 
-def rank_environment(site: Site, inherited: dict[str, str]) -> dict[str, str]:
+def rank_environment(site: Site, inherited: Mapping[str, str]) -> dict[str, str]:
     """Variables for ranks on other hosts: what a rank needs of the batch step's own, and the site's over them."""
-    carried = {
-        name: value
-        for name, value in inherited.items()
-        if value and _CARRIED.fullmatch(name) and not _UNSAFE.search(value)
-    }
-    return {**carried, **site.environment}
+    carried = {name: value for name, value in inherited.items() if value and _CARRIED.fullmatch(name)}
+    return {name: value for name, value in carried.items() if not _UNSAFE.search(value)} | site.environment
+
+
+def format_environment(site: Site, inherited: Mapping[str, str]) -> str:
+    """`rank_environment` as lines of NAME=value."""
+    return "".join(f"{name}={value}\n" for name, value in rank_environment(site, inherited).items())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,18 +157,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", choices=["setup", "environment", "check"])
     parser.add_argument("site", help="name under launch/clusters/, or a file")
     arguments = parser.parse_args(argv)
-    try:
-        site = load_site(arguments.site)
-    except SiteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if arguments.what == "setup":
-        lines = [*site.setup, *(f"export {name}={shlex.quote(value)}" for name, value in site.environment.items())]
-        values = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
-        print("\n".join([*lines, *(f"site_{name}={shlex.quote(value)}" for name, value in values.items())]))
-    elif arguments.what == "environment":
-        print("\n".join(f"{name}={value}" for name, value in rank_environment(site, dict(os.environ)).items()))
-    return 0
+    return exit_code_of(lambda: _show(arguments.what, load_site(arguments.site)))
+
+
+def _show(what: str, site: Site) -> None:
+    if what == "setup":
+        values = {f"export {name}": value for name, value in site.environment.items()}
+        chosen = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
+        values |= {f"site_{name}": value for name, value in chosen.items()}
+        print(*site.setup, *(f"{name}={shlex.quote(value)}" for name, value in values.items()), sep="\n")
+    elif what == "environment":
+        print(format_environment(site, os.environ), end="")
 
 
 if __name__ == "__main__":

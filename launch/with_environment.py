@@ -1,24 +1,16 @@
-"""Starts a rank's script with the variables of a file: `with_environment.py FILE SCRIPT ARGUMENTS…`.
+"""Starts a rank's script with the variables of a file: `with_environment.py FILE SCRIPT ARGUMENTS…`. Standard library only.
 
 `deepspeed --launcher slurm` hands variables to ranks through `srun --export`, which cuts a value at its first comma:
-NCCL_ALGO=Tree,Ring would arrive as Tree. Standard library only.
+NCCL_ALGO=Tree,Ring would arrive as Tree.
 """
-
-from __future__ import annotations
 
 import os
 import sys
-
-
-def main() -> None:
-    path, *command = sys.argv[1:]
-    with open(path) as file:
-        for line in file:
-            name, equals, value = line.rstrip("\n").partition("=")
-            if equals:
-                os.environ[name] = value
-    os.execv(sys.executable, [sys.executable, "-u", *command])
-
+from pathlib import Path
 
 if __name__ == "__main__":
-    main()
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            os.environ[name] = value
+    os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])

@@ -1,6 +1,5 @@
-"""README's commands work as typed: each is run here, or has its configuration checked, or names the test that runs it.
-
-A command that stands in README and not in this table fails the test: nothing in there goes unwatched.
+"""The commands of README and docs/ work as typed: each is run here, or has its configuration checked, or names the test that
+runs it. A command that stands there and not in this table fails the test.
 """
 
 from __future__ import annotations
@@ -20,17 +19,26 @@ from clap_ds.config.settings import load_run
 from clap_ds.training.checks import problems_for_training
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/numbers.md")
+}
+BLOCKS, JSON_BLOCKS = (
+    [
+        block
+        for page in PAGES.values()
+        for block in re.findall(rf"^```{kind}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    ]
+    for kind in ("console", "json")
+)
 COMMANDS = [
     re.split(r"\s{2,}#", line)[0].removeprefix("$ ").strip()
     for block in BLOCKS
     for line in block.splitlines()
     if line.startswith("$ ")
 ]
-PACKAGES = {"clap_ds", "launch", "analysis"}
 
-RUN = "run here, in README's order"
+RUN = "run here, in the pages' order"
 LOAD = "full-sized: its programs, script and configuration are checked"
 BY_HAND = "installs from the network, or is the test run itself"
 NEWCOMER = "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
@@ -73,7 +81,7 @@ TABLE = {
     "python -m clap_ds.data.build clips.csv shards --held_out 0.1 --shards 16": NEWCOMER,
     "deepspeed clap_ds/train.py --deepspeed_config my_run.json": NEWCOMER,
     "python clap_ds/evaluate.py runs/my_run-checkpoints --retrieval 'shards/held_out-*.tar'": NEWCOMER,
-    "python -m clap_ds.weights.formats export runs/my_run-checkpoints my_clap": NEWCOMER,
+    "python -m clap_ds.weights.export runs/my_run-checkpoints my_clap": NEWCOMER,
     "python analysis/efficiency.py runs/* --csv table.csv": RUN,
     "python analysis/plot_scaling.py table.csv --output scaling.png": RUN,
     "python analysis/project.py table.csv --output projection.png": RUN,
@@ -85,7 +93,7 @@ TABLE = {
 
 def test_every_command_is_accounted_for() -> None:
     assert [command for command in COMMANDS if command not in TABLE] == [], "say in TABLE how these are tested"
-    assert [command for command in TABLE if command not in COMMANDS] == [], "no longer in README"
+    assert [command for command in TABLE if command not in COMMANDS] == [], "no longer there"
     # A line of another sort would go unseen.
     assert all(line.startswith("$ ") for block in BLOCKS for line in block.splitlines())
 
@@ -109,7 +117,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone") / "clap-ds"
     left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
-    for block in re.findall(r"^```json\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+    for block in JSON_BLOCKS:
         (folder / "my_run.json").write_text(block)  # at last the one for training
     recorded = ROOT / "tests" / "analysis" / "data" / "record_2ranks"
     for name, num_nodes in {"nodes1": 1, "nodes2": 2, "nodes4": 4, "before": 1, "after": 1}.items():
@@ -126,17 +134,28 @@ def active_environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
+def test_links_lead_somewhere() -> None:
+    broken = [
+        (name, target)
+        for name, page in PAGES.items()
+        for target in re.findall(r"\]\(([^)#:]+)\)", page)
+        if not (ROOT / name).parent.joinpath(target).exists()
+    ]
+    assert broken == []
+
+
 @pytest.mark.end_to_end
 def test_commands_run_one_after_the_other(checkout: Path) -> None:
+    environment = {**active_environment(), "PYTHONPATH": str(checkout)}
     for command in (command for command in COMMANDS if TABLE.get(command) == RUN):
         done = subprocess.run(
-            ["bash", "-c", command], cwd=checkout, env=active_environment(), capture_output=True, text=True, timeout=60
+            ["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=60
         )
-        told = f"$ {command}\n{done.stdout}{done.stderr}"
-        assert done.returncode == 0, told
-        assert "Traceback" not in told
+        shown = f"$ {command}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, shown
+        assert "Traceback" not in shown
         for output in re.findall(r"--(?:output|csv) (\S+)", command):
-            assert (checkout / output).stat().st_size > 0, told
+            assert (checkout / output).stat().st_size > 0, shown
     heavy = "ds_configs/htsat_tiny_shards_cpu.json"
     data = load_run(checkout / heavy).clap.data
     assert list(checkout.glob(str(getattr(data, "shards", None)))), f"{heavy} finds no shards where README makes them"
@@ -155,9 +174,8 @@ def test_programs_scripts_and_configurations_are_there(command: str, checkout: P
         assert problems_for_training(run) == []
 
 
-def test_json_in_readme_is_valid(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```json\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
+def test_configurations_shown_are_valid(tmp_path: Path) -> None:
+    assert len(JSON_BLOCKS) == 2
+    for block in JSON_BLOCKS:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")

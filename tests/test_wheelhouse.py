@@ -51,7 +51,7 @@ def machine(tmp_path: Path) -> Path:
 
 def test_installs_and_runs_without_an_index(wheelhouse: Path, machine: Path, tmp_path: Path) -> None:
     (line,) = re.findall(
-        r"^\$ pip (install --no-index .*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\$ pip (install --no-index .*)$", (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "OMP_NUM_THREADS": "1"}

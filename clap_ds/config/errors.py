@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 USER_ERROR = 2
 """Exit code of a run refused for something its user can mend."""
@@ -17,11 +18,24 @@ class AgreedError(UserError):
     """One that every rank knows of, so that rank 0 speaks for all."""
 
 
-def told(action: Callable[[], None]) -> int:
-    """Exit code of a command: 0, or 2 with one message for a mistake of its user's or a file that can't be used."""
+def exit_code_of(
+    action: Callable[[], object], mistakes: tuple[type[Exception], ...] = (UserError, ValueError, OSError)
+) -> int:
+    """Run a command: its own exit code if it gives one, 0, or 2 with one message where it raises one of `mistakes`."""
     try:
-        action()
-    except (ValueError, OSError) as error:
+        code = action()
+    except BrokenPipeError:  # `… | head` has seen enough
+        sys.stderr.close()
+        return 1
+    except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return USER_ERROR
+    return code if isinstance(code, int) else 0
+
+
+def run_alone(main: Callable[[], object]) -> NoReturn:
+    """Run the main function of a command that no launcher starts, and end with its exit code."""
+    sys.exit(exit_code_of(main, (UserError, OSError)))
+
+
+told = exit_code_of

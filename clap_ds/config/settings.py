@@ -10,150 +10,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
-from clap_ds.config.check import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Section,
-    SettingsError,
-    check_deepspeed,
-    did_you_mean,
-    explain,
-    kind_of,
-    read_json,
-)
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.config.check import SettingsError, check_deepspeed, explain, kind_of, read_json
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.places import find_config
-from clap_ds.config.train_settings import CheckpointSettings, EvaluationSettings, TrainSettings
-
-__all__ = ["ClapSettings", "DebugSettings", "RunSettings", "SettingsError", "ShardData", "SyntheticData", "load_run"]
-
-
-class ModelSettings(Section):
-    """Which model, and how its towers run while training."""
-
-    preset: str = "htsat_tiny_roberta_base"
-    text_from_hub: bool = False
-    """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
-    drop_path: Probability = 0.1
-    """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
-    text_dropout: Probability = 0.1
-    """Dropout of RoBERTa's hidden states and attention weights."""
-    spec_augment: bool = True
-    """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
-    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: on a CPU `clap.cpu_kernels`' where they run and otherwise `matmul`,
-    elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
-    checkpoint_activations: list[Literal["audio", "text"]] = []
-    """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
-    towers, for much less memory."""
-
-    @field_validator("attention", mode="before")
-    @classmethod
-    def _check_attention(cls, kernel: object) -> object:
-        if kernel == "native":
-            raise ValueError("no kernel 'native' any more: leave 'auto', and clap.cpu_kernels 'auto' takes CPU kernels")
-        return kernel
-
-    @field_validator("preset")
-    @classmethod
-    def _check_preset(cls, name: str) -> str:
-        if name not in preset_names():
-            raise ValueError(f"no preset {name!r}{did_you_mean(name, preset_names())}")
-        return name
-
-
-class SyntheticData(Section):
-    """Random waveforms and random captions, seeded per rank."""
-
-    source: Literal["synthetic"]
-    placement: Literal["host", "device"] = "host"
-    """`host`: batches lie in (pinned) host memory and are copied every step; `device`: they are already there."""
-    caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Real tokens per caption: a number, or a histogram {"length": weight}; null fills every one of `text_tokens`."""
-    num_batches: PositiveInt = 2
-    """Distinct batches per rank, used in turn."""
-
-
-class ShardData(Section):
-    """WebDataset tars of encoded audio with captions."""
-
-    source: Literal["shards"]
-    shards: str | list[str] | dict[str, PositiveFloat]
-    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, or a list of these; relative to the
-    working folder, or any fsspec URL (`s3://…`; credentials come from the environment alone). A mixture:
-    {"pattern": weight}, the weights being shares of the samples."""
-    sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: shards are divided over ranks and workers, and no item comes again before all others of its worker have come: a
-    worker that is through begins anew. `replacement`: every worker draws shards from all of them, again and again. Either way,
-    an epoch is as many samples as the shards have items."""
-    tokenizer: str
-    """Hub name or folder of a `transformers` tokenizer."""
-    num_workers: NonNegativeInt = 8
-    """Worker processes per rank; 0 decodes in the training process."""
-    shuffle_buffer: NonNegativeInt = 1000
-    """Samples held for shuffling in each worker."""
-    waveforms: Literal["float32", "int16"] = "float32"
-    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5."""
-
-
-_DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
-
-DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
-
-
-class LossSettings(Section):
-    """The contrastive loss over the global batch."""
-
-    kind: Literal["softmax", "sigmoid"] = "softmax"
-    """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
-    features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs, else fp32."""
-    tile: PositiveInt = 4096
-    """Columns of the similarity matrix held at a time."""
-
-
-class BenchSettings(Section):
-    """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are
-    timed."""
-
-    warmup_steps: NonNegativeInt = 10
-    windows: Annotated[int, Field(ge=2)] = 10
-    steps_per_window: PositiveInt = 5
-    breakdown_steps: NonNegativeInt = 5
-    """Steps of the second, instrumented pass that says where the time goes; 0 leaves it out."""
-
-
-class HardwareSettings(Section):
-    """What utilisation is held against."""
-
-    peak_tflops: PositiveFloat | None = None
-    """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
-    measure_peak: bool = False
-    """Measure the device's matmul ceiling after the run (a few seconds) and show the rate as a share of it."""
-
-
-class OutputSettings(Section):
-    """Where the run directory is made."""
-
-    root: str = "runs"
-    label: str | None = None
-    """First part of the run directory's name; the configuration file's name when null."""
-
-
-class DebugSettings(Section):
-    """What helps to find out why a run hangs or dies; costs some speed and much log."""
-
-    enabled: bool = False
-    """Python stacks of a crash, NCCL's log, and the stacks of every rank in the run directory as soon as one fails."""
-    nccl_debug: Literal["WARN", "INFO", "TRACE"] = "INFO"
-    nccl_debug_subsys: str = "INIT,NET,GRAPH,ENV"
-    """Parts of NCCL that write to its log."""
-    collective_timeout_s: PositiveInt = 300
-    """Longest a collective may take; without debugging it is half an hour."""
+from clap_ds.config.sections import (
+    DATA_SOURCES,
+    BenchSettings,
+    CheckpointSettings,
+    DataSettings,
+    DebugSettings,
+    EvaluationSettings,
+    HardwareSettings,
+    LossSettings,
+    ModelSettings,
+    NonNegativeInt,
+    OutputSettings,
+    PositiveFloat,
+    Section,
+    SyntheticData,
+    TrainSettings,
+)
 
 
 class ClapSettings(Section):
@@ -191,6 +69,7 @@ class ClapSettings(Section):
     output: OutputSettings = OutputSettings()
     debug: DebugSettings = DebugSettings()
     seed: NonNegativeInt = 0
+    """Of weights, dropout, augmentation and the order of the data."""
     compile_cpu_collective: bool = False
     """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
     max_logit_scale: PositiveFloat = 100.0
@@ -269,7 +148,7 @@ def load_run(path: str | Path) -> RunSettings:
         try:
             clap = ClapSettings.model_validate(clap_section)
         except ValidationError as error:
-            problems += [explain(details, ClapSettings, _DATA_SOURCES) for details in error.errors()]
+            problems += [explain(details, ClapSettings, DATA_SOURCES) for details in error.errors()]
     else:
         problems.append(f"clap: expected an object, found {kind_of(clap_section)}")
     if not problems:
@@ -287,7 +166,8 @@ def _check_together(clap: ClapSettings) -> list[str]:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
     if clap.text == "packed" and clap.model.attention == "sdpa":
         problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton', found 'sdpa'"
+            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton',"
+            f" found {clap.model.attention!r}"
         )
     if clap.cuda_graphs and clap.compile == "off":
         problems.append("clap.cuda_graphs: needs clap.compile 'towers' or 'step', whose graphs it replays")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData, SyntheticData
+from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.model.packed import Packing, pack
 
 

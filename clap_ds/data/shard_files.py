@@ -6,6 +6,7 @@ Remote tars are streamed; a read that fails is tried again from where it stopped
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import fsspec
 ATTEMPTS = 5
 FIRST_WAIT_S = 0.5  # doubled after each failure
 _BUFFER_BYTES = 2**20
+_SMALL_BUFFER_BYTES = 2**16
 
 T = TypeVar("T")
 
@@ -66,14 +68,19 @@ def problem_with(url: str) -> str | None:
     return "is empty" if info.get("size") == 0 else None
 
 
-def open_shard(shard: str) -> IO[bytes]:
+def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     """A shard for reading: a local file, seekable, or a remote stream.
 
     Reading the latter raises OSError after `ATTEMPTS` failures in a row.
+
+    Args:
+        any_order: make a remote file seekable, too, and fetch little ahead.
     """
     if not is_remote(shard):
         return open(shard, "rb")
-    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard), _BUFFER_BYTES))
+    buffer_bytes = _SMALL_BUFFER_BYTES if any_order else _BUFFER_BYTES
+    options = {"block_size": buffer_bytes} if any_order else {}
+    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order, options), buffer_bytes))
 
 
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
@@ -97,26 +104,41 @@ def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) 
 
 
 class _RetriedStream(io.RawIOBase):
-    """A remote file from its start to its end."""
+    """A remote file, `options` of which fsspec opens it with."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, seekable: bool, options: dict[str, Any]) -> None:
         self._url = url
+        self._seekable = seekable
+        self._options = options
         self._position = 0
         self._file: Any = None
+        self._file_position = 0
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return self._seekable
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("seek from the end of a remote file")
+        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         content = again(lambda: self._read(len(view)), self._let_go)
         view[: len(content)] = content
         self._position += len(content)
+        self._file_position = self._position
         return len(content)
 
     def _read(self, size: int) -> bytes:
         if self._file is None:
-            self._file = fsspec.open(self._url, "rb", expand=False).open()
+            self._file = fsspec.open(self._url, "rb", expand=False, **self._options).open()
+            self._file_position = 0
+        if self._file_position != self._position:
             self._file.seek(self._position)
         content: bytes = self._file.read(size)
         return content
@@ -124,10 +146,8 @@ class _RetriedStream(io.RawIOBase):
     def _let_go(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            try:
+            with contextlib.suppress(Exception):  # it is of no more use, however it ends
                 file.close()
-            except Exception:  # it is of no more use, however it ends
-                return
 
     def close(self) -> None:
         self._let_go()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fsspec
 
-from clap_ds.config.settings import ShardData, SyntheticData
+from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources
 from clap_ds.data.tar_items import count_samples

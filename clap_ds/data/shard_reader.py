@@ -21,7 +21,7 @@ from webdataset.filters import shuffle
 from clap_ds.data.batch import Batch, to_int16
 from clap_ds.data.items import BrokenItemError, choose_audio, choose_caption, decode_audio
 from clap_ds.data.shard_list import FIELD, Share
-from clap_ds.data.tar_items import Item, Report, fetch, read_items
+from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
 from clap_ds.model.tokenizer import tokenize
 
 NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
@@ -133,7 +133,7 @@ class SourceReader:
     def _items(self, shards: list[str], num_skipped: int) -> Iterator[Item]:
         place = 0
 
-        def is_skipped() -> bool:
+        def is_skipped(member: str) -> bool:
             return place < num_skipped
 
         for shard in shards:
@@ -214,8 +214,8 @@ class ShardReader:
                 raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
             encoded = choose_audio(item)
             waveform = decode_audio(encoded, sample_rate=self.sample_rate, num_samples=self.num_samples, rng=rng)
-        except (BrokenItemError, OSError) as error:
-            self._report(f"{item['__url__']}: {item['__key__']}", str(error))
+        except (BrokenItemError, *DAMAGE) as error:
+            self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
         return Sample(waveform, caption, len(encoded))
 

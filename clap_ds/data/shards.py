@@ -15,34 +15,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
-from clap_ds.data.shard_list import FIELD, expand_sources, note, share_out
+from clap_ds.data.shard_list import expand_sources, note, share_out
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Broken, Piece, Position, ShardReader
-from clap_ds.data.worker_signals import leave_signals_to_rank
+from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
 __all__ = ["ShardPieces", "epoch_samples"]
 
 PIECE_SIZE = 16
-
-_LIKELY_CAUSES = {
-    signal.SIGKILL: "the host has most likely run out of memory: try fewer workers (clap.data.num_workers), a smaller "
-    "clap.data.shuffle_buffer",
-    signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger, or use fewer workers "
-    '(clap.data.num_workers), or "waveforms": "int16"',
-}
 
 
 class ShardDataset(IterableDataset[Piece]):
@@ -54,12 +43,6 @@ class ShardDataset(IterableDataset[Piece]):
     def __iter__(self) -> Iterator[Piece]:
         worker = get_worker_info()
         return self._readers[worker.id if worker else 0].pieces()
-
-
-def _start_worker(worker: int) -> None:
-    leave_signals_to_rank()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
 
 
 class ShardPieces:
@@ -122,7 +105,7 @@ class ShardPieces:
         self._num_broken = 0
         self.encoded_bytes = 0
         self._piece: Piece | None = None
-        self._received: Iterator[Piece] | None = self._load(piece_size, pin)
+        self._received = self._load(piece_size, pin)
 
     def _restore(self, state: dict[str, Any] | None, num_workers: int, *, is_first: bool) -> None:
         """Take up where `state` stood; where it can't be continued exactly, in a new order."""
@@ -148,26 +131,19 @@ class ShardPieces:
             )
             note(f"going on after {self._origin:,} samples in a new order, because of other {differences}")
 
-    def _load(self, piece_size: int, pin: bool) -> Iterator[Piece]:
+    def _load(self, piece_size: int, pin: bool) -> Loader[Piece]:
         # Workers are asked in turn, so the one whose turn it is comes first.
         turn = self._readers[self._next_worker :] + self._readers[: self._next_worker]
         # Two micro-batches in all wait ahead of the one in use.
         prefetch = max(2, math.ceil(2 * self._micro_batch / (piece_size * len(turn)))) if self._num_workers else None
-        handler = signal.getsignal(signal.SIGCHLD)
-        loader = DataLoader(
+        return Loader(
             ShardDataset(turn),
-            batch_size=None,
             num_workers=self._num_workers,
+            section="clap.data",
+            batch_size=None,
             prefetch_factor=prefetch,
             pin_memory=pin,
-            worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # leaves the global one, and so dropout, as it is
         )
-        received: Iterator[Piece] = iter(loader)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            # torch's handler would raise a worker's death wherever the training process is; `_receive` finds it too.
-            signal.signal(signal.SIGCHLD, handler)
-        return received
 
     def __next__(self) -> list[Batch]:
         rows, num_missing = [], self._micro_batch
@@ -187,15 +163,7 @@ class ShardPieces:
         return rows
 
     def _receive(self) -> Piece:
-        assert self._received is not None
-        try:
-            piece = next(self._received)
-        except Exception as error:  # of several kinds, depending on what a worker's end leaves undone
-            death = _death_among(getattr(self._received, "_workers", []))
-            if death is None:
-                raise
-            self.close()
-            raise ValueError(death) from error
+        piece = next(self._received)
         for broken in piece.broken:
             note(f"skipped {broken}")
         self._num_broken += len(piece.broken)
@@ -229,23 +197,9 @@ class ShardPieces:
         }
 
     def close(self) -> None:
-        received, self._received, self._piece = self._received, None, None
-        # Stops the workers and waits for them. The iterator's finaliser would, too, but swallow what a signal raises meanwhile.
-        getattr(received, "_shutdown_workers", lambda: None)()
+        self._piece = None
+        self._received.close()
 
 
 def _fingerprint(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def _death_among(workers: list[Any]) -> str | None:
-    """How one of the loader's processes died, if one did."""
-    for worker in workers:
-        if worker.exitcode:
-            how = f"ended with code {worker.exitcode}"
-            if worker.exitcode < 0:
-                number = signal.Signals(-worker.exitcode)
-                how = f"was ended by {number.name}"
-                how += f"; {_LIKELY_CAUSES[number]}" if number in _LIKELY_CAUSES else ""
-            return f"{FIELD}: a data worker (process {worker.pid}) {how}"
-    return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
-from clap_ds.config.settings import SyntheticData
+from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch
 
 START_TOKEN_ID = 0  # <s>

@@ -1,16 +1,18 @@
 """The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here.
 
-Made for going on in the middle of an epoch: the content of items that are to be passed over can stay where it is, and is read
-later if it is wanted after all. Both ways give the same items in the same order, in damaged tars too.
+Content can stay where it is and be read later if it is wanted: of items that a resumed run passes over, or all audio of an
+evaluation. Either way the items are the same, in the same order, in damaged tars too.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
@@ -21,13 +23,14 @@ Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`."""
 
 Report = Callable[[str, str], None]
-"""Told of what can't be used: its name, and why."""
+"""Called for what can't be used, with its name and why."""
 
-_DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)
+DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)
+"""What reading a damaged tar, or one that is gone, raises."""
 
 
 class Place(NamedTuple):
-    """Where a member's content lies in its tar, in bytes."""
+    """Where a member's content lies in its tar, in bytes, uncompressed."""
 
     start: int
     size: int
@@ -45,74 +48,108 @@ class _Header(tarfile.TarInfo):
             raise
 
 
-def read_items(shard: str, report: Report, *, leave: Callable[[], bool] = lambda: False) -> Iterator[Item]:
+@contextmanager
+def _open_tar(shard: str, any_order: bool) -> Iterator[tarfile.TarFile]:
+    mode = "r:*" if any_order or not is_remote(shard) else "r|*"
+    with (
+        open_shard(shard, any_order=any_order) as stream,
+        tarfile.open(fileobj=stream, mode=mode, tarinfo=_Header) as tar,  # type: ignore[call-overload]
+    ):
+        yield tar
+
+
+def read_items(
+    shard: str, report: Report, *, leave: Callable[[str], bool] = lambda member: False, any_order: bool = False
+) -> Iterator[Item]:
     """The items of a tar in order, compressed or not. A damaged tar gives what can be read of it.
 
     Args:
         shard: path or URL.
-        leave: asked before each member: whether its content may stay in the tar. Heeded where a tar can be read out of order:
-            local, uncompressed.
+        leave: whether the content of a member of this name may stay in the tar, as a `Place`. Heeded where that is cheap (of
+            local, uncompressed tars), or everywhere with `any_order`.
+        any_order: open remote and compressed tars for reading out of order, too.
     """
 
-    def member_error(error: Exception) -> bool:
+    def group_error(error: Exception) -> bool:
         report(shard, f"{error.args[0] if error.args else error!r}")
         return True
 
     try:
-        with open_shard(shard) as stream:
-            yield from group_by_keys(_members(shard, stream, report, leave), handler=member_error)
-    except _DAMAGE as error:
-        report(shard, f"tar can't be read: {_words(error)}")
+        with _open_tar(shard, any_order) as tar:
+            yield from group_by_keys(_members(shard, tar, report, leave, any_order), handler=group_error)
+    except DAMAGE as error:
+        report(shard, f"tar can't be read: {words(error)}")
 
 
 def _members(
-    shard: str, stream: IO[bytes], report: Report, leave: Callable[[], bool]
+    shard: str, tar: Any, report: Report, leave: Callable[[str], bool], any_order: bool
 ) -> Iterator[dict[str, bytes | Place | str]]:
+    is_plain_file = isinstance(tar.fileobj, io.BufferedReader) and not is_remote(shard)
+    size = os.stat(shard).st_size if is_plain_file else None
     try:
-        with tarfile.open(fileobj=stream, mode="r|*" if is_remote(shard) else "r:*", tarinfo=_Header) as tar:
-            # Of a tar that is decompressed on the way, neither the size is known nor is it cheap to pass anything over.
-            size = os.fstat(stream.fileno()).st_size if tar.fileobj is stream else None
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # would grow with the tar
-                if not member.isfile():
-                    continue
-                if size is not None and member.offset_data + member.size > size:
-                    raise tarfile.ReadError("unexpected end of data")
-                if size is not None and leave():
-                    yield {"fname": member.name, "data": Place(member.offset_data, member.size), "__url__": shard}
-                    continue
-                content = tar.extractfile(member)
-                assert content is not None
-                yield {"fname": member.name, "data": content.read(), "__url__": shard}
-            if not getattr(tar, "has_ended", False):
-                raise EOFError("no end-of-archive mark")
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # would grow with the tar
+            if not member.isfile():
+                continue
+            if size is not None and member.offset_data + member.size > size:
+                raise tarfile.ReadError("unexpected end of data")
+            if (size is not None or any_order) and leave(member.name):
+                content: bytes | Place = Place(member.offset_data, member.size)
+            else:
+                content = tar.extractfile(member).read()
+            yield {"fname": member.name, "data": content, "__url__": shard}
+        if not getattr(tar, "has_ended", False):
+            raise EOFError("no end-of-archive mark")
     except (EOFError, tarfile.ReadError) as error:
         is_cut = isinstance(error, EOFError) or "unexpected end" in str(error)
         what = "is truncated or damaged" if is_cut else "can't be read"
-        report(shard, f"tar {what} ({_words(error)}); what can be read of it is used")
+        report(shard, f"tar {what} ({words(error)}); what can be read of it is used")
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """What an error of `DAMAGE` says, for people."""
     return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(error)
 
 
-def fetch(item: Item) -> None:
-    """Read what was left in the tar.
+class ContentReader:
+    """Reads content that was left in tars, in any order. Keeps the tar last read open; `close` when done."""
 
-    Raises:
-        OSError: it can't be read any more.
-    """
-    places = {name: place for name, place in item.items() if isinstance(place, Place)}
-    if places:
-        with open(item["__url__"], "rb") as stream:
-            for name, place in places.items():
-                stream.seek(place.start)
-                item[name] = stream.read(place.size)
+    def __init__(self) -> None:
+        self._shard: str | None = None
+        self._tar: Any = None
+        self._stack = ExitStack()
+
+    def read(self, shard: str, place: Place) -> bytes:
+        """Raises one of `DAMAGE`; EOFError where the tar ends before the place does."""
+        if shard != self._shard:
+            self.close()
+            self._tar = self._stack.enter_context(_open_tar(shard, any_order=True))
+            self._shard = shard
+        self._tar.fileobj.seek(place.start)
+        content: bytes = self._tar.fileobj.read(place.size)
+        if len(content) < place.size:
+            raise EOFError("the tar ends within it")
+        return content
+
+    def close(self) -> None:
+        self._shard = None
+        self._stack.close()
+
+
+def fetch(item: Item) -> None:
+    """Read what was left in the tar, in place. Raises as `ContentReader.read` does."""
+    reader = ContentReader()
+    try:
+        for name, content in item.items():
+            if isinstance(content, Place):
+                item[name] = reader.read(item["__url__"], content)
+    finally:
+        reader.close()
 
 
 def count_samples(shard: str) -> int:
     """Items of a tar that have audio and something a caption can be in; headers alone are read where that is possible."""
     return sum(
         any(name in item for name in AUDIO_FORMATS) and any(name in item for name in CAPTION_FORMATS)
-        for item in read_items(shard, lambda name, reason: None, leave=lambda: True)
+        for item in read_items(shard, lambda name, reason: None, leave=lambda member: True)
     )

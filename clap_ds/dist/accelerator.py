@@ -23,6 +23,8 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
+from clap_ds.config.errors import UserError, run_alone
+
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -30,31 +32,30 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """Major version of the driver that a major version of CUDA needs (CUDA's release notes, "minor version compatibility")."""
 
 
-class UnusableGpuError(RuntimeError):
-    """There is a GPU and torch can't use it; the message says why and what to do."""
+def choose_accelerator() -> Literal["cuda", "cpu"]:
+    """What this process computes on, and DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
 
-
-def choose() -> Literal["cuda", "cpu"]:
-    """What this process computes on. Imports torch, unless `DS_ACCELERATOR` has decided.
+    Imports torch, unless `DS_ACCELERATOR` has decided.
 
     Raises:
-        UnusableGpuError: the machine has a GPU, nobody asked for the CPUs, and torch can't use it.
+        UserError: the machine has a GPU, nobody asked for the CPUs, and torch can't use it; why, and what to do.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     try:
         import torch
     except ModuleNotFoundError:
-        raise UnusableGpuError(f"{sys.executable} has no torch: `make setup` makes .venv, which has it") from None
+        raise UserError(f"{sys.executable} has no torch: `make setup` makes .venv, which has it") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
         if torch.cuda.is_available():
             return "cuda"
     if are_hidden() or not are_there():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return "cpu"
-    raise UnusableGpuError(
+    raise UserError(
         f"this machine has a GPU that torch can't use: {_why(torch.__version__, torch.version.cuda)}."
-        " README.md, “GPUs”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+        " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
     )
 
 
@@ -139,14 +140,5 @@ def _words_of_torch() -> str:
     return "nothing"
 
 
-def main() -> int:
-    try:
-        print(choose())
-    except UnusableGpuError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(lambda: print(choose_accelerator()))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from clap_ds.dist.distributed import Ranks
-from clap_ds.config.settings import DebugSettings
+from clap_ds.config.sections import DebugSettings
 
 LOOK_S = 0.5
 """How often a rank looks whether another one failed."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
-from clap_ds.dist import accelerator
+from clap_ds.dist.accelerator import choose_accelerator
+from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.dist.rendezvous import (
     PortTakenError,
     UnreachableError,
@@ -97,17 +98,9 @@ def check_hostfile(path: Path, ranks: Ranks) -> None:
         UserError: the file is missing or malformed, or the world size isn't the sum of its slots.
     """
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"--hostfile {path}: {error.strerror}") from None
-    slots = {}
-    for number, line in enumerate(lines, start=1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) != 2 or not words[1].startswith("slots=") or not words[1][6:].isdecimal():
-            raise UserError(f"--hostfile {path}:{number}: expected 'HOST slots=N', found {line!r}")
-        slots[words[0]] = int(words[1][6:])
+        slots = read_hostfile(path)
+    except ValueError as error:
+        raise UserError(f"--hostfile {error}") from None
     if sum(slots.values()) != ranks.world_size:
         raise UserError(
             f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
@@ -168,21 +161,6 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
-def choose_accelerator() -> Literal["cuda", "cpu"]:
-    """GPU or CPU, for this process and for DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
-
-    Raises:
-        UserError: there is a GPU that torch can't use.
-    """
-    try:
-        chosen = accelerator.choose()
-    except accelerator.UnusableGpuError as error:
-        raise UserError(str(error)) from None
-    if chosen == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return chosen
-
-
 def _choose_device(ranks: Ranks) -> torch.device:
     import torch
 
@@ -195,23 +173,6 @@ def _choose_device(ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(ranks.local_rank)
     return torch.device("cuda", ranks.local_rank)
-
-
-def agree(problem: str | None) -> None:
-    """Stop every rank when one of them has a problem. A collective: all ranks call it.
-
-    Raises:
-        AgreedError: on all ranks, with the first rank's problem and how many ranks share it.
-    """
-    import torch.distributed as dist
-
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = [(rank, text) for rank, text in enumerate(problems) if text is not None]
-    if told:
-        others = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
-        where = f"rank {told[0][0]}{others}: " if len(told) < len(problems) else ""
-        raise AgreedError(f"{where}{told[0][1]}")
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
@@ -240,15 +201,6 @@ def rank_0_waits() -> bool:
     except (OSError, KeyError, ValueError):
         return False
     return True
-
-
-def run_alone(main: Callable[[], None]) -> None:
-    """Run the main function of a command that no launcher starts; user errors become one message and exit code 2."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 def leave(code: int) -> NoReturn:

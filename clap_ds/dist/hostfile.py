@@ -1,17 +1,19 @@
 """Node lists and hostfiles as text: SLURM's environment, or a node list, to the hosts of a job and their ranks.
 
 DeepSpeed takes `node[1-2] slots=4` for the name of one host, so node lists are expanded here, in the order of `scontrol
-show hostnames` and without needing it. Uses the standard library only, and what it accepts is safe in a shell: host
-names reach ssh. Leaves options and printing to
-`launch/hostfile.py`.
+show hostnames` and without needing it. Standard library only, and what is accepted is safe in a shell: host names reach
+ssh. Leaves options and printing to `launch/hostfile.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 
 MAX_HOSTS = 100_000
 """More than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory."""
@@ -19,7 +21,7 @@ MAX_HOSTS = 100_000
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_GPU_COUNT = re.compile(r"(?:[A-Za-z][\w.-]*:){0,2}([0-9]+)(?:\([^)]*\))?")
+_GPUS = r"(?:[A-Za-z][\w.-]*:){0,2}([0-9]+)(?:\([^)]*\))?"
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
@@ -32,83 +34,51 @@ def expand(nodelist: str) -> list[str]:
     Raises:
         ValueError: malformed list, a name that isn't a host name, a host named twice, or more than `MAX_HOSTS` hosts.
     """
-    hosts: list[str] = []
-    for term in _split_terms(nodelist):
-        hosts += _expand_term(term, MAX_HOSTS - len(hosts))
-    if not hosts:
+    if not nodelist.strip():
         raise ValueError("the node list is empty")
-    for host in hosts:
-        check_host(host)
-    if len(set(hosts)) < len(hosts):
-        seen: set[str] = set()
-        twice = next(host for host in hosts if host in seen or seen.add(host))  # type: ignore[func-returns-value]
-        raise ValueError(f"node list {_shown(nodelist)} names {twice} twice")
+    hosts: list[str] = []
+    for term in re.findall(r"((?:[^,\[]|\[[^\]]*\]?)*),", nodelist + ","):  # ends at the commas outside brackets
+        hosts += map(check_host, _expand_term(term.strip(), MAX_HOSTS - len(hosts)))
+    ((host, times),) = Counter(hosts).most_common(1)
+    if times > 1:
+        raise ValueError(f"node list {_shown(nodelist)} names {host} twice")
     return hosts
 
 
 def check_host(host: str) -> str:
-    """The host name itself, when it is one.
-
-    Raises:
-        ValueError: it has other characters than letters, digits, `-`, `_` and dots between labels, or is too long.
-    """
+    """The host name itself; a ValueError when it isn't one."""
     if len(host) > 253 or not _HOST.fullmatch(host):
         raise ValueError(f"{_shown(host)} isn't a host name: expected letters, digits, '-', '_' and single dots")
     return host
 
 
-def _split_terms(nodelist: str) -> Iterator[str]:
-    """Terms between the commas outside brackets."""
-    depth, start = 0, 0
-    for match in re.finditer(r"[\[\],]", nodelist):
-        mark = match.group()
-        depth += {"[": 1, "]": -1, ",": 0}[mark]
-        if depth not in (0, 1):
-            raise ValueError(f"node list {_shown(nodelist)}: brackets don't match at character {match.start() + 1}")
-        if mark == "," and depth == 0:
-            yield nodelist[start : match.start()].strip()
-            start = match.end()
-    if depth:
-        raise ValueError(f"node list {_shown(nodelist)}: a bracket isn't closed")
-    last = nodelist[start:].strip()
-    if last or start:
-        yield last
-
-
 def _expand_term(term: str, limit: int) -> list[str]:
+    where = f"node list term {_shown(term)}"
     if not term:
         raise ValueError("the node list has an empty name between its commas")
-    texts = re.split(r"\[([^\]]*)\]", term)
-    literals, ranges = texts[::2], [_expand_ranges(text, term, limit) for text in texts[1::2]]
-    total = 1
-    for numbers in ranges:
-        total *= len(numbers)
-    if total > limit:
-        raise ValueError(f"node list term {_shown(term)}: more than {MAX_HOSTS} hosts")
-    if not ranges:
-        return [term]
-    if len(ranges) == 1:
-        return [literals[0] + number + literals[1] for number in ranges[0]]
+    if not re.fullmatch(r"([^\[\]]|\[[^\[\]]*\])*", term):
+        raise ValueError(f"{where}: brackets don't match")
+    first, *parts = re.split(r"\[([^\]]*)\]", term)
+    literals, brackets = parts[1::2], [_expand_ranges(text, where, limit) for text in parts[::2]]
+    if math.prod(map(len, brackets)) > limit:
+        raise ValueError(f"{where}: more than {MAX_HOSTS} hosts")
     hosts = []
-    for choice in itertools.product(*reversed(ranges[:-1]), ranges[-1]):
-        numbers = [*reversed(choice[:-1]), choice[-1]]
-        hosts.append("".join(itertools.chain(*zip(literals, numbers, strict=False))) + literals[-1])
+    for choice in itertools.product(*reversed(brackets[:-1]), *brackets[-1:]):
+        numbers = [*reversed(choice[:-1]), *choice[-1:]]
+        hosts.append(first + "".join(number + text for number, text in zip(numbers, literals, strict=True)))
     return hosts
 
 
-def _expand_ranges(text: str, term: str, limit: int) -> list[str]:
+def _expand_ranges(text: str, where: str, limit: int) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
-        if not match:
-            raise ValueError(f"node list term {_shown(term)}: expected N or N-M in brackets, found {_shown(part)}")
-        low, high = match.group(1), match.group(2) or match.group(1)
+        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(low) > int(high):
-            raise ValueError(f"node list term {_shown(term)}: the range {part} runs backwards")
+            raise ValueError(f"{where}: expected N or N-M, with N ≤ M, in brackets, found {_shown(part)}")
         if int(high) - int(low) >= limit:
-            raise ValueError(f"node list term {_shown(term)}: more than {MAX_HOSTS} hosts")
-        width = len(low)
-        numbers += [str(number).zfill(width) for number in range(int(low), int(high) + 1)]
+            raise ValueError(f"{where}: more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
     return numbers
 
 
@@ -119,21 +89,15 @@ def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
         ValueError: not inside an allocation, or its variables contradict each other.
     """
     if environment.get("SLURM_HET_SIZE"):
-        raise ValueError(
-            "heterogeneous jobs (SLURM_HET_SIZE) aren't supported: name the hosts by --nodelist and --slots"
-        )
+        raise ValueError("heterogeneous jobs (SLURM_HET_SIZE) aren't supported: give --nodelist and --slots")
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not nodelist:
-        raise ValueError(
-            "no SLURM_JOB_NODELIST in the environment: run inside an allocation, or give --nodelist and --slots"
-        )
+        raise ValueError("no SLURM_JOB_NODELIST here: run inside an allocation, or give --nodelist and --slots")
     hosts = expand(nodelist)
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        value = environment.get(name)
-        if name == "SLURM_NNODES" and environment.get("SLURM_STEP_NODELIST"):
-            continue  # inside a step it may count the step's nodes
-        if value and value != str(len(hosts)):
-            raise ValueError(f"{name}={value}, but the node list {_shown(nodelist)} has {len(hosts)} hosts")
+    # Inside a step SLURM_NNODES may count the step's nodes.
+    for name in ["SLURM_JOB_NUM_NODES"] + ["SLURM_NNODES"] * (not environment.get("SLURM_STEP_NODELIST")):
+        if environment.get(name) not in (None, "", str(len(hosts))):
+            raise ValueError(f"{name}={environment[name]}, but {_shown(nodelist)} has {len(hosts)} hosts")
     return hosts
 
 
@@ -141,88 +105,94 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     """Ranks for each host: its GPUs or, where SLURM manages none, its tasks.
 
     One task on every host says nothing about ranks (a launcher started once per host is the usual way to allocate); any
-    other number of tasks does, and must not contradict the GPUs.
-
-    Args:
-        environment: of the batch step.
-        num_hosts: hosts in the allocation.
-        wanted: ranks per host the user asked for; may be fewer than there are GPUs.
+    other number of tasks does, and must not contradict the GPUs. `wanted` ranks per host may be fewer than there are GPUs.
 
     Raises:
-        ValueError: variables that can't be read or contradict each other, more slots wanted than GPUs, or nothing to go by.
+        ValueError: variables that can't be read or contradict each other, more ranks wanted than GPUs, or nothing to go by.
     """
     gpus = _gpus_per_host(environment)
-    tasks = _tasks_per_host(environment, num_hosts)
+    value = environment.get("SLURM_TASKS_PER_NODE")
+    tasks = parse_tasks(value) if value else None
+    if tasks and len(tasks) != num_hosts:
+        raise ValueError(f"SLURM_TASKS_PER_NODE={value} is for {len(tasks)} hosts, the allocation has {num_hosts}")
     if wanted is not None:
         if gpus is not None and wanted > gpus:
             raise ValueError(f"--slots {wanted}: the allocation has {gpus} GPUs on each host")
         return [wanted] * num_hosts
-    if gpus is None:
-        if tasks is None:
-            raise ValueError("SLURM's environment has neither GPUs nor tasks per node: give --slots")
-        return tasks
-    if tasks is None or set(tasks) == {1}:
-        return [gpus] * num_hosts
-    if max(tasks) != gpus:
+    tasks_are_ranks = tasks is not None and set(tasks) != {1}
+    if tasks and gpus and tasks_are_ranks and max(tasks) != gpus:
         raise ValueError(
-            f"SLURM_TASKS_PER_NODE={environment['SLURM_TASKS_PER_NODE']} doesn't fit {gpus} GPUs on a host: give --slots,"
+            f"SLURM_TASKS_PER_NODE={value} doesn't fit {gpus} GPUs on a host: give --slots,"
             " or allocate one task per GPU or one per host"
         )
+    if gpus and not tasks_are_ranks:
+        return [gpus] * num_hosts
+    if not tasks:
+        raise ValueError("SLURM's environment has neither GPUs nor tasks per node: give --slots")
     return tasks
 
 
 def _gpus_per_host(environment: Mapping[str, str]) -> int | None:
     """GPUs on one host by each of SLURM's variables, which must agree; None where SLURM has no GPUs."""
     counts = {}
-    if value := environment.get("SLURM_GPUS_PER_NODE"):
-        kinds = [_GPU_COUNT.fullmatch(kind.strip()) for kind in value.split(",")]
-        if not all(kinds):
-            raise ValueError(f"SLURM_GPUS_PER_NODE={value}: expected a number such as 4 or h100:4")
-        counts["SLURM_GPUS_PER_NODE"] = sum(int(kind.group(1)) for kind in kinds if kind)
-    if value := environment.get("SLURM_GPUS_ON_NODE"):
-        if not re.fullmatch(r"[0-9]+", value):
-            raise ValueError(f"SLURM_GPUS_ON_NODE={value}: expected a number")
-        counts["SLURM_GPUS_ON_NODE"] = int(value)
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        if value := environment.get(name):
+            if not re.fullmatch(f"{_GPUS}(, *{_GPUS})*", value):
+                raise ValueError(f"{name}={value}: expected a number such as 4 or h100:4")
+            counts[name] = sum(map(int, re.findall(_GPUS, value)))
     if value := environment.get("SLURM_JOB_GPUS"):
-        try:
-            counts["SLURM_JOB_GPUS"] = len(_expand_ranges(value, value, MAX_HOSTS))
-        except ValueError:
-            raise ValueError(f"SLURM_JOB_GPUS={value}: expected indices such as 0,1,2,3 or 0-3") from None
+        counts["SLURM_JOB_GPUS"] = len(_expand_ranges(value, f"SLURM_JOB_GPUS={value}", MAX_HOSTS))
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name}={environment[name]}" for name in counts)
-        raise ValueError(
-            f"SLURM's variables disagree on the GPUs of a host: {told}; give --slots outside this environment"
-        )
-    return next(iter(counts.values())) or None if counts else None
+        found = ", ".join(f"{name}={environment[name]}" for name in counts)
+        raise ValueError(f"SLURM's variables disagree on the GPUs of a host: {found}; give --nodelist and --slots")
+    return next(iter(counts.values()), None) or None
 
 
-def _tasks_per_host(environment: Mapping[str, str], num_hosts: int) -> list[int] | None:
-    """`4(x2),2` as [4, 4, 2]."""
-    value = environment.get("SLURM_TASKS_PER_NODE")
-    if not value:
-        return None
+def parse_tasks(counts: str) -> list[int]:
+    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2].
+
+    Raises:
+        ValueError: malformed, or a host without tasks.
+    """
     tasks: list[int] = []
-    for part in value.split(","):
+    for part in counts.split(","):
         match = _TASKS.fullmatch(part.strip())
-        if not match or int(match.group(2) or 1) > MAX_HOSTS:
-            raise ValueError(f"SLURM_TASKS_PER_NODE={value}: expected counts such as 4(x2),2")
+        if not match or int(match.group(1)) < 1 or int(match.group(2) or 1) > MAX_HOSTS:
+            raise ValueError(f"tasks per node {counts}: expected counts of at least 1 such as 4(x2),2")
         tasks += [int(match.group(1))] * int(match.group(2) or 1)
-    if len(tasks) != num_hosts:
-        raise ValueError(f"SLURM_TASKS_PER_NODE={value} is for {len(tasks)} hosts, the allocation has {num_hosts}")
-    if min(tasks) < 1:
-        raise ValueError(f"SLURM_TASKS_PER_NODE={value}: a host without tasks")
     return tasks
 
 
-def format_hostfile(hosts: Iterable[str], slots: Iterable[int]) -> str:
-    return "".join(f"{host} slots={count}\n" for host, count in zip(hosts, slots, strict=True))
+def format_hostfile(slots: Mapping[str, int]) -> str:
+    return "".join(f"{host} slots={count}\n" for host, count in slots.items())
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Slots by host of a file this module wrote."""
-    with open(path) as file:
-        lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
-    return {check_host(host): int(count.removeprefix("slots=")) for host, count in lines}
+    """Slots by host of a DeepSpeed hostfile.
+
+    Raises:
+        ValueError: the file can't be read or has a malformed line, a host that isn't one or is there twice.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    slots: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", text)
+        if match and match.group(1) not in slots:
+            slots[check_host(match.group(1))] = int(match.group(2))
+        elif text:
+            problem = "the host is there twice" if match else f"expected 'HOST slots=N', found {line!r}"
+            raise ValueError(f"{path}:{number}: {problem}")
+    return slots
+
+
+def master_port(job: str) -> int:
+    """A port for rank 0, below the ephemeral range: another one for each job and start (or step), such as `1234.0`."""
+    number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
+    return 16000 + number % 16000
 
 
 def _shown(text: str) -> str:

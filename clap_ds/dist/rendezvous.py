@@ -14,6 +14,8 @@ import random
 import socket
 from datetime import timedelta
 
+from clap_ds.dist.hostfile import expand, master_port, parse_tasks
+
 CONNECT_S = 45.0
 """Time for all ranks to meet; they start within seconds of each other."""
 
@@ -51,27 +53,16 @@ def adopt_slurm_step() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if os.environ.get("RANK") or not tasks.isdecimal() or int(tasks) < 2 or "SLURM_PROCID" not in os.environ:
         return
-    from clap_ds.dist.hostfile import expand
-
     hosts = expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
         WORLD_SIZE=tasks,
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
-        LOCAL_WORLD_SIZE=str(_tasks_of_node(os.environ["SLURM_STEP_TASKS_PER_NODE"], int(os.environ["SLURM_NODEID"]))),
+        LOCAL_WORLD_SIZE=str(parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]),
     )
     os.environ.setdefault("MASTER_ADDR", hosts[0])
-    step = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ["SLURM_STEP_ID"])
-    os.environ.setdefault("MASTER_PORT", str(16000 + step % 16000))  # below the ephemeral range
-
-
-def _tasks_of_node(counts: str, node: int) -> int:
-    """Entry `node` of a list such as `4(x2),2`."""
-    tasks: list[int] = []
-    for part in counts.split(","):
-        count, _, times = part.partition("(x")
-        tasks += [int(count)] * int(times.removesuffix(")") or 1)
-    return tasks[node]
+    port = master_port(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def meet(rank: int, world_size: int, backend: str) -> None:
@@ -155,8 +146,6 @@ def _shown(ranks: list[int]) -> str:
 
 def _hosts_of(ranks: list[int], world_size: int) -> str:
     """Hosts of ranks that never spoke, as far as SLURM's environment tells."""
-    from clap_ds.dist.hostfile import expand
-
     try:
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
     except ValueError:

@@ -73,7 +73,7 @@ class ClapEngine:
 
         Args:
             batches: source of micro-batches on the device.
-            timer: told where the step's time goes.
+            timer: gets the time of each phase.
 
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
+from clap_ds.dist.agreement import gather
+
 
 class GradientSync:
     """Averages gradients over ranks, by DeepSpeed or overlapped with backward.
@@ -86,10 +88,7 @@ class _UsedParameters:
         """Whether on any rank some parameter got none. A collective; stops noting."""
         for hook in self._hooks:
             hook.remove()
-        unused = any(id(parameter) not in self._used for parameter in self._parameters)
-        told = torch.tensor([float(unused)], device=self._parameters[0].device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return bool(told.item())
+        return any(gather(any(id(parameter) not in self._used for parameter in self._parameters)))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""What every command that trains does first and last: ranks, run directory, model, data, engine; and how a run's end is
-told.
+"""What every command that trains does first and last: ranks, run directory, model, data, engine; how a run's end is recorded.
 
 Leaves the steps in between to the command.
 """
@@ -9,12 +8,12 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from clap_ds.config.errors import AgreedError, UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import BatchSource, build_batches
 from clap_ds.dist import debug, distributed
+from clap_ds.dist.agreement import gather, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
@@ -35,11 +35,9 @@ from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start
 FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-T = TypeVar("T")
-
 
 class Interrupted(BaseException):
-    """The run was told to stop by a signal."""
+    """A signal stopped the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -47,7 +45,7 @@ class Interrupted(BaseException):
 
     @property
     def state(self) -> State:
-        """SLURM announces the end of the allotted time by USR1; every other signal is somebody's wish."""
+        """SLURM announces the end of the allotted time by USR1; other signals come from a person or a launcher."""
         return "timeout" if self.number == signal.SIGUSR1 else "terminated"
 
 
@@ -80,11 +78,11 @@ class Start:
         return build_model(run)
 
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
-        """Called on all ranks once the model is wrapped: where this rank's data goes on from (`BatchSource.state()`), None for
-        the beginning.
+        """Called on all ranks once the model is wrapped: where this rank's data resumes (`BatchSource.state()`), None for the
+        beginning.
 
         Raises:
-            ValueError: what the run was to go on from can't be used.
+            ValueError: what the run was to resume from can't be used.
         """
         return None
 
@@ -95,7 +93,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
 
     Raises:
         UserError: on every rank, for a mistake found on any.
-        SystemExit: the run failed or was told to stop; said and recorded already.
+        SystemExit: the run failed or was stopped by a signal; shown and recorded already.
     """
     settings = run.clap.debug
     debug.prepare(settings)
@@ -126,21 +124,6 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record.close()
 
 
-def together(build: Callable[[], T]) -> T:
-    """Build something on every rank, or stop every rank with the first one's problem. A collective.
-
-    Raises:
-        UserError: on all ranks, where `build` raised ValueError on any.
-    """
-    problem, built = None, []
-    try:
-        built = [build()]
-    except ValueError as error:
-        problem = str(error)
-    distributed.agree(problem)
-    return built[0]
-
-
 def _check_deepspeed_sections(run: RunSettings) -> None:
     try:
         DeepSpeedConfig(dict(run.deepspeed))
@@ -152,8 +135,7 @@ def _check_deepspeed_sections(run: RunSettings) -> None:
 def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDirectory:
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
-    everywhere: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, (here["host"], here["device_name"]))
+    everywhere = gather((here["host"], here["device_name"]))
     path: list[Path | str | None] = [None]
     if ranks.is_first:
         try:
@@ -216,7 +198,6 @@ def build_model(run: RunSettings) -> ClapModel:
 
 
 def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: dict[str, Any] | None) -> BatchSource:
-    going_on = {} if state is None else {"state": state}
     return build_batches(
         run.clap.data,
         model=run.clap.preset(),
@@ -227,14 +208,14 @@ def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: 
         seed=run.clap.seed,
         device=device,
         pack_captions=run.clap.text == "packed",
-        **going_on,
+        state=state,
     )
 
 
 @contextmanager
 def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, device: torch.device) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()  # the first one counts, and its end must be recorded in peace
+        _ignore_signals()  # the first one counts; recording its end must not be interrupted
         stop = Interrupted(number)
         # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
         record.finish(stop.state, f"stopped by {stop}")

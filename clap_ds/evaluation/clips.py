@@ -29,7 +29,7 @@ from clap_ds.config.model import AudioConfig
 from clap_ds.data.items import AUDIO_FORMATS, CAPTION_FORMATS, BrokenItemError, captions_of, decode_audio
 from clap_ds.data.shard_files import again, is_remote, open_shard
 from clap_ds.data.shard_reader import Broken
-from clap_ds.data.worker_signals import leave_signals_to_rank
+from clap_ds.data.workers import leave_signals_to_rank
 
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error)
 _PIECE = 16  # clips that a worker process hands over at a time

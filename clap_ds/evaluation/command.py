@@ -10,10 +10,10 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.train_settings import EvaluationSettings
+from clap_ds.config.sections import EvaluationSettings
 from clap_ds.dist import distributed
+from clap_ds.dist.agreement import together
 from clap_ds.dist.distributed import Ranks
-from clap_ds.engine.session import together
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.evaluation.report import print_evaluation
 from clap_ds.native.convert import convert

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.train_settings import EvaluationSettings
+from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.shard_reader import Broken
 from clap_ds.dist.distributed import Ranks

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from clap_ds.config.train_settings import ZeroShotSettings
+from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.items import BrokenItemError
 from clap_ds.data.shard_reader import Broken
 from clap_ds.evaluation.clips import Clip, classes_of

@@ -7,9 +7,9 @@ are halved. A device that isn't listed has no peak and so no MFU: none is ever g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from clap_ds.flop_count.analytic import BACKWARD_OVER_FORWARD
+from clap_ds.record.schema import Summary
 
 TRAINING_OVER_FORWARD = 1 + BACKWARD_OVER_FORWARD
 
@@ -97,7 +97,7 @@ def utilization(
     device_name: str,
     override_tflops: float | None,
     recomputed_flops: float = 0.0,
-) -> dict[str, Any]:
+) -> Summary:
     """The summary's fields: MFU in both conventions, achieved TFLOPS (of the work really done), and the peak.
 
     Args:

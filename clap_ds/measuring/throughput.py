@@ -11,21 +11,21 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.record import hardware
-from clap_ds.record.clock import PhaseTimer, StepClock, median_interval, percentile
+from clap_ds.record.clock import PhaseTimer, StepClock
+from clap_ds.record.schema import STEP_PHASES, StepLine, StepTime, Summary
+from clap_ds.record.statistics import percentile, rates
 from clap_ds.record.terminal import Progress, print_summary
-
-PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Measurement:
         return max(wait / time for wait, time in zip(waited, total, strict=True))
 
 
-def measure(session: Session) -> dict[str, Any]:
+def measure(session: Session) -> Summary:
     """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars.
 
     Returns:
@@ -77,20 +77,18 @@ def measure(session: Session) -> dict[str, Any]:
     measurement = Measurement(protocol.steps_per_window * session.samples_per_step)
     with Progress(num_steps, enabled=session.ranks.is_first) as progress, _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
-            _run_window(session, 1, "warmup", None)
+            _run_window(session, 1, None)
             progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
         for number in range(1, protocol.windows + 1):
-            measurement.windows.append(_run_window(session, protocol.steps_per_window, "window", number))
-            rates = measurement.samples_per_s_per_gpu
+            measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
+            of_windows = measurement.samples_per_s_per_gpu
+            samples_per_s = of_windows[-1] * session.ranks.world_size
             progress.advance(
-                protocol.steps_per_window,
-                f"window {number}/{protocol.windows}: {rates[-1] * session.ranks.world_size:,.1f} samples/s",
+                protocol.steps_per_window, f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             )
             if session.ranks.is_first:
-                session.record.update_summary(samples_per_s_per_gpu=_rates(rates))
-                session.record.add_scalars(
-                    session.engine.steps, bench__samples_per_s=rates[-1] * session.ranks.world_size
-                )
+                session.record.update_summary(samples_per_s_per_gpu=rates(of_windows))
+                session.record.add_scalars(session.engine.steps, bench__samples_per_s=samples_per_s)
         breakdown = _measure_breakdown(session, protocol.breakdown_steps)
         progress.advance(protocol.breakdown_steps, "breakdown")
     memory_peak_bytes = hardware.peak_memory_bytes(session.device)
@@ -98,7 +96,7 @@ def measure(session: Session) -> dict[str, Any]:
     if not session.ranks.is_first:
         return {}
     summary = session.record.update_summary(
-        **_summarize(session, measurement, breakdown), memory_peak_bytes=memory_peak_bytes, **utilized
+        _summarize(session, measurement, breakdown), utilized, memory_peak_bytes=memory_peak_bytes
     )
     print_summary(summary)
     return summary
@@ -117,7 +115,7 @@ def _manual_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _run_window(session: Session, num_steps: int, phase: str, number: int | None) -> Window:
+def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     """Time some steps on every rank together, then write their lines and check their losses."""
     timer = PhaseTimer(session.device, instrumented=False)
     clock = StepClock(session.device)
@@ -136,7 +134,7 @@ def _run_window(session: Session, num_steps: int, phase: str, number: int | None
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
     if session.ranks.is_first:
-        _write_steps(session, window, (loss_means / session.ranks.world_size).tolist(), phase, number)
+        _write_steps(session, window, (loss_means / session.ranks.world_size).tolist(), number)
     session.engine.check_loss()
     return window
 
@@ -144,19 +142,17 @@ def _run_window(session: Session, num_steps: int, phase: str, number: int | None
 def _gather_window(session: Session, window_s: float, step_s: list[float], data_wait_s: list[float]) -> Window:
     """Bring every rank's times together on every rank."""
     num_steps = len(step_s)
-    mine = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
-    everyone = [torch.empty_like(mine) for _ in range(session.ranks.world_size)]
-    dist.all_gather(everyone, mine)
-    columns = torch.stack(everyone, dim=1)
+    own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
+    columns = gather_tensor(own).T
     return Window(columns[0].tolist(), columns[1 : 1 + num_steps].tolist(), columns[1 + num_steps :].tolist())
 
 
-def _write_steps(session: Session, window: Window, losses: list[float], phase: str, number: int | None) -> None:
+def _write_steps(session: Session, window: Window, losses: list[float], number: int | None) -> None:
     first_step = session.engine.steps - len(losses) + 1
     for offset, loss in enumerate(losses):
-        session.record.append_metrics(
+        line = StepLine(
             step=first_step + offset,
-            phase=phase,
+            phase="warmup" if number is None else "window",
             window=number,
             time_s=window.step_s[offset][0],
             slowest_rank_time_s=max(window.step_s[offset]),
@@ -164,6 +160,7 @@ def _write_steps(session: Session, window: Window, losses: list[float], phase: s
             loss=loss,
             memory_bytes=hardware.peak_memory_bytes(session.device),
         )
+        session.record.append_metrics(line)
         session.record.add_scalars(first_step + offset, bench__loss=loss)
 
 
@@ -185,7 +182,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
             engine.forward_backward(batch, local)
         engine.deepspeed.zero_grad()
     engine.check_loss()
-    seconds = {phase: whole.seconds[phase] / num_steps for phase in PHASES}
+    seconds = {phase: whole.seconds[phase] / num_steps for phase in STEP_PHASES}
     alone_s = session.run.gradient_accumulation_steps * local.seconds["backward"] / num_steps
     alone = session.ranks.world_size == 1
     seconds["exposed_communication"] = 0.0 if alone else max(0.0, seconds["backward"] - alone_s)
@@ -193,7 +190,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
     return seconds
 
 
-def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> dict[str, Any]:
+def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summary:
     """MFU in both conventions, where the peak is known, and what its FLOPs rest on. A collective."""
     flops, warnings = measure_flops(session)
     settings = session.run.clap.hardware
@@ -212,35 +209,24 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> dict
     return {**found, "flops": flops, "warnings": warnings}
 
 
-def _rates(rates: list[float]) -> dict[str, Any]:
-    interval = median_interval(rates)
-    return {
-        "median": interval.median,
-        "low": interval.low,
-        "high": interval.high,
-        "coverage": interval.coverage,
-        "windows": rates,
-    }
-
-
-def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> dict[str, Any]:
-    rates = _rates(measurement.samples_per_s_per_gpu)
+def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> Summary:
+    of_windows = rates(measurement.samples_per_s_per_gpu)
     step_s, slowest_s = measurement.steps()
-    samples_per_s = rates["median"] * session.ranks.world_size
+    samples_per_s = of_windows["median"] * session.ranks.world_size
     audio = session.run.clap.preset().audio
     timer = session.engine.deepspeed.tput_timer
     counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-    return {
-        "samples_per_s_per_gpu": rates,
-        "samples_per_s": samples_per_s,
-        "deepspeed_samples_per_s": timer.avg_samples_per_sec() if counted else None,
-        "step_time_s": {
-            "median": statistics.median(step_s),
-            "p95": percentile(step_s, 95),
-            "slowest_rank_median": statistics.median(slowest_s),
-        },
-        "data_wait_percent": 100 * measurement.data_wait_share(),
-        "audio_hours_per_s": samples_per_s * audio.num_samples / audio.sample_rate / 3600,
-        "breakdown_s": breakdown,
-        "skipped_steps": session.engine.deepspeed.skipped_steps,
-    }
+    return Summary(
+        samples_per_s_per_gpu=of_windows,
+        samples_per_s=samples_per_s,
+        deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
+        step_time_s=StepTime(
+            median=statistics.median(step_s),
+            p95=percentile(step_s, 95),
+            slowest_rank_median=statistics.median(slowest_s),
+        ),
+        data_wait_percent=100 * measurement.data_wait_share(),
+        audio_hours_per_s=samples_per_s * audio.num_samples / audio.sample_rate / 3600,
+        breakdown_s=breakdown,
+        skipped_steps=session.engine.deepspeed.skipped_steps,
+    )

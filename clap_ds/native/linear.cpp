@@ -59,28 +59,51 @@ inline std::pair<Range, Range> part_of(int64_t blocks, int64_t panels, int64_t l
     return {{0, blocks}, share_of(panels)};
 }
 
-// `left` (rows, inner) times a right side with `columns`. `pack(column, count, k, length, tiles)` packs `count` panels of 32
-// columns of the right side's rows k … k + length, each `length` / 32 pairs of tiles. `fetch(row, column)` may prefetch what
-// `finish(row, column, c)`, which gets 32 fp32 results of one row, will read. Called outside of parallel regions.
+// What is done to a product's rows on their way to `to`: (c + bias) · gelu′(slopes) + added. All but `to` may be null;
+// `activated` gets its gelu.
+struct Finish {
+    Joined<const bf16> bias;
+    const bf16 *slopes, *added;
+    Output to, activated;
+    int64_t columns;
+
+    void prefetch_for(int64_t row, int64_t column) const {
+        if (slopes) prefetch(slopes + row * columns + column, 1);
+        if (added) prefetch(added + row * columns + column, 1);
+    }
+    // 32 results from `column` on.
+    void operator()(int64_t row, int64_t column, const float* c) const {
+        const int64_t at = row * columns + column;
+        __m512 low = load(c), high = load(c + 16);
+        if (bias) low = low + load(bias[column]), high = high + load(bias[column] + 16);
+        if (slopes) low = low * gelu_slope(load(slopes + at)), high = high * gelu_slope(load(slopes + at + 16));
+        if (added) low = low + load(added + at), high = high + load(added + at + 16);
+        to.store(at, low, high);
+        if (activated) activated.store(at, gelu(low), gelu(high));
+    }
+};
+
+// `left` (rows, inner) times a right side with as many columns as the result. `pack(column, count, k, length, tiles)` packs
+// `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs of tiles.
 //
 // Each thread works through its part in chunks of rows, groups of panels and slices of `inner` that stay in its cache together,
 // and packs a group just before it multiplies it: what one core packs for another is slow to fetch.
-template <typename Pack, typename Fetch, typename Finish>
-void multiply(const bf16* left, int64_t rows, int64_t inner, int64_t columns, Pack pack, Fetch fetch, Finish finish) {
+template <typename Pack>
+void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Finish& finish) {
     const int64_t slices = divide_up(inner, SLICE), slice = divide_up(inner / BLOCK, slices) * BLOCK;
     const int64_t longest = std::max<int64_t>(1, CACHED / (BLOCK * slice));  // blocks of a chunk
     const int64_t group = std::clamp<int64_t>(CACHED / (2 * BLOCK * slice), 1, MAX_GROUP);
-    const auto finish_block = [=](int64_t m, int64_t g, int64_t count, const float* c) {
+    const auto finish_block = [&](int64_t m, int64_t g, int64_t count, const float* c) {
         const int64_t end = std::min(BLOCK * (m + 1), rows);
         for (int64_t row = end; row < std::min(end + BLOCK, rows); row++)
-            for (int64_t n = 0; n < count; n++) fetch(row, BLOCK * (g + n));
+            for (int64_t n = 0; n < count; n++) finish.prefetch_for(row, BLOCK * (g + n));
         for (int64_t row = BLOCK * m; row < end; row++)
             for (int64_t n = 0; n < count; n++) finish(row, BLOCK * (g + n), c + (n * BLOCK + row % BLOCK) * BLOCK);
     };
 #pragma omp parallel
     {
         Tiles tiles;
-        const auto [blocks, panels] = part_of(divide_up(rows, BLOCK), columns / BLOCK, longest);
+        const auto [blocks, panels] = part_of(divide_up(rows, BLOCK), finish.columns / BLOCK, longest);
         const int64_t chunk = std::min(longest, blocks.end - blocks.begin);
         auto packed = scratch<bf16>(group * BLOCK * slice), tiled = scratch<bf16>(chunk * BLOCK * inner);
         auto sums = scratch<float>((slices > 1 ? chunk : 1) * group * BLOCK * BLOCK);
@@ -121,17 +144,7 @@ extern "C" void clap_linear(const bf16* x, const bf16* weight0, const bf16* weig
         }
     };
     const Output before(y, activated ? LARGE : 2 * M * N), after(activated, 2 * M * N);  // y is read much later then
-    auto fetch = [=](int64_t m, int64_t n) {
-        if (residual) prefetch(residual + m * N + n, 1);
-    };
-    auto finish = [=](int64_t m, int64_t n, const float* c) {
-        __m512 low = load(c), high = load(c + 16);
-        if (bias) low = low + load(bias[n]), high = high + load(bias[n] + 16);
-        if (residual) low = low + load(residual + m * N + n), high = high + load(residual + m * N + n + 16);
-        before.store(m * N + n, low, high);
-        if (after) after.store(m * N + n, gelu(low), gelu(high));
-    };
-    multiply(x, M, K, N, pack, fetch, finish);
+    multiply(x, M, K, pack, {bias, nullptr, residual, before, after, N});
 }
 
 // dx = (dy · weight) ⊙ gelu′(before) + passed; `before` and `passed` (M, K) may be null.
@@ -145,17 +158,5 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight0, 
                 pack_rows(tiles + tile_at(k, n / BLOCK, length / BLOCK), rows + k, K);
         }
     };
-    const Output result(dx, 2 * M * K);
-    auto fetch = [=](int64_t m, int64_t k) {
-        if (before) prefetch(before + m * K + k, 1);
-        if (passed) prefetch(passed + m * K + k, 1);
-    };
-    auto finish = [=](int64_t m, int64_t k, const float* c) {
-        const int64_t at = m * K + k;
-        __m512 low = load(c), high = load(c + 16);
-        if (before) low = low * gelu_slope(load(before + at)), high = high * gelu_slope(load(before + at + 16));
-        if (passed) low = low + load(passed + at), high = high + load(passed + at + 16);
-        result.store(at, low, high);
-    };
-    multiply(dy, M, N, K, pack, fetch, finish);
+    multiply(dy, M, N, pack, {{}, before, passed, Output(dx, 2 * M * K), Output(nullptr, 0), K});
 }

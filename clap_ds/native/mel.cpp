@@ -3,10 +3,10 @@
 #include "memory.h"
 #include "vectors.h"
 
-// mel[frame][band] = Σ_bin filters[band][bin] · |spectrum[frame][bin]|², with bins outside of [first[band], end[band]) left out.
+// mel[frame][band] = Σ_bin filters[band][bin] · |spectrum[frame][bin]|² over bins in [first[band], end[band]).
 // spectrum: (frames, bins) complex, real and imaginary parts in turn; filters: (bands, bins).
-extern "C" void clap_mel_power(const float* spectrum, const float* filters, const int32_t* first, const int32_t* end, float* mel,
-                               int64_t frames, int64_t bins, int64_t bands) {
+extern "C" void clap_mel_power(const float* spectrum, const float* filters, const int32_t* first, const int32_t* end,
+                               float* mel, int64_t frames, int64_t bins, int64_t bands) {
 #pragma omp parallel
     {
         auto power = scratch<float>(bins + 15);

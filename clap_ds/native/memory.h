@@ -58,10 +58,8 @@ class Arena {
         free(memory_);
         size_ = divide_up(wanted_, HUGE_PAGE) * HUGE_PAGE;
         memory_ = (char*)aligned_alloc(HUGE_PAGE, size_);
-        if (memory_)
-            madvise(memory_, size_, MADV_HUGEPAGE);
-        else
-            size_ = 0;
+        if (!memory_) size_ = 0;
+        madvise(memory_, size_, MADV_HUGEPAGE);  // of nothing does nothing
     }
     char* memory_ = nullptr;
     int64_t size_ = 0, wanted_ = 0, live_ = 0;
@@ -73,7 +71,7 @@ struct GiveBack {
 template <typename T>
 using Scratch = std::unique_ptr<T[], GiveBack>;
 
-// Memory for `count` elements at a cache line's edge, until the end of the scope. Not to be handed to other threads for freeing.
+// Memory for `count` elements at a cache line's edge, until the end of the scope. Only the thread that took it gives it back.
 template <typename T>
 static inline Scratch<T> scratch(int64_t count) {
     return Scratch<T>((T*)Arena::of_thread().take(std::max<int64_t>(count, 1) * sizeof(T)));

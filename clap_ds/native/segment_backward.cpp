@@ -17,25 +17,24 @@ class Backward {
         Matrix d_q, d_k, d_v;
     };
 
-    void attend(
-        Matrix q, int64_t queries, Matrix k, Matrix v, int64_t keys, float scale, Dropout dropout, Matrix d_out,
-        const float* log_sums, Gradients to) {
-        if (keys == 0) store_zeros<D>(to.d_q, queries);
-        if (queries == 0) {
-            store_zeros<D>(to.d_k, keys);
-            store_zeros<D>(to.d_v, keys);
+    void attend(const SegmentHead& head, Matrix q, Matrix k, Matrix v, Matrix d_out, const float* log_sums, Gradients to) {
+        const int64_t queries = head.queries, keys = head.keys;
+        if (keys == 0 || queries == 0) {
+            to.d_q.clear(queries, D);
+            to.d_k.clear(keys, D);
+            to.d_v.clear(keys, D);
+            return;
         }
-        if (keys == 0 || queries == 0) return;
         const Operand key_rows = copy_padded<D>(key_rows_.get(), k, keys);
         const Operand value_rows = copy_padded<D>(value_rows_.get(), v, keys);
         const Operand query_columns = pack_columns<D>(query_columns_.get(), q, queries);
         const Operand output_columns = pack_columns<D>(output_columns_.get(), d_out, queries);
-        const auto differentiate = dropout.probability > 0 ? &Backward::differentiate_softmax<true>
+        const auto differentiate = head.dropout.probability > 0 ? &Backward::differentiate_softmax<true>
                                                            : &Backward::differentiate_softmax<false>;
         for (int64_t tile = 0; tile < tiles_of(queries); tile++) {
-            multiply_down(key_rows, tiles_of(keys), query_columns.from(tile), D / 32, scores_.get());
-            multiply_down(value_rows, tiles_of(keys), output_columns.from(tile), D / 32, slopes_.get());
-            (this->*differentiate)(16 * tile, log_sums, queries, keys, scale, dropout);
+            multiply<true>(key_rows, query_columns.from(tile), tiles_of(keys), D / 32, scores_.get(), 16);
+            multiply<true>(value_rows, output_columns.from(tile), tiles_of(keys), D / 32, slopes_.get(), 16);
+            (this->*differentiate)(16 * tile, log_sums, head);
         }
         // Apart from the loop above, which would no longer fit the first cache.
         store_query_gradients(pack_summed<D>(packed_.get(), {key_rows_.get(), D}, keys), queries, keys, to.d_q);
@@ -47,13 +46,14 @@ class Backward {
     // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries, from `query` on).
     // The first half leaves zeros in the second.
     template <bool DROPS>
-    void differentiate_softmax(
-        int64_t query, const float* log_sums, int64_t queries, int64_t keys, float scale, Dropout dropout) {
+    void differentiate_softmax(int64_t query, const float* log_sums, const SegmentHead& head) {
+        const int64_t keys = head.keys;
+        const Dropout dropout = head.dropout;
         const bool second = query / 16 % 2;
         bf16 *weights = &weights_[query / 32 * step_of(keys)], *d_scores = &d_scores_[query / 32 * step_of(keys)];
         const __m512i numbers = _mm512_mullo_epi32(lane_numbers(), _mm512_set1_epi32((int)dropout.stride));
-        const __m512 kept_factor = splat(dropout.factor()), factor = splat(scale * LOG2E);
-        const __m512 shift = _mm512_maskz_loadu_ps(first_lanes(queries - query), log_sums + query) * splat(LOG2E);
+        const __m512 kept_factor = splat(dropout.factor()), factor = splat(head.scale * LOG2E);
+        const __m512 shift = _mm512_maskz_loadu_ps(first_lanes(head.queries - query), log_sums + query) * splat(LOG2E);
         __m512 sum = splat(0);
         auto store_half = [second](bf16* row, __m512 x) {
             if (second)
@@ -75,7 +75,7 @@ class Backward {
             sum = fma(p, slope, sum);
         }
         for (int64_t key = 0; key < keys; key++) {
-            const __m512 p = load(&scores_[key * 16]) * splat(scale);
+            const __m512 p = load(&scores_[key * 16]) * splat(head.scale);
             store_half(d_scores + key * 32, p * (load(&slopes_[key * 16]) - sum));
         }
     }
@@ -85,7 +85,7 @@ class Backward {
             const bf16* d_scores = &d_scores_[start / 32 * step_of(keys) + start % 32];
             for (int64_t key = 0; key < keys; key += 32)
                 pack_rows_as_a(&d_score_rows_[key * 16], d_scores + key * 32, 32, (int)std::min<int64_t>(32, keys - key));
-            multiply_across({d_score_rows_.get(), 32, 0, TILE}, packed_keys, D / 16, blocks_of(keys), mixed_, D);
+            multiply<false>({d_score_rows_.get(), 32, 0, TILE}, packed_keys, D / 16, blocks_of(keys), mixed_, D);
             store_rows<D>(to.from(start, 0), mixed_, std::min<int64_t>(16, queries - start));
         }
     }
@@ -94,7 +94,7 @@ class Backward {
     void store_key_gradients(const bf16* left, Operand packed, int64_t queries, int64_t keys, Matrix to) {
         const Operand rows = {left, 32, TILE, step_of(keys)};
         for (int64_t start = 0; start < keys; start += 16) {
-            multiply_across(rows.from(start / 16), packed, D / 16, blocks_of(queries), mixed_, D);
+            multiply<false>(rows.from(start / 16), packed, D / 16, blocks_of(queries), mixed_, D);
             store_rows<D>(to.from(start, 0), mixed_, std::min<int64_t>(16, keys - start));
         }
     }
@@ -122,22 +122,10 @@ extern "C" void clap_segment_attention_backward(
     int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
     int64_t seed) {
     const Segments queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
-    with_head_dim(head_dim, [&](auto constant) {
-        constexpr int D = decltype(constant)::value;
-        const int64_t most_queries = queries.longest(), most_keys = keys.longest();
-        auto prepare = [&] { return Backward<D>(most_queries, most_keys); };
-        for_each_head(count, heads, prepare, [&](Backward<D>& state, int64_t segment, int64_t head) {
-            const int64_t query = query_start[segment], key = key_start[segment], column = head * D;
-            const Dropout own(seed, dropout, segment * heads + head, key_rows[segment]);
-            const Matrix to_q = {d_q, d_q_stride}, to_k = {d_k, d_k_stride}, to_v = {d_v, d_v_stride};
-            queries.clear_gaps<D>(to_q.from(0, column), segment);
-            keys.clear_gaps<D>(to_k.from(0, column), segment);
-            keys.clear_gaps<D>(to_v.from(0, column), segment);
-            state.attend(
-                Matrix{q, q_stride}.from(query, column), query_rows[segment], Matrix{k, k_stride}.from(key, column),
-                Matrix{v, v_stride}.from(key, column), key_rows[segment], scale, own,
-                Matrix{d_out, d_out_stride}.from(query, column), log_sums + head * q_rows + query,
-                {to_q.from(query, column), to_k.from(key, column), to_v.from(key, column)});
-        });
+    for_each_head<Backward>(queries, keys, heads, head_dim, scale, dropout, seed, [&](auto& state, const SegmentHead& head) {
+        state.attend(head, head.of_queries(q, q_stride), head.of_keys(k, k_stride), head.of_keys(v, v_stride),
+                     head.of_queries(d_out, d_out_stride), head.log_sums(log_sums),
+                     {head.of_queries(d_q, d_q_stride, true), head.of_keys(d_k, d_k_stride, true),
+                      head.of_keys(d_v, d_v_stride, true)});
     });
 }

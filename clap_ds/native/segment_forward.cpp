@@ -57,13 +57,12 @@ __m512 exponentiate_rows(
 template <int D>
 class Forward {
    public:
-    explicit Forward(int64_t most_keys) : most_keys_(blocks_of(most_keys) * 32) {}
+    Forward(int64_t, int64_t most_keys) : most_keys_(blocks_of(most_keys) * 32) {}
 
-    void attend(
-        Matrix q, int64_t queries, Matrix k, Matrix v, int64_t keys, float scale, Dropout dropout, Matrix out,
-        float* log_sums) {
+    void attend(const SegmentHead& head, Matrix q, Matrix k, Matrix v, Matrix out, float* log_sums) {
+        const int64_t queries = head.queries, keys = head.keys;
         if (keys == 0) {
-            store_zeros<D>(out, queries);
+            out.clear(queries, D);
             std::fill(log_sums, log_sums + queries, 0.0f);
             return;
         }
@@ -71,16 +70,16 @@ class Forward {
         const Operand columns = pack_columns<D>(key_columns_.get(), k, keys);
         const Operand values = pack_summed<D>(values_.get(), v, keys);
         const Operand weights = {(bf16*)scores_.get(), stride * 2, 0, 32};
-        const auto exponentiate = dropout.probability > 0 ? exponentiate_rows<true> : exponentiate_rows<false>;
+        const auto exponentiate = head.dropout.probability > 0 ? exponentiate_rows<true> : exponentiate_rows<false>;
         for (int64_t start = 0; start < queries; start += 16) {
             const int64_t rows = std::min<int64_t>(16, queries - start);
             const Matrix own = q.from(start, 0);
             const Operand block = rows < 16 ? copy_padded<D>(tail_, own, rows) : Operand{own.at, own.stride, 0, 32};
-            multiply_across(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
+            multiply<false>(block, columns, tiles_of(keys), D / 32, scores_.get(), stride);
             alignas(64) float factors[16];
-            const __m512 sums = exponentiate(scores_.get(), factors, stride, keys, scale * LOG2E, dropout, start);
+            const __m512 sums = exponentiate(scores_.get(), factors, stride, keys, head.scale * LOG2E, head.dropout, start);
             _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
-            multiply_across(weights, values, D / 16, stride / 32, mixed_, D);
+            multiply<false>(weights, values, D / 16, stride / 32, mixed_, D);
             store_rows<D, true>(out.from(start, 0), mixed_, rows, factors);
         }
     }
@@ -104,19 +103,8 @@ extern "C" void clap_segment_attention_forward(
     int64_t count, int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
     int64_t seed) {
     const Segments queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
-    with_head_dim(head_dim, [&](auto constant) {
-        constexpr int D = decltype(constant)::value;
-        const int64_t most_keys = keys.longest();
-        auto prepare = [&] { return Forward<D>(most_keys); };
-        for_each_head(count, heads, prepare, [&](Forward<D>& state, int64_t segment, int64_t head) {
-            const int64_t query = query_start[segment], key = key_start[segment], column = head * D;
-            const Dropout own(seed, dropout, segment * heads + head, key_rows[segment]);
-            const Matrix to = {out, out_stride};
-            queries.clear_gaps<D>(to.from(0, column), segment);
-            state.attend(
-                Matrix{q, q_stride}.from(query, column), query_rows[segment], Matrix{k, k_stride}.from(key, column),
-                Matrix{v, v_stride}.from(key, column), key_rows[segment], scale, own, to.from(query, column),
-                log_sums + head * q_rows + query);
-        });
+    for_each_head<Forward>(queries, keys, heads, head_dim, scale, dropout, seed, [&](auto& state, const SegmentHead& head) {
+        state.attend(head, head.of_queries(q, q_stride), head.of_keys(k, k_stride), head.of_keys(v, v_stride),
+                     head.of_queries(out, out_stride, true), head.log_sums(log_sums));
     });
 }

@@ -14,13 +14,12 @@ static inline int64_t blocks_of(int64_t rows) { return divide_up(rows, 32); }
 struct Matrix {
     bf16* at;
     int64_t stride;
-    Matrix from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
-};
 
-template <int D>
-static void store_zeros(Matrix to, int64_t rows) {
-    for (int64_t row = 0; row < rows; row++) memset(to.at + row * to.stride, 0, D * sizeof(bf16));
-}
+    Matrix from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
+    void clear(int64_t rows, int64_t columns) const {
+        for (int64_t row = 0; row < rows; row++) memset(at + row * stride, 0, columns * sizeof(bf16));
+    }
+};
 
 // Where the segments lie among the `total` rows of a tensor, one after the other, perhaps with gaps.
 struct Segments {
@@ -29,12 +28,12 @@ struct Segments {
 
     int64_t longest() const { return count ? *std::max_element(rows, rows + count) : 0; }
 
-    // Zeros in the gap behind a segment, and in the one before the first.
-    template <int D>
-    void clear_gaps(Matrix to, int64_t segment) const {
-        int64_t end = start[segment] + rows[segment], next = segment + 1 < count ? start[segment + 1] : total;
-        store_zeros<D>(to.from(end, 0), next - end);
-        if (segment == 0) store_zeros<D>(to, start[0]);
+    // Columns of a segment's rows. With `clears`, those of the gap behind it, and of that before the first, get zeros.
+    Matrix part(Matrix all, int64_t segment, int64_t column, int64_t columns, bool clears) const {
+        const int64_t end = start[segment] + rows[segment];
+        if (clears) all.from(end, column).clear((segment + 1 < count ? start[segment + 1] : total) - end, columns);
+        if (clears && segment == 0) all.from(0, column).clear(start[0], columns);
+        return all.from(start[segment], column);
     }
 };
 
@@ -43,10 +42,6 @@ struct Dropout {
     uint64_t seed;
     float probability;
     uint32_t stride;
-
-    // For weights of so many keys; `index` is of all heads of all segments.
-    Dropout(uint64_t seed, float probability, int64_t index, int64_t keys)
-        : seed(seed + 0x9e3779b97f4a7c15 * (uint64_t)index), probability(probability), stride(blocks_of(keys) * 32) {}
 
     // What it multiplies the rest by.
     float factor() const { return 1.0f / (1.0f - probability); }
@@ -58,38 +53,20 @@ struct Dropout {
     }
 };
 
-// Products of one tile by many, in strips of up to five: many sums at once hide how long each takes. DOWN: `one` is the right
-// operand, else the left.
+// C (fp32, rows `c_stride` apart) = A · B where one of them, the right one with DOWN, is one tile wide, and the other `tiles`,
+// taken in strips of up to five: many sums at once hide how long each takes.
 template <bool DOWN>
-static void multiply_strips(Operand one, Operand many, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
+static void multiply(Operand a, Operand b, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
     for (int64_t strips = divide_up(tiles, 5), tile = 0; strips > 0; strips--) {
         const int64_t width = divide_up(tiles - tile, strips);
-        auto multiply = [&](auto constant) {
-            constexpr int W = constant;
+        with_constant<1, 2, 3, 4, 5>(width, [=](auto constant) {
             if constexpr (DOWN)
-                multiply_tiles<W, 1>(many.from(tile), one, steps, c + tile * 16 * c_stride, c_stride);
+                multiply_tiles<constant, 1>(a.from(tile), b, steps, c + tile * 16 * c_stride, c_stride);
             else
-                multiply_tiles<1, W>(one, many.from(tile), steps, c + tile * 16, c_stride);
-        };
-        switch (width) {
-            case 1: multiply(std::integral_constant<int, 1>()); break;
-            case 2: multiply(std::integral_constant<int, 2>()); break;
-            case 3: multiply(std::integral_constant<int, 3>()); break;
-            case 4: multiply(std::integral_constant<int, 4>()); break;
-            case 5: multiply(std::integral_constant<int, 5>()); break;
-        }
+                multiply_tiles<1, constant>(a, b.from(tile), steps, c + tile * 16, c_stride);
+        });
         tile += width;
     }
-}
-
-// C (16 × 16·b_tiles, fp32, rows `c_stride` apart) = A · B.
-static inline void multiply_across(Operand a, Operand b, int64_t b_tiles, int64_t steps, float* c, int64_t c_stride) {
-    multiply_strips<false>(a, b, b_tiles, steps, c, c_stride);
-}
-
-// C (16·a_tiles × 16, fp32, rows one after the other) = A · B.
-static inline void multiply_down(Operand a, int64_t a_tiles, Operand b, int64_t steps, float* c) {
-    multiply_strips<true>(b, a, a_tiles, steps, c, 16);
 }
 
 // A tiles: rows one after the other, then zeros up to whole tiles.
@@ -134,26 +111,45 @@ static void store_rows(Matrix to, const float* from, int64_t rows, const float* 
     }
 }
 
-// Calls `function(state, segment, head)` for all, in several threads, each with a `prepare()` of its own.
-template <typename Prepare, typename Function>
-static void for_each_head(int64_t segments, int64_t heads, Prepare prepare, Function function) {
-#pragma omp parallel
-    {
-        const Tiles tiles;
-        const FlushToZero flush;
-        auto state = prepare();
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t i = 0; i < segments * heads; i++) function(state, i / heads, i % heads);
-    }
-}
+// A head of a segment; `index` is of all heads of all segments.
+struct SegmentHead {
+    const Segments &in_queries, &in_keys;
+    int64_t index, heads, dim;
+    float scale;
+    Dropout dropout;
+    const int64_t segment = index / heads, head = index % heads;
+    const int64_t queries = in_queries.rows[segment], keys = in_keys.rows[segment];
 
-// Calls `function` with the head dim as a constant.
-template <typename Function>
-static void with_head_dim(int64_t head_dim, Function function) {
-    switch (head_dim) {
-        case 32: return function(std::integral_constant<int, 32>());
-        case 64: return function(std::integral_constant<int, 64>());
-        case 96: return function(std::integral_constant<int, 96>());
-        case 128: return function(std::integral_constant<int, 128>());
+    Matrix of_queries(bf16* at, int64_t stride, bool clears = false) const {
+        return in_queries.part({at, stride}, segment, head * dim, dim, clears);
     }
+    Matrix of_keys(bf16* at, int64_t stride, bool clears = false) const {
+        return in_keys.part({at, stride}, segment, head * dim, dim, clears);
+    }
+    // In (heads, rows of queries).
+    template <typename T>
+    T* log_sums(T* all) const {
+        return all + head * in_queries.total + in_queries.start[segment];
+    }
+};
+
+// Calls `function(state, head)` for all, in several threads, each with a State<head dim> of its own, which is made from the
+// longest segments' lengths.
+template <template <int> class State, typename Function>
+static void for_each_head(const Segments& queries, const Segments& keys, int64_t heads, int64_t head_dim, float scale,
+                          float dropout, int64_t seed, Function function) {
+    with_constant<32, 64, 96, 128>(head_dim, [&](auto constant) {
+#pragma omp parallel
+        {
+            const Tiles tiles;
+            const FlushToZero flush;
+            State<decltype(constant)::value> state(queries.longest(), keys.longest());
+#pragma omp for schedule(dynamic, 4)
+            for (int64_t i = 0; i < queries.count * heads; i++) {
+                const uint32_t stride = blocks_of(keys.rows[i / heads]) * 32;
+                const Dropout own = {seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
+                function(state, SegmentHead{queries, keys, i, heads, head_dim, scale, own});
+            }
+        }
+    });
 }

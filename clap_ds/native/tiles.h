@@ -1,12 +1,11 @@
-// The one operation on tiles that the kernels are made of, by AMX or by AVX-512's bf16 instructions, as the compiler's target has.
+// The one operation on tiles that the kernels are made of, by AMX or AVX-512's bf16 instructions, as the compiler's target has.
 //
 // A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
-// holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are fp32, added up pair by pair.
+// holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are added up pair by pair.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "vectors.h"
 
@@ -39,37 +38,38 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
+// The compiler's own functions for these take no numbers of tiles that depend on template parameters. None of them tells the
+// compiler what memory it reads and writes: `fence` does, for all between two of them, and isn't an instruction.
 namespace amx {
 
-// Of the compiler's own functions for these gcc 12 doesn't know that they read and write memory; and numbers of tiles that
-// depend on template parameters they don't take.
+INLINE void fence() { asm volatile("" ::: "memory"); }
 template <int TO, Reuse REUSE = KEEPS>
-inline void load(const void* from, int64_t row_bytes) {
+INLINE void load(const void* from, int64_t row_bytes) {
     if constexpr (REUSE == KEEPS)
-        asm volatile("{tileloadd (%0,%1,1), %%tmm%c2|tileloadd tmm%c2, [%0+%1*1]}" ::"r"(from), "r"(row_bytes), "i"(TO) : "memory");
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(TO));
     else
-        asm volatile("{tileloaddt1 (%0,%1,1), %%tmm%c2|tileloaddt1 tmm%c2, [%0+%1*1]}" ::"r"(from), "r"(row_bytes), "i"(TO) : "memory");
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(TO));
 }
 template <int FROM>
-inline void store(void* to, int64_t row_bytes) {
-    asm volatile("{tilestored %%tmm%c2, (%0,%1,1)|tilestored [%0+%1*1], tmm%c2}" ::"r"(to), "r"(row_bytes), "i"(FROM) : "memory");
+INLINE void store(void* to, int64_t row_bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_bytes), "i"(FROM));
 }
-template <int TILE_NUMBER>
-inline void zero() {
-    asm volatile("{tilezero %%tmm%c0|tilezero tmm%c0}" ::"i"(TILE_NUMBER));
+template <int SUM>
+INLINE void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(SUM));
 }
 template <int SUM, int LEFT, int RIGHT>
-inline void multiply_add() {
-    asm volatile("{tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0|tdpbf16ps tmm%c0, tmm%c1, tmm%c2}" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
+INLINE void multiply_add() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
 
 // Calls function(0), … function(COUNT − 1), numbers being constants.
 template <typename Function, int... I>
-inline void each(std::integer_sequence<int, I...>, Function function) {
+INLINE void each(std::integer_sequence<int, I...>, Function function) {
     (function(std::integral_constant<int, I>()), ...);
 }
 template <int COUNT, typename Function>
-inline void each(Function function) {
+INLINE void each(Function function) {
     each(std::make_integer_sequence<int, COUNT>(), function);
 }
 
@@ -77,26 +77,29 @@ inline void each(Function function) {
 
 // C (16·M × 16·N fp32, rows `c_stride` apart) = A · B, each `steps` tiles long; with `add`, added to what C holds.
 template <int M, int N, Reuse A_REUSE = KEEPS, Reuse B_REUSE = KEEPS>
-inline void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
+INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
     // Tiles: sums, then those of A, then those of B. What is used once takes turns in the tiles that are left.
     constexpr int SUMS = M * N, RIGHT = M > 1 ? N : 7 - SUMS, LEFT = N > 1 ? M : 8 - SUMS - RIGHT;
     static_assert(SUMS + LEFT + RIGHT <= 8 && LEFT > 0 && RIGHT > 0);
+    const auto place = [=](int i) INLINED { return c + i / N * 16 * c_stride + i % N * 16; };
+    amx::fence();
     if (add)
-        amx::each<SUMS>([&](auto i) { amx::load<i>(c + i / N * 16 * c_stride + i % N * 16, 4 * c_stride); });
+        amx::each<SUMS>([=](auto i) INLINED { amx::load<i>(place(i), 4 * c_stride); });
     else
-        amx::each<SUMS>([&](auto i) { amx::zero<i>(); });
+        amx::each<SUMS>([](auto i) INLINED { amx::zero<i>(); });
     for (int64_t step = 0; step < steps; step++, a.at += a.step, b.at += b.step) {
-        amx::each<M>([&](auto m) {
+        amx::each<M>([=](auto m) INLINED {
             constexpr int row = m, left = SUMS + m % LEFT;
             amx::load<left, A_REUSE>(a.at + row * a.tile, 2 * a.row);
-            amx::each<N>([&](auto n) {
+            amx::each<N>([=](auto n) INLINED {
                 constexpr int right = SUMS + LEFT + n % RIGHT;
                 if constexpr (row == 0) amx::load<right, B_REUSE>(b.at + n * b.tile, 2 * b.row);
                 amx::multiply_add<row * N + n, left, right>();
             });
         });
     }
-    amx::each<SUMS>([&](auto i) { amx::store<i>(c + i / N * 16 * c_stride + i % N * 16, 4 * c_stride); });
+    amx::each<SUMS>([=](auto i) INLINED { amx::store<i>(place(i), 4 * c_stride); });
+    amx::fence();
 }
 
 #else
@@ -109,38 +112,34 @@ namespace avx512 {
 
 // One part of the product, ROWS × 16·COLUMNS, with its sums in registers.
 template <int ROWS, int COLUMNS>
-inline void multiply(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add) {
-    __m512 sums[ROWS][COLUMNS];
+INLINE void multiply(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add) {
+    constexpr int COUNT = ROWS * COLUMNS;
+    const auto place = [=](int i) INLINED { return c + i / COLUMNS * c_stride + i % COLUMNS * 16; };
+    __m512 sums[COUNT];
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 2
-        for (int n = 0; n < COLUMNS; n++) sums[i][n] = add ? _mm512_loadu_ps(c + i * c_stride + 16 * n) : _mm512_setzero_ps();
+    for (int i = 0; i < COUNT; i++) sums[i] = add ? load(place(i)) : splat(0);
     for (int64_t step = 0; step < steps; step++, a.at += a.step, b.at += b.step) {
         for (int k = 0; k < 16; k++) {
             __m512bh right[COLUMNS];
 #pragma GCC unroll 2
             for (int n = 0; n < COLUMNS; n++) right[n] = (__m512bh)_mm512_loadu_si512(b.at + n * b.tile + k * b.row);
 #pragma GCC unroll 16
-            for (int i = 0; i < ROWS; i++) {
+            for (int i = 0; i < COUNT; i++) {
                 int pair;
-                memcpy(&pair, a.at + i * a.row + 2 * k, sizeof(pair));
-                const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 2
-                for (int n = 0; n < COLUMNS; n++) sums[i][n] = _mm512_dpbf16_ps(sums[i][n], left, right[n]);
+                memcpy(&pair, a.at + i / COLUMNS * a.row + 2 * k, sizeof(pair));
+                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), right[i % COLUMNS]);
             }
         }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 2
-        for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(c + i * c_stride + 16 * n, sums[i][n]);
+    for (int i = 0; i < COUNT; i++) store(place(i), sums[i]);
 }
 
 }  // namespace avx512
 
 // C (16·M × 16·N fp32, rows `c_stride` apart) = A · B, each `steps` tiles long; with `add`, added to what C holds.
 template <int M, int N, Reuse = KEEPS, Reuse = KEEPS>
-inline void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
+INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
     for (int i = 0; i < 2 * M; i++) {  // eight rows by two tiles: as many sums as hide how long each takes
         const Operand rows = {a.at + i / 2 * a.tile + i % 2 * 8 * a.row, a.row, 0, a.step};
         for (int n = 0; n + 1 < N; n += 2)

@@ -6,8 +6,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
+
+#define INLINED __attribute__((always_inline))
+#define INLINE static inline INLINED
 
 typedef uint16_t bf16;
+
+// Calls function(value) with the one of VALUES that is `value`, as a constant.
+template <int... VALUES, typename Function>
+static inline void with_constant(int64_t value, Function function) {
+    ((value == VALUES ? function(std::integral_constant<int, VALUES>()) : void()), ...);
+}
 
 constexpr float LOG2E = 1.44269504088896341f;
 
@@ -81,7 +91,7 @@ static inline __mmask16 kept(uint64_t seed, __m512i number, float probability) {
 }
 
 // Transposes a 16 × 16 block of 32-bit lanes in registers.
-static inline void transpose16(__m512i r[16]) {
+INLINE void transpose16(__m512i r[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);

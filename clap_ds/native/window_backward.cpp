@@ -17,11 +17,11 @@ struct alignas(64) Buffers {
         float products[3][16 * 32 * STEPS];
     };
     bf16 low_weights[2][N * 32], d_scores[2][N * 32];
-    bf16 d_scores_by_query[2][2][2][TILE];  // half, low or high queries, keys / 32
+    bf16 d_scores_by_query[4][2][TILE];  // queries / 16, keys / 32
 };
 
 // Turns a half's scores into weights, fp32 and bf16, and products of the output's gradient with v into gradients of scores.
-template <bool MASKS, bool BIAS>
+template <bool MASKS>
 inline void differentiate_scores(
     float* scores, const float* slopes, bf16* weights, bf16* d_scores, const float* bias, float* d_bias, const float* log_sums,
     const uint64_t* apart, int half, __m512 factor) {
@@ -43,29 +43,13 @@ inline void differentiate_scores(
         for (int j = 0; j < 2; j++) {
             const int at = 32 * t + 16 * j;
             ds[j] = load(scores + at) * (load(slopes + at) - delta[j]);
-            if (BIAS) store(d_bias + at, load(d_bias + at) + ds[j]);
+            if (d_bias) store(d_bias + at, load(d_bias + at) + ds[j]);
         }
         store(d_scores + 32 * t, ds[0], ds[1]);
     }
 }
 
-// A tiles of the transpose of a half's gradients of scores, queries in the order that unpacking leaves (windows.h).
-inline void transpose_pairs(bf16 (&to)[2][2][TILE], const bf16* d_scores) {
-    for (int high = 0; high < 2; high++) {
-        for (int pair = 0; pair < 2; pair++) {
-            __m512i r[16];
-            for (int i = 0; i < 16; i++) {
-                const bf16* row = d_scores + (32 * pair + 2 * i) * 32;
-                const __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + 32);
-                r[i] = high ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
-            }
-            transpose16(r);
-            store_tile(to[high][pair], r);
-        }
-    }
-}
-
-template <int STEPS, bool BIAS>
+template <int STEPS>
 struct Backward {
     const Shape& shape;
     const bf16* qkv;
@@ -97,10 +81,13 @@ struct Backward {
             multiply_columns(s.scores[0], s.k, s.q_columns, half);
             multiply_columns(s.scores[1], s.v, s.d_columns, half);
             const int64_t at = (head * 2 + half) * N * 32;
-            const auto differentiate = window.masked ? differentiate_scores<true, BIAS> : differentiate_scores<false, BIAS>;
-            differentiate(s.scores[0], s.scores[1], s.low_weights[half], s.d_scores[half], bias + at, BIAS ? d_bias + at : d_bias,
-                          sums + 32 * half, window.apart, half, factor);
-            transpose_pairs(s.d_scores_by_query[half], s.d_scores[half]);
+            const auto differentiate = window.masked ? differentiate_scores<true> : differentiate_scores<false>;
+            differentiate(s.scores[0], s.scores[1], s.low_weights[half], s.d_scores[half], bias + at,
+                          d_bias ? d_bias + at : nullptr, sums + 32 * half, window.apart, half, factor);
+            for (int i = 0; i < 4; i++) {
+                const bf16* from = s.d_scores[half] + i % 2 * 32 * 32 + i / 2 * 16;
+                pack_rows_as_a(s.d_scores_by_query[2 * half + i / 2][i % 2], from, 32, 32);
+            }
         }
         for (int i = 0; i < 14; i++) {  // written two blocks after the matrix unit has started on them
             if (i < 12) multiply(i);
@@ -120,7 +107,7 @@ struct Backward {
         else if (i < 8)
             times(s.d_scores[0] + rows, N * 32, s.q_pairs);
         else
-            times(s.d_scores_by_query[block / 2][block % 2][0], TILE, s.k_pairs);
+            times(s.d_scores_by_query[block][0], TILE, s.k_pairs);
     }
 
     void write(int i, const Window& window, int64_t head) {
@@ -128,47 +115,45 @@ struct Backward {
         const __m512 factor = splat(part == 2 ? 1.0f : 1.0f / sqrtf((float)dim));
         bf16* to = d_qkv + head * dim + part * width;
         for (int row = 0; row < 16; row++) {
-            const int by_query = 32 * (block / 2) + 8 * (row / 4) + 4 * (block % 2) + row % 4;
-            const int64_t token = window.token[part == 0 ? by_query : 16 * block + row];
-            write_row<STEPS>(to + token * 3 * width, s.products[i % 3] + row * 32 * STEPS, factor, mask);
+            bf16* own = to + window.token[16 * block + row] * 3 * width;
+            write_row<STEPS>(own, s.products[i % 3] + row * 32 * STEPS, factor, mask);
         }
     }
 };
 
-// Threads share the 16 × 16 blocks of (heads, 64 queries, 64 keys): calls visit(place of the block's first number by query,
-// place by key), rows being 64 and 32 long.
-template <typename Visit>
-inline void share_blocks(int64_t heads, Visit visit) {
+// From [head][query][key] to [head][half][key][32 queries], times log2 e, or back. Threads share the 16 × 16 blocks.
+template <bool TO_KEYS>
+inline void transpose_bias(int64_t heads, const float* from, float* to) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < heads * 16; i++) {
         const int64_t head = i / 16, queries = i / 4 % 4, keys = i % 4;
-        visit((head * N + 16 * queries) * N + 16 * keys, head * N * N + queries / 2 * N * 32 + 16 * keys * 32 + queries % 2 * 16);
+        const int64_t by_query = (head * N + 16 * queries) * N + 16 * keys;
+        const int64_t by_key = head * N * N + queries / 2 * N * 32 + 16 * keys * 32 + queries % 2 * 16;
+        __m512i r[16];
+        for (int j = 0; j < 16; j++) r[j] = (__m512i)load(from + (TO_KEYS ? by_query + j * N : by_key + j * 32));
+        transpose16(r);
+        for (int j = 0; j < 16; j++)
+            store(to + (TO_KEYS ? by_key + j * 32 : by_query + j * N), (__m512)r[j] * splat(TO_KEYS ? LOG2E : 1.0f));
     }
 }
 
-template <int STEPS, bool BIAS>
+template <int STEPS>
 void backward(
     const Shape& shape, const bf16* qkv, const float* bias, const float* log_sums, const bf16* d_output, bf16* d_qkv,
     float* d_bias) {
     const int64_t count = shape.heads * N * N, width = shape.width();
-    const int max_threads = omp_get_max_threads();
-    const auto by_key = scratch<float>(count);
-    const auto d_by_key = scratch<float>(BIAS ? max_threads * count : 0);  // each thread's own
-#pragma omp parallel num_threads(max_threads)
+    const auto by_key = scratch<float>(count), sums = scratch<float>(d_bias ? omp_get_max_threads() * count : 0);
+#pragma omp parallel
     {
-        __m512i r[16];
-        share_blocks(shape.heads, [&](int64_t by_query, int64_t at) {
-            for (int j = 0; j < 16; j++) r[j] = (__m512i)(load(bias + by_query + j * N) * splat(LOG2E));
-            transpose16(r);
-            for (int j = 0; j < 16; j++) _mm512_storeu_si512(&by_key[at + 32 * j], r[j]);
-        });
-        float* own = BIAS ? &d_by_key[omp_get_thread_num() * count] : nullptr;
-        if (BIAS) memset(own, 0, count * sizeof(float));
+        transpose_bias<true>(shape.heads, bias, &by_key[0]);
+        const int64_t threads = omp_get_num_threads();
+        float* own = d_bias ? &sums[omp_get_thread_num() * count] : nullptr;
+        if (d_bias) memset(own, 0, count * sizeof(float));
         {
             const Tiles tiles;
             const FlushToZero flush;
             const auto memory = scratch<Buffers<STEPS>>(1);
-            Backward<STEPS, BIAS> each{shape, qkv, by_key.get(), log_sums, d_output, d_qkv, own, memory[0]};
+            Backward<STEPS> each{shape, qkv, &by_key[0], log_sums, d_output, d_qkv, own, memory[0]};
             const Share share{shape};
             Window window;
             for (int64_t i = share.range.begin; i < share.range.end; i++) {
@@ -181,18 +166,12 @@ void backward(
                 });
             }
         }
-        if (BIAS) {
-            const int threads = omp_get_num_threads();
+        if (d_bias) {
 #pragma omp barrier
-            share_blocks(shape.heads, [&](int64_t by_query, int64_t at) {
-                for (int j = 0; j < 16; j++) {
-                    __m512 sum = load(&d_by_key[at + 32 * j]);
-                    for (int t = 1; t < threads; t++) sum = sum + load(&d_by_key[t * count + at + 32 * j]);
-                    r[j] = (__m512i)sum;
-                }
-                transpose16(r);
-                for (int j = 0; j < 16; j++) _mm512_storeu_si512(d_bias + by_query + j * N, r[j]);
-            });
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t t = 1; t < threads; t++) sums[i] += sums[t * count + i];
+            transpose_bias<false>(shape.heads, &sums[0], d_bias);
         }
     }
 }
@@ -204,7 +183,5 @@ extern "C" void clap_window_attention_backward(
     const bf16* qkv, const float* bias, const float* log_sums, const bf16* d_output, bf16* d_qkv, float* d_bias, int64_t clips,
     int64_t grid, int64_t heads, int64_t dim, int64_t shift) {
     const Shape shape = {clips, grid, heads, dim, shift};
-    const auto run = dim <= 32 ? (d_bias ? backward<1, true> : backward<1, false>)
-                               : (d_bias ? backward<2, true> : backward<2, false>);
-    run(shape, qkv, bias, log_sums, d_output, d_qkv, d_bias);
+    (dim <= 32 ? backward<1> : backward<2>)(shape, qkv, bias, log_sums, d_output, d_qkv, d_bias);
 }

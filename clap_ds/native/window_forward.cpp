@@ -12,9 +12,6 @@ struct alignas(64) Head {
     bf16 q[STEPS * 4 * TILE], k[STEPS * 4 * TILE], v[2 * V_TILES * TILE];
     Window window;
     int64_t index, head;
-    const float* bias;
-    bf16* output;
-    float* log_sums;
 };
 
 // What 16 queries' products leave for the vector unit and the other way round: two blocks in turn, and one to do over.
@@ -37,8 +34,7 @@ inline void weigh_rows(
             x[j] = score_of<MASKS>(scores + at, factor, bias + at, apart[i], j);
         }
         if (SAFE) {
-            all_largest[i] =
-                _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+            all_largest[i] = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
             for (int j = 0; j < 4; j++) x[j] = x[j] - splat(all_largest[i]);
         }
         for (int j = 0; j < 4; j++) x[j] = exp2_ps<true>(x[j]);
@@ -49,8 +45,7 @@ inline void weigh_rows(
 
 template <int STEPS>
 struct Forward {
-    static constexpr int WIDTH = Buffers<STEPS>::WIDTH, V_TILES = Head<STEPS>::V_TILES;
-    static constexpr int SPARE = 2;
+    static constexpr int WIDTH = Buffers<STEPS>::WIDTH, V_TILES = Head<STEPS>::V_TILES, SPARE = 2;
     const Shape& shape;
     const bf16* qkv;
     const float* bias;
@@ -66,9 +61,6 @@ struct Forward {
         to.window.set(shape, index);
         to.index = index;
         to.head = head;
-        to.bias = bias + head * N * N;
-        to.output = output + head * dim;
-        to.log_sums = log_sums + (index * shape.heads + head) * N;
         const Rows q = {qkv + head * dim, 3 * width, to.window.token, dim};
         q.pack<STEPS>(to.q, nullptr, nullptr);
         q.right(width).template pack<STEPS>(nullptr, to.k, nullptr);
@@ -83,7 +75,8 @@ struct Forward {
     template <bool SAFE>
     void weigh(int slot, const Head<STEPS>& head, int block) {
         const auto run = head.window.masked ? weigh_rows<SAFE, true> : weigh_rows<SAFE, false>;
-        run(s.weights[slot], s.scores[slot], head.bias + 16 * block * N, head.window.apart + 16 * block, factor, s.largest);
+        const float* own_bias = bias + (head.head * N + 16 * block) * N;
+        run(s.weights[slot], s.scores[slot], own_bias, head.window.apart + 16 * block, factor, s.largest);
     }
 
     void mix(float* mixed, const bf16* weights, const Head<STEPS>& head) {
@@ -110,11 +103,11 @@ struct Forward {
             sums = weight_sums(mixed);
             shift = load(s.largest);
         }
-        store(head.log_sums + 16 * block, log2_ps(sums) + shift);
+        store(log_sums + (head.index * shape.heads + head.head) * N + 16 * block, log2_ps(sums) + shift);
         alignas(64) float inverse[16];
         store(inverse, splat(1.0f) / sums);
         for (int i = 0; i < 16; i++) {
-            bf16* to = head.output + head.window.token[16 * block + i] * width;
+            bf16* to = output + head.window.token[16 * block + i] * width + head.head * dim;
             write_row<STEPS>(to, mixed + i * WIDTH, splat(inverse[i]), mask);
         }
     }

@@ -1,4 +1,4 @@
-"""Steps → windows → statistics.
+"""The durations of steps and of their phases.
 
 A step's edges are marked without synchronising the device: on CUDA by events on the stream, elsewhere by the host's
 clock. The device is synchronised only at the edges of a window, when the marks are read.
@@ -6,13 +6,10 @@ clock. The device is synchronised only at the edges of a window, when the marks 
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -109,56 +106,3 @@ class PhaseTimer:
             self.seconds[phase] += elapsed_s - self._open.pop()
             if self._open:
                 self._open[-1] += elapsed_s
-
-
-@dataclass(frozen=True)
-class MedianInterval:
-    """A median with an interval that covers it.
-
-    Attributes:
-        coverage: probability that the interval holds the true median, for independent windows; below 0.95 where there
-        are too
-            few (fewer than six) for more.
-    """
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-
-
-def median_interval(values: Sequence[float], coverage: float = 0.95) -> MedianInterval:
-    """Median and its distribution-free interval: the narrowest pair of order statistics with at least `coverage`.
-
-    The count of values below the true median is binomial with p = 1/2, whatever the distribution (Conover, Practical
-    Nonparametric Statistics, 3rd ed., section 3.2).
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no values to take a median of")
-    ordered = sorted(values)
-    count = len(ordered)
-    best = (0, _coverage(count, 0))
-    for trim in range(1, (count + 1) // 2):
-        covered = _coverage(count, trim)
-        if covered >= coverage:
-            best = (trim, covered)
-    trim, covered = best
-    return MedianInterval(statistics.median(ordered), ordered[trim], ordered[count - 1 - trim], covered)
-
-
-def _coverage(count: int, trim: int) -> float:
-    """Probability that the (trim + 1)-th smallest and the (trim + 1)-th largest value have the median between them."""
-    outside = sum(math.comb(count, k) for k in range(trim + 1)) / 2**count
-    return max(0.0, 1 - 2 * outside)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile by linear interpolation between order statistics."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

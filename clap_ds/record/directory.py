@@ -14,11 +14,10 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import write_atomically
-
-State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
+from clap_ds.record.schema import VERSION, State, StepLine, Summary
 
 
 class RunDirectory:
@@ -50,26 +49,28 @@ class RunDirectory:
         """Replace a JSON file in one go: a reader sees the old or the new one, never half."""
         write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n")
 
-    def update_summary(self, **fields: Any) -> dict[str, Any]:
+    def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole."""
-        summary = {**self.summary(), **fields}
+        summary: Summary = {"schema": VERSION, **self.summary()}
+        for part in (*parts, fields):
+            summary.update(part)
         self.write_json("summary.json", summary)
         return summary
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         path = self.path / "summary.json"
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        return cast(Summary, json.loads(path.read_text())) if path.exists() else {}
 
     def finish(self, state: State, error: str | None = None) -> None:
         """Record how the run ended. The first ending recorded by any rank stays: later ones are its consequences."""
         if self.summary().get("state") in (None, "running"):
             self.update_summary(state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def append_metrics(self, **fields: Any) -> None:
-        """One line of `metrics.jsonl`."""
+    def append_metrics(self, line: StepLine, /, **more: Any) -> None:
+        """One line of `metrics.jsonl`; `more` holds what isn't of every run, such as an evaluation's metrics by name."""
         if self._metrics is None:
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self._metrics.write(json.dumps(fields) + "\n")
+        self._metrics.write(json.dumps({**line, **more}) + "\n")
 
     def add_scalars(self, step: int, **values: float) -> None:
         """Scalars for TensorBoard, under this project's own tags."""

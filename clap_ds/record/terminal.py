@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from clap_ds.record.schema import Summary
+
 
 class Progress:
     """Steps done, live rate and time left: a bar on a terminal, a line per advance elsewhere.
 
-    Redrawn only when told, so that no thread of it runs beside timed steps.
+    Redrawn only by `advance`, so that no thread of it runs beside timed steps.
 
     Args:
         num_steps: at the end.
@@ -56,7 +57,7 @@ class Progress:
             self._bar.stop()
 
 
-def print_summary(summary: dict[str, Any]) -> None:
+def print_summary(summary: Summary) -> None:
     """The final table."""
     table = Table(show_header=False)
     table.add_column("quantity")
@@ -70,7 +71,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         console.print(summary["peak_source"], soft_wrap=True)
 
 
-def title(summary: dict[str, Any]) -> str:
+def title(summary: Summary) -> str:
     """One line: model, device, scale, precision."""
     return (
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']},"
@@ -79,7 +80,7 @@ def title(summary: dict[str, Any]) -> str:
     )
 
 
-def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(summary: Summary) -> list[tuple[str, str]]:
     """Name and value of every line of the final table."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
@@ -103,7 +104,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _utilization_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _utilization_rows(summary: Summary) -> list[tuple[str, str]]:
     """MFU by both counts of FLOPs, each named with what it counts."""
     if "flops" not in summary:
         return []

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import torch
 
-from clap_ds.dist.together import gather, on_first, rank
+from clap_ds.dist.agreement import gather, on_first, rank
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.training import engine_state, random_state
 from clap_ds.training.draft import PROGRESS, RANDOM_STATES, begin_draft, complete_draft

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from clap_ds.config.settings import RunSettings, ShardData
+from clap_ds.config.sections import ShardData
+from clap_ds.config.settings import RunSettings
 
 RETRIEVAL_METRICS = tuple(
     f"retrieval_{direction}_{measure}"

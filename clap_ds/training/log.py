@@ -6,18 +6,21 @@ Losses and norms stay on the device until some steps are written together, so th
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
 from clap_ds.record import hardware
-from clap_ds.record.clock import PhaseTimer, StepClock, median_interval, percentile
+from clap_ds.record.clock import PhaseTimer, StepClock
+from clap_ds.record.schema import StepLine
+from clap_ds.record.statistics import percentile, rates
 from clap_ds.record.terminal import Progress as ProgressBar
 from clap_ds.training.progress import Progress, SavedCheckpoint
 from clap_ds.training.schedule import Schedule
@@ -40,7 +43,7 @@ class TrainingLog:
         self._is_first = session.ranks.is_first
         self.timer = PhaseTimer(session.device, instrumented=False)
         self._clock = StepClock(session.device)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[StepLine] = []
         self._figures: list[Tensor] = []
         self._rates: deque[float] = deque(maxlen=RATE_WINDOWS)
         self._step_s: deque[float] = deque(maxlen=RATE_WINDOWS)
@@ -77,6 +80,7 @@ class TrainingLog:
         self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss))))
         self._rows.append(
             {
+                "phase": "train",
                 "step": progress.step,
                 "samples": progress.samples,
                 "epoch": round(progress.epoch, 6),
@@ -96,11 +100,9 @@ class TrainingLog:
         window_s, step_s = self._clock.stop()
         waited_s = sum(row["data_wait_s"] for row in self._rows)
         figures = torch.stack(self._figures).double().flatten()
-        mine = torch.cat((figures, figures.new_tensor([window_s, waited_s])))
-        everyone = [torch.empty_like(mine) for _ in range(self._session.ranks.world_size)]
-        dist.all_gather(everyone, mine)
+        ranks = gather_tensor(torch.cat((figures, figures.new_tensor([window_s, waited_s]))))
         if self._is_first:
-            ranks = torch.stack(everyone).cpu()
+            ranks = ranks.cpu()
             by_step = ranks[:, :-2].unflatten(1, (-1, 3)).mean(0).tolist()
             self._write_rows(by_step, step_s, window_s=float(ranks[:, -2].max()), waited_s=float(ranks[:, -1].max()))
         self._rows, self._figures = [], []
@@ -110,10 +112,11 @@ class TrainingLog:
         record = self._session.record
         memory_bytes = hardware.peak_memory_bytes(self._session.device)
         for row, (loss, norm, scale), seconds in zip(self._rows, by_step, step_s, strict=True):
-            row |= {"loss": loss, "gradient_norm": norm, "logit_scale": scale, "time_s": seconds}
-            record.append_metrics(phase="train", **row, memory_bytes=memory_bytes)
+            row["loss"], row["gradient_norm"], row["logit_scale"] = loss, norm, scale
+            row["time_s"], row["memory_bytes"] = seconds, memory_bytes
+            record.append_metrics(row)
             self._publish(
-                "train", row["step"], {name: row[name] for name in ("loss", "lr", "gradient_norm", "logit_scale")}
+                "train", row["step"], {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
             )
         last = self._rows[-1]
         micro_steps = self._session.engine.deepspeed.gradient_accumulation_steps()
@@ -144,8 +147,10 @@ class TrainingLog:
         """Note an evaluation of the present weights."""
         if not self._is_first:
             return
-        where = {"step": self._progress.step, "samples": self._progress.samples, "train_s": self.train_s}
-        self._session.record.append_metrics(phase="evaluation", **where, time_s=seconds, **metrics)
+        progress, train_s = self._progress, self.train_s
+        line = StepLine(phase="evaluation", step=progress.step, samples=progress.samples, time_s=seconds)
+        self._session.record.append_metrics(line, train_s=train_s, **metrics)
+        where = {"step": progress.step, "samples": progress.samples, "train_s": train_s}
         self._publish("evaluation", self._progress.step, metrics)
         self._session.record.update_summary(evaluation={**where, **metrics}, best=self._progress.best)
         self._say(f"evaluation at step {self._progress.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
@@ -163,7 +168,8 @@ class TrainingLog:
             "problem": checkpoint.problem,
         }
         self._checkpoints.append(told)
-        self._session.record.append_metrics(phase="checkpoint", checkpoint=[checkpoint.begin, checkpoint.end], **told)
+        line = StepLine(phase="checkpoint", step=checkpoint.step)
+        self._session.record.append_metrics(line, checkpoint=[checkpoint.begin, checkpoint.end], **told)
         self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
         if checkpoint.saved:
             self._say(f"saved {checkpoint.path}: {checkpoint.bytes / 1e6:,.1f} MB in {told['seconds']:.1f} s")
@@ -174,15 +180,12 @@ class TrainingLog:
             return
         record, world_size = self._session.record, self._session.ranks.world_size
         if self._rates:
-            interval = median_interval(self._rates)
+            of_windows = rates(self._rates)
             fields |= {
-                "samples_per_s_per_gpu": {
-                    **{name: getattr(interval, name) for name in ("median", "low", "high", "coverage")},
-                    "windows": list(self._rates),
-                },
-                "samples_per_s": interval.median * world_size,
+                "samples_per_s_per_gpu": of_windows,
+                "samples_per_s": of_windows["median"] * world_size,
                 "step_time_s": {
-                    "median": median_interval(self._step_s).median,
+                    "median": statistics.median(self._step_s),
                     "p95": percentile(list(self._step_s), 95),
                 },
                 "data_wait_percent": 100 * self._waited_s / self._stepped_s,

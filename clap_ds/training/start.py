@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.settings import RunSettings, ShardData
+from clap_ds.config.sections import ShardData
+from clap_ds.config.settings import RunSettings
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
+from clap_ds.dist.agreement import on_first, together
 from clap_ds.dist.distributed import leave
-from clap_ds.dist.together import on_first
-from clap_ds.engine.session import Interrupted, Session, together
+from clap_ds.engine.session import Interrupted, Session
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.progress import Progress, SavedCheckpoint
 from clap_ds.training.schedule import Schedule

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import safetensors
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
-from clap_ds.dist.distributed import run_alone
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights import formats as weights
 from clap_ds.weights.hf_config import feature_extractor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -37,20 +38,19 @@ class Submitted:
     folder: Path
 
     def wait(self, timeout: float = 150, confirm_s: float = 30) -> dict[str, str]:
-        return self.cluster.wait_for_job(self.number, timeout, confirm_s)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds the job has been running."""
-        hours, minutes, seconds = map(int, self.cluster.job(self.number)["RunTime"].split(":"))
-        return 3600 * hours + 60 * minutes + seconds
+        """Wait until it is over; its fields. It stays COMPLETING where one of its nodes can't be reached to confirm the end."""
+        state = lambda: self.cluster.job(self.number)["JobState"]  # noqa: E731
+        self.cluster.wait_until(lambda: state() in OVER, timeout, f"the end of job {self.number}")
+        with contextlib.suppress(AssertionError):
+            self.cluster.wait_until(lambda: state() != "COMPLETING", confirm_s, "nodes to confirm the end")
+        return self.cluster.job(self.number)
 
     @property
     def output(self) -> str:
         return "".join(path.read_text() for path in self.folder.glob("*.out"))
 
     @property
-    def told(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """`job.json`."""
         return dict(json.loads((self.folder / "job" / "job.json").read_text()))
 
@@ -59,55 +59,40 @@ class Submitted:
         return sorted(path for path in (self.folder / "runs").glob("*-*Z*") if path.is_dir())
 
     @property
-    def summary(self) -> dict[str, Any]:
-        """`summary.json` of the only run."""
-        (run,) = self.runs
-        return dict(json.loads((run / "summary.json").read_text()))
+    def summaries(self) -> list[dict[str, Any]]:
+        """`summary.json` of each run."""
+        return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
     def wait_for_steps(self, timeout: float = 120) -> None:
         """Wait until the run has started to measure."""
-        self.cluster.wait_until(
-            lambda: [*self.folder.glob("runs/*/metrics.jsonl")] or self.is_over(),
-            timeout,
-            f"steps of job {self.number}",
-        )
-        assert not self.is_over(), self.output
-
-    def is_over(self) -> bool:
-        return self.cluster.job(self.number)["JobState"] in OVER
+        steps = lambda: [*self.folder.glob("runs/*/metrics.jsonl")]  # noqa: E731
+        over = lambda: self.cluster.job(self.number)["JobState"] in OVER  # noqa: E731
+        self.cluster.wait_until(lambda: steps() or over(), timeout, f"steps of job {self.number}")
+        assert not over(), self.output
 
 
 def site_file(folder: Path, **changes: Any) -> Path:
     """A site for the test cluster, whose runs go to the test's folder."""
-    site = {
-        "gpus_per_node": 2,
-        "python": sys.executable,
-        "run_root": str(folder / "runs"),
-        "environment": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"},
-        **changes,
-    }
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
+    site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "environment": variables}
     path = folder / "site.json"
-    path.write_text(json.dumps(site))
+    path.write_text(json.dumps({**site, **changes}))
     return path
 
 
-RANKS = r"clap_ds/bench\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
+Submit = Callable[..., Submitted]
+RANKS = r"clap_ds/(bench|train)\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
 """Matches the command line of everything a job starts."""
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
 
 @pytest.fixture
-def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Submitted]:
-    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, clap={…}, sbatch=[…])`."""
+def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
+    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`."""
     cluster.wait_until_idle()
 
     def start(
-        nodes: int,
-        launcher: str = "pdsh",
-        *,
-        sbatch: tuple[str, ...] = (),
-        options: tuple[str, ...] = (),
-        **changes: Any,
+        nodes: int, launcher: str, *, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any
     ) -> Submitted:
         config = tmp_path / "micro.json"
         config.write_text(json.dumps(micro_run(**changes)))

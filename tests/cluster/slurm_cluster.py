@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
-OVER = (
-    "COMPLETING",
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
+CGROUPS = Path("/sys/fs/cgroup/freezer")
+"""Where it is there, SLURM contains a step's processes by the cgroup-v1 freezer, as on most clusters."""
+OVER = {
+    "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+}  # fmt: skip
 """States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
 
 
@@ -44,9 +36,12 @@ class SlurmCluster:
     """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._lock = _only_one()
-        remove_leftovers()
+        self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster on a machine: SLURM names its cgroups after nodes only
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
+        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)  # of a test run that was killed; its hosts went with it
+        self._remove_cgroups()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.folder.chmod(0o755)
         self._addresses = {"ctl": f"{_SUBNET}.254"} | {host: f"{_SUBNET}.{i}" for i, host in enumerate(self.nodes, 1)}
@@ -66,41 +61,31 @@ class SlurmCluster:
 
     def close(self) -> None:
         """End everything on every host and remove the folder; safe to call twice."""
-        for host, pid in self._init.items():
-            _kill(pid)
-            _remove_cgroups(host)
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
-        for host in self._init:
-            _remove_cgroups(host)
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._init.values()), 5, "hosts")
+        self._remove_cgroups()
         self._holders, self._init = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
+    def _remove_cgroups(self) -> None:
+        for host in self.nodes:
+            for folder, _, _ in os.walk(CGROUPS / f"slurm_{host}", topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+
     # --- using it
 
-    def command(self, host: str, arguments: list[str], folder: Path | None = None) -> list[str]:
-        """Command line that runs another one on a host."""
-        return [
-            "nsenter", "-t", str(self._init[host]), "-n", "-u", "-m", "-p", f"--wd={folder or self.folder}", "--",
-            "env", f"SLURM_CONF={self.folder}/slurm.conf", *arguments,
-        ]  # fmt: skip
-
     def run(
-        self,
-        host: str,
-        *arguments: str,
-        check: bool = True,
-        folder: Path | None = None,
-        timeout: float = 120,
-        **environment: str,
+        self, host: str, *arguments: str, check: bool = True, folder: Path | None = None, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host."""
-        result = subprocess.run(
-            self.command(host, list(arguments), folder), capture_output=True, text=True, timeout=timeout,
-            env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        enter = ["nsenter", "-t", str(self._init[host]), "-n", "-u", "-m", "-p", f"--wd={folder or self.folder}", "--"]
+        command = [*enter, "env", f"SLURM_CONF={self.folder}/slurm.conf", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
         if check and result.returncode:
             raise AssertionError(f"{host}: {' '.join(arguments)}: {result.returncode}\n{result.stdout}{result.stderr}")
         return result
@@ -109,17 +94,6 @@ class SlurmCluster:
         """Fields of `scontrol show job`."""
         text = self.run("ctl", "scontrol", "show", "job", "-o", number).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
-
-    def wait_for_job(self, number: str, timeout: float = 120, confirm_s: float = 30) -> dict[str, str]:
-        """Wait until a job is over; its fields.
-
-        Args:
-            confirm_s: time for its nodes to confirm the end. It stays COMPLETING where one can't be reached.
-        """
-        self.wait_until(lambda: self.job(number)["JobState"] in OVER, timeout, f"the end of job {number}")
-        with contextlib.suppress(AssertionError):
-            self.wait_until(lambda: self.job(number)["JobState"] != "COMPLETING", confirm_s, "nodes to confirm the end")
-        return self.job(number)
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
         """Command lines on each node that match a pattern, for the nodes that have any."""
@@ -137,31 +111,23 @@ class SlurmCluster:
             self.wait_until(lambda: not self.processes(pattern), 5, "processes to end")
         return self.processes(pattern)
 
-    def host_pid(self, host: str) -> int:
-        """Process id, as this machine counts, of a host's pid 1."""
-        return self._init[host]
+    def cut(self, host: str) -> None:
+        """Cut a node off the network."""
+        self.run("ctl", "ip", "link", "set", f"v-{host}", "down")
 
-    def resume(self, host: str) -> None:
-        """Have SLURM use a node again after it was cut off."""
-        self.run("ctl", "scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=cut", check=False)
-        self.run("ctl", "scontrol", "update", f"NodeName={host}", "State=RESUME", check=False)
-
-    def set_link(self, host: str, *, up: bool) -> None:
-        """Cut a node off the network, or connect it again."""
-        self.run("ctl", "ip", "link", "set", f"v-{host}", "up" if up else "down")
+    def connect(self, host: str) -> None:
+        """Connect it again, and have SLURM use it."""
+        self.run("ctl", "ip", "link", "set", f"v-{host}", "up")
+        for state in ("State=DOWN", "State=RESUME"):
+            self.run("ctl", "scontrol", "update", f"NodeName={host}", state, "Reason=cut", check=False)
 
     @staticmethod
-    def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> float:
-        """Wait for something; the seconds it took.
-
-        Raises:
-            AssertionError: it didn't come in time.
-        """
+    def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> None:
+        """Wait for something; an AssertionError when it doesn't come in time."""
         began = time.monotonic()
         while not condition():
             assert time.monotonic() - began < timeout, f"waited {timeout:.0f} s for {what}"
             time.sleep(0.2)
-        return time.monotonic() - began
 
     def wait_until_idle(self) -> None:
         self.wait_until(self._all_idle, 60, "nodes to become idle")
@@ -191,7 +157,9 @@ class SlurmCluster:
         (folder / "gres.conf").write_text(
             f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n"
         )
-        (folder / "cgroup.conf").write_text("CgroupAutomount=no\n" + ("CgroupPlugin=cgroup/v1\n" if _freezer() else ""))
+        (folder / "cgroup.conf").write_text(
+            "CgroupAutomount=no\n" + ("CgroupPlugin=cgroup/v1\n" if CGROUPS.is_dir() else "")
+        )
         (folder / "sshd_config").write_text(
             f"HostKey {folder}/ssh/host\nAuthorizedKeysFile {folder}/ssh/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUseDNS no\nMaxStartups 100\n"
@@ -202,27 +170,24 @@ class SlurmCluster:
         )
 
     def _slurm_conf(self) -> str:
-        folder = self.folder
-        tracking = "cgroup" if _freezer() else "linuxproc"
-        settings = {
-            "ClusterName": "test", "SlurmctldHost": f"ctl({self._addresses['ctl']})", "SlurmUser": "root", "SlurmdUser": "root",
-            "AuthType": "auth/munge", "AuthInfo": f"socket={folder}/munge.sock,cred_expire=5",
-            "ProctrackType": f"proctrack/{tracking}", "TaskPlugin": "task/none", "SwitchType": "switch/none",
-            "MpiDefault": "none",
-            "JobAcctGatherType": "jobacct_gather/none", "AccountingStorageType": "accounting_storage/none",
-            "ReturnToService": 2, "SlurmctldPidFile": f"{folder}/slurmctld.pid", "SlurmdPidFile": f"{folder}/slurmd-%n.pid",
-            "SlurmdSpoolDir": f"{folder}/spool/%n", "StateSaveLocation": f"{folder}/state",
-            "SlurmctldLogFile": f"{folder}/log/slurmctld.log", "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
-            "SlurmctldTimeout": 60, "SlurmdTimeout": 300, "InactiveLimit": 0, "KillWait": 15, "MinJobAge": 3600,
-            "SchedulerType": "sched/backfill", "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0",
-            "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core", "PropagateResourceLimits": "NONE",
-            "JobRequeue": 1, "GresTypes": "gpu", "SlurmdParameters": "config_overrides",
-        }  # fmt: skip
-        lines = [f"{name}={value}" for name, value in settings.items()]
-        lines.append(f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN")
-        lines += [f"NodeName={host} NodeAddr={self._addresses[host]}" for host in self.nodes]
-        lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO")
-        return "\n".join(lines) + "\n"
+        folder, hosts = self.folder, ((host, self._addresses[host]) for host in self.nodes)
+        settings = f"""
+            ClusterName=test SlurmctldHost=ctl({self._addresses["ctl"]}) SlurmUser=root SlurmdUser=root
+            AuthType=auth/munge AuthInfo=socket={folder}/munge.sock,cred_expire=5
+            ProctrackType=proctrack/{"cgroup" if CGROUPS.is_dir() else "linuxproc"}
+            TaskPlugin=task/none SwitchType=switch/none MpiDefault=none
+            JobAcctGatherType=jobacct_gather/none AccountingStorageType=accounting_storage/none
+            ReturnToService=2 SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/slurmd-%n.pid
+            SlurmdSpoolDir={folder}/spool/%n StateSaveLocation={folder}/state
+            SlurmctldLogFile={folder}/log/slurmctld.log SlurmdLogFile={folder}/log/slurmd-%n.log
+            SlurmctldTimeout=60 SlurmdTimeout=300 InactiveLimit=0 KillWait=15 MinJobAge=3600
+            SchedulerType=sched/backfill SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+            SelectType=select/cons_tres SelectTypeParameters=CR_Core PropagateResourceLimits=NONE
+            JobRequeue=1 GresTypes=gpu SlurmdParameters=config_overrides"""
+        nodes = [f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"]
+        nodes += [f"NodeName={host} NodeAddr={address}" for host, address in hosts]
+        partition = "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
+        return "\n".join([*settings.split(), *nodes, partition, ""])
 
     def _start_host(self, host: str) -> None:
         """A namespace set with a name, private run-time folders, and a cable to the controller's bridge."""
@@ -244,7 +209,6 @@ class SlurmCluster:
         self.wait_until(ready.exists, 60, f"namespaces of {host}")
         holder = self._holders[host].pid
         self._init[host] = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
-        self._note_holders()
         address = self._addresses[host]
         if host == "ctl":
             for words in ("link add br0 type bridge", f"addr add {address}/24 dev br0", "link set br0 up"):
@@ -255,11 +219,6 @@ class SlurmCluster:
         self.run("ctl", "ip", "link", "set", f"v-{host}", "master", "br0", "up")
         self.run(host, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
         self.run(host, "ip", "link", "set", "eth0", "up")
-
-    def _note_holders(self) -> None:
-        """What a later start needs to clear away, should this process die."""
-        pids = {host: [process.pid, self._init.get(host)] for host, process in self._holders.items()}
-        (self.folder / "holders.json").write_text(json.dumps({"owner": os.getpid(), "pids": pids}))
 
     def _start_controller(self) -> None:
         folder = self.folder
@@ -272,49 +231,3 @@ class SlurmCluster:
     def _start_node(self, host: str) -> None:
         self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))
         self.run(host, "slurmd", "-N", host)
-
-
-def _only_one() -> IO[str]:
-    """Wait until no other test run on this machine has a cluster: SLURM names its cgroups after nodes only."""
-    lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def remove_leftovers() -> None:
-    """Clear away clusters whose test run is no more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            notes = json.loads((folder / "holders.json").read_text())
-        except (OSError, ValueError):
-            continue  # being made by another test run, or no cluster at all
-        if Path(f"/proc/{notes['owner']}").exists():
-            continue
-        for host, pids in notes["pids"].items():
-            for pid in reversed(pids):
-                with contextlib.suppress(OSError, TypeError):
-                    # Process ids are used again: only a process that says it holds a host of such a cluster.
-                    if _PREFIX.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        _kill(pid)
-            _remove_cgroups(host)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _freezer() -> bool:
-    """Whether SLURM can contain a step's processes by the cgroup-v1 freezer, as on most clusters."""
-    return Path("/sys/fs/cgroup/freezer").is_dir()
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _remove_cgroups(host: str) -> None:
-    root = Path(f"/sys/fs/cgroup/freezer/slurm_{host}")
-    for folder, _, _ in os.walk(root, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)

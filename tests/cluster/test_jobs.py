@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.conftest import RANKS, Submitted
+from tests.cluster.conftest import RANKS, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 
-Submit = Callable[..., Submitted]
 pytestmark = pytest.mark.end_to_end
 
 
@@ -19,14 +17,13 @@ def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster,
     job = submit(nodes, launcher)
     state = job.wait()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.output
-    assert job.summary["state"] == job.told["state"] == "completed"
-    assert (job.summary["num_nodes"], job.summary["world_size"]) == (nodes, 2 * nodes)
-    (run,) = job.runs
+    (run,), (summary,) = job.runs, job.summaries
+    assert summary["state"] == job.record["state"] == "completed"
+    assert (summary["num_nodes"], summary["world_size"]) == (nodes, 2 * nodes)
     environment = json.loads((run / "environment.json").read_text())
     assert sorted(environment["hosts"]) == cluster.nodes[:nodes]
     assert environment["gpus_per_node"] == [2] * nodes
     assert cluster.left_behind(RANKS) == {}
-    print(f"{launcher} on {nodes} nodes: {job.told['seconds']} s")
 
 
 def test_exit_code_and_state_are_the_runs(submit: Submit) -> None:
@@ -34,12 +31,12 @@ def test_exit_code_and_state_are_the_runs(submit: Submit) -> None:
     state = job.wait()
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), job.output
     assert job.output.count("clap.bench.windws: no such field; did you mean 'windows'?") == 1
-    assert (job.told["state"], job.told["exit_code"]) == ("failed", 2)
+    assert (job.record["state"], job.record["exit_code"]) == ("failed", 2)
 
 
 def test_exhausted_memory_is_the_jobs_state(submit: Submit) -> None:
     job = submit(2, "srun", train_micro_batch_size_per_gpu=10**12)
     state = job.wait()
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "1:0"), job.output
-    assert job.told["state"] == job.summary["state"] == "out_of_memory"
-    assert f"micro-batch {10**12}" in job.told["error"]
+    assert job.record["state"] == job.summaries[0]["state"] == "out_of_memory"
+    assert f"micro-batch {10**12}" in job.record["error"]

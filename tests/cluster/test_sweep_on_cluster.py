@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,16 @@ def _over(cluster: SlurmCluster, timeout: float = 240) -> None:
     cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), timeout, "an empty queue")
 
 
-def test_three_scales_status_and_resume(cluster: SlurmCluster, tmp_path: Path) -> None:
+def _options(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> list[str]:
     cluster.wait_until_idle()
     (tmp_path / "micro.json").write_text(json.dumps(micro_run()))
+    site = str(site_file(tmp_path, launcher=launcher))
+    return ["--site", site, "--config", str(tmp_path / "micro.json"), "--folder", str(tmp_path / "sweep")]
+
+
+def test_three_scales_status_and_resume(cluster: SlurmCluster, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    began = time.monotonic()
-    site = str(site_file(tmp_path, launcher="slurm"))
-    shown = _sweep(
-        cluster, "--site", site, "--config", str(tmp_path / "micro.json"), "--nodes", "1", "2", "3", "--folder",
-        str(folder), "--chain"
-    )  # fmt: skip
+    shown = _sweep(cluster, *_options(cluster, tmp_path, "slurm"), "--nodes", "1", "2", "3", "--chain")
     assert shown.count("submitted n") == 3
     script = (folder / "n003.sbatch").read_text()
     assert {"#SBATCH --nodes=3", "#SBATCH --time=00:15:00", "#SBATCH --gres=gpu:2"} <= set(script.splitlines())
@@ -41,26 +40,19 @@ def test_three_scales_status_and_resume(cluster: SlurmCluster, tmp_path: Path) -
     cluster.run("ctl", "scancel", jobs["n003"])  # still waiting for the others
     cluster.wait_until(lambda: "running" in _sweep(cluster, "status", str(folder)), 60, "a running job")
     _over(cluster)
-    status = _sweep(cluster, "status", str(folder))
-    assert status.splitlines()[-1] == "2 completed, 1 failed", status
+    assert _sweep(cluster, "status", str(folder)).splitlines()[-1] == "2 completed, 1 failed"
     assert "1 of 3 jobs are missing: n003" in _sweep(cluster, "resume", str(folder), "--dry_run")
     assert _sweep(cluster, "resume", str(folder)).count("submitted") == 1
     _over(cluster)
-    status = _sweep(cluster, "status", str(folder))
-    assert status.splitlines()[-1] == "3 completed", status
+    assert _sweep(cluster, "status", str(folder)).splitlines()[-1] == "3 completed"
     assert "0 of 3 jobs are missing" in _sweep(cluster, "resume", str(folder))
     summaries = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("n*/summary.json"))]
     assert [(summary["num_nodes"], summary["world_size"]) for summary in summaries] == [(1, 2), (2, 4), (3, 6)]
-    print(f"sweep of 1, 2, 3 nodes with one job cancelled and resumed: {time.monotonic() - began:.0f} s")
 
 
 def test_micro_batches_in_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
-    cluster.wait_until_idle()
-    (tmp_path / "micro.json").write_text(json.dumps(micro_run()))
     folder = tmp_path / "sweep"
-    site = str(site_file(tmp_path, launcher="srun"))
-    options = ("--site", site, "--config", str(tmp_path / "micro.json"), "--folder", str(folder))
-    _sweep(cluster, *options, "--micro_batch", "2:1000000000002:1000000000000")
+    _sweep(cluster, *_options(cluster, tmp_path, "srun"), "--micro_batch", "2:1000000000002:1000000000000")
     _over(cluster)
     assert "1 completed" in _sweep(cluster, "status", str(folder)), (folder / "n001-micro_batch.sbatch").read_text()
     rows = json.loads((folder / "n001-micro_batch" / "micro_batch.json").read_text())

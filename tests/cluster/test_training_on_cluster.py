@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from tests.cluster.conftest import Submitted
+from tests.cluster.conftest import RANKS, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 
-Submit = Callable[..., Submitted]
 pytestmark = pytest.mark.end_to_end
-RANKS = r"clap_ds/train\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
 AS_TRAIN_SBATCH = ("--command", "clap_ds/train.py", "--grace", "60")
-
-
-def _summary(job: Submitted, number: int) -> dict[str, Any]:
-    return dict(json.loads((job.runs[number] / "summary.json").read_text()))
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "srun"])
@@ -31,18 +21,17 @@ def test_a_job_told_to_stop_saves_and_the_next_one_goes_on(
     cluster.run("ctl", "scancel", "--batch", "--signal=USR1", job.number)
     state = job.wait()
     assert state["ExitCode"] == "138:0", job.output
-    assert job.told["state"] == "timeout"
-    stopped = _summary(job, 0)
+    assert job.record["state"] == "timeout"
+    stopped = job.summaries[0]
     assert stopped["state"] == "timeout"
     assert stopped["checkpoints"][-1]["saved"]
     assert stopped["checkpoints"][-1]["step"] == stopped["step"]
     assert cluster.left_behind(RANKS) == {}
-    print(f"{launcher}: stopped and saved in {job.told['seconds_to_stop']} s after step {stopped['step']}")
 
     settings["train"]["samples"] = stopped["samples"] + 5 * 4 * 4
     job = submit(2, launcher, options=AS_TRAIN_SBATCH, clap=settings)
     state = job.wait()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.output
-    resumed = _summary(job, 1)
+    resumed = job.summaries[1]
     assert (resumed["resumed_at_step"], resumed["step"]) == (stopped["step"], stopped["step"] + 5)
     assert cluster.left_behind(RANKS) == {}

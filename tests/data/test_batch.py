@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import SyntheticData
+from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch, BatchSource, build_batches, join
 
 CPU = torch.device("cpu")

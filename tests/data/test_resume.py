@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData, SyntheticData
+from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data import shard_reader
 from clap_ds.data.batch import Batch, BatchSource, build_batches
 from tests.data.tars import marked_item, number_of, wav, write_tar

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSource, build_batches
 from clap_ds.data.shard_manifest import ShardRecord, write_manifest
 from clap_ds.data.shards import epoch_samples
@@ -417,7 +417,7 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, tokenizer_di
         time.sleep(0.5)
         with pytest.raises(
             ValueError,
-            match=rf"clap\.data\.shards: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory",
+            match=rf"clap\.data\.num_workers: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory",
         ):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import SyntheticData
+from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch, build_batches
 
 TEXT_TOKENS = 20

@@ -3,15 +3,16 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from clap_ds.data.tar_items import Item, Place, count_samples, fetch, read_items
+from clap_ds.data.tar_items import ContentReader, Item, Place, count_samples, fetch, read_items
 from tests.data.tars import marked_item, write_tar
 
 
 def items_of(path: Path, *, leave: bool = False) -> tuple[list[Item], list[str]]:
     told: list[str] = []
-    items = list(read_items(str(path), lambda name, reason: told.append(reason), leave=lambda: leave))
+    items = list(read_items(str(path), lambda name, reason: told.append(reason), leave=lambda member: leave))
     return items, told
 
 
@@ -51,6 +52,24 @@ def test_compressed_tars_are_read_at_once(tar: Path, tmp_path: Path) -> None:
     assert not told
     packed.write_bytes(packed.read_bytes()[:-50])
     assert len(items_of(packed)[1]) == 1
+
+
+def test_content_of_any_tar_can_be_left_and_read_in_any_order(tar: Path, tmp_path: Path) -> None:
+    expected = items_of(tar)[0]
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(tar.read_bytes()))
+    with fsspec.open("memory://tar_items/a.tar", "wb") as file:
+        file.write(tar.read_bytes())
+    reader = ContentReader()
+    for shard in (str(tar), str(packed), "memory://tar_items/a.tar"):
+        items = list(read_items(shard, pytest.fail, leave=lambda member: member.endswith(".wav"), any_order=True))
+        assert [item["txt"] for item in items] == [item["txt"] for item in expected]
+        for left, read in reversed(list(zip(items, expected, strict=True))):
+            assert reader.read(shard, left["wav"]) == read["wav"]
+        place = items[-1]["wav"]
+        with pytest.raises(EOFError, match="the tar ends within it"):
+            reader.read(shard, place._replace(size=20000))
+    reader.close()
 
 
 def test_counts_what_can_be_an_item(tar: Path, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from clap_ds.dist import accelerator
-from clap_ds.dist.accelerator import UnusableGpuError, choose
-from clap_ds.dist.distributed import choose_accelerator
+from clap_ds.dist.accelerator import choose_accelerator
 from clap_ds.config.errors import UserError
 from tests.ranks import free_port
 
@@ -36,7 +35,8 @@ class Machine:
         monkeypatch.setattr(accelerator, "PCI_DEVICES", folder / "pci")
         monkeypatch.setenv("PATH", str(self.programs))
         for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that it is restored after the test
+            monkeypatch.delenv(name)
         self.torch(cuda="13.0")
 
     def torch(self, cuda: str | None, is_available: bool = False, version: str = "2.13.0") -> None:
@@ -47,6 +47,11 @@ class Machine:
         self.monkeypatch.setattr(torch.cuda, "init", init)
         self.monkeypatch.setattr(torch.version, "cuda", cuda)
         self.monkeypatch.setattr(torch, "__version__", version)
+
+    def choice(self) -> str:
+        """As by a process that hasn't chosen yet."""
+        self.monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        return choose_accelerator()
 
     def device_file(self) -> None:
         (self.folder / "nvidia0").touch()
@@ -75,54 +80,54 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_without_a_gpu_it_is_the_cpu(machine: Machine) -> None:
-    assert choose() == "cpu"
+    assert machine.choice() == "cpu"
     machine.pci("0x10de", "0x030200")  # of a container's host, perhaps
-    assert choose() == "cpu"
+    assert machine.choice() == "cpu"
     machine.nvidia_smi("NVIDIA-SMI has failed", code=9)
     machine.folder.joinpath("pci", "0000:0x10de0x030200", "class").write_text("0x040300\n")  # its sound
-    assert choose() == "cpu"
+    assert machine.choice() == "cpu"
     machine.nvidia_smi("No devices were found")
-    assert choose() == "cpu"
+    assert machine.choice() == "cpu"
 
 
 def test_a_gpu_that_works_is_taken(machine: Machine) -> None:
     machine.device_file()
     machine.torch(cuda="13.0", is_available=True)
-    assert choose() == "cuda"
+    assert machine.choice() == "cuda"
 
 
 @pytest.mark.parametrize(("text", "version"), [(PROPRIETARY, "550.54.15"), (OPEN, "575.57.08")])
 def test_an_old_driver_is_told_with_both_versions(machine: Machine, text: str, version: str) -> None:
     machine.device_file()
     machine.driver(text)
-    with pytest.raises(UnusableGpuError) as told:
-        choose()
+    with pytest.raises(UserError) as refused:
+        machine.choice()
     assert f"driver {version} is too old: torch 2.13.0 is built for CUDA 13.0, which needs driver ≥ 580." in str(
-        told.value
+        refused.value
     )
-    assert "DS_ACCELERATOR=cpu" in str(told.value)
+    assert "DS_ACCELERATOR=cpu" in str(refused.value)
 
 
 def test_the_driver_s_version_comes_from_nvidia_smi_where_the_kernel_does_not_tell(machine: Machine) -> None:
     machine.nvidia_smi("NVIDIA GB10, [N/A], 570.86.10")
-    with pytest.raises(UnusableGpuError, match=r"driver 570.86.10 is too old"):
-        choose()
+    with pytest.raises(UserError, match=r"driver 570.86.10 is too old"):
+        machine.choice()
 
 
 def test_a_driver_that_does_not_run_is_told(machine: Machine) -> None:
     machine.nvidia_smi("NVIDIA-SMI has failed", code=9)
     machine.pci("0x10de", "0x030200")
-    with pytest.raises(UnusableGpuError, match=r"no NVIDIA driver is running; torch 2.13.0 is built for CUDA 13.0"):
-        choose()
+    with pytest.raises(UserError, match=r"no NVIDIA driver is running; torch 2.13.0 is built for CUDA 13.0"):
+        machine.choice()
 
 
 def test_a_torch_without_cuda_is_told_and_not_the_driver(machine: Machine) -> None:
     machine.device_file()
     machine.driver(PROPRIETARY)
     machine.torch(cuda=None, version="2.13.0+cpu")
-    with pytest.raises(UnusableGpuError, match=r"torch 2.13.0\+cpu is built without CUDA") as told:
-        choose()
-    assert "too old" not in str(told.value)
+    with pytest.raises(UserError, match=r"torch 2.13.0\+cpu is built without CUDA") as refused:
+        machine.choice()
+    assert "too old" not in str(refused.value)
 
 
 def test_other_reasons_are_told_in_torch_s_words(machine: Machine) -> None:
@@ -130,9 +135,9 @@ def test_other_reasons_are_told_in_torch_s_words(machine: Machine) -> None:
     machine.driver(PROPRIETARY)
     machine.torch(cuda="12.6")
     with pytest.raises(
-        UnusableGpuError, match=r"driver 550.54.15; .*torch says: Error 802: system not yet initialized"
+        UserError, match=r"driver 550.54.15; .*torch says: Error 802: system not yet initialized"
     ):
-        choose()
+        machine.choice()
 
 
 def test_the_cpus_can_be_asked_for(machine: Machine) -> None:
@@ -140,20 +145,17 @@ def test_the_cpus_can_be_asked_for(machine: Machine) -> None:
     machine.driver(PROPRIETARY)
     for hidden in ("", "-1", "NoDevFiles"):
         machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert choose() == "cpu"
+        assert machine.choice() == "cpu"
     machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="too old"):
-        choose_accelerator()
+        machine.choice()
+    machine.torch(cuda="13.0", is_available=True)
     machine.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_accelerator() == "cpu"
-    machine.torch(cuda="13.0", is_available=True)
-    assert choose() == "cpu"
 
 
-def test_deepspeed_is_told_of_the_cpus(machine: Machine) -> None:
-    machine.monkeypatch.setenv("DS_ACCELERATOR", "")  # so that it is restored after the test
-    machine.monkeypatch.delenv("DS_ACCELERATOR")
-    assert choose_accelerator() == "cpu"
+def test_deepspeed_computes_on_the_cpus_as_well(machine: Machine) -> None:
+    assert machine.choice() == "cpu"
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 

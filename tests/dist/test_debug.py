@@ -17,9 +17,9 @@ STALLED = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from clap_ds import debug
+from clap_ds.dist import debug
 from clap_ds.dist.distributed import Ranks, initialize
-from clap_ds.config.settings import DebugSettings
+from clap_ds.config.sections import DebugSettings
 
 def waits_elsewhere():
     time.sleep(60)
@@ -59,7 +59,7 @@ def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
 
 def test_off_changes_nothing(tmp_path: Path) -> None:
     probe = (
-        "import os, sys; before = dict(os.environ); from pathlib import Path; from clap_ds import debug\n"
+        "import os, sys; before = dict(os.environ); from pathlib import Path; from clap_ds.dist import debug\n"
         "from clap_ds.dist.distributed import Ranks; from clap_ds.config.settings import DebugSettings\n"
         "debug.prepare(DebugSettings())\n"
         "with debug.watch(DebugSettings(), Ranks(0, 2, 0, 2), Path(sys.argv[1])): pass\n"

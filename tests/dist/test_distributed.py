@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from clap_ds.dist.distributed import Ranks, agree, check_hostfile
+from clap_ds.dist.agreement import agree
+from clap_ds.dist.distributed import Ranks, check_hostfile
 from clap_ds.config.errors import UserError
 from tests import processes
 from tests.ranks import RankPool
@@ -89,10 +90,11 @@ def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
 
 COMMAND = """
 import sys
-from clap_ds import distributed
+from clap_ds.config import errors
+from clap_ds.dist import distributed
 distributed.RANK_0_SPEAKS_S = 0.1
 def main(ranks):
-    raise getattr(distributed, sys.argv[1])("broken")
+    raise getattr(errors, sys.argv[1])("broken")
 distributed.run_command(main)
 """
 

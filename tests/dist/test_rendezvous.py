@@ -54,7 +54,7 @@ def test_batch_step_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEET = """
 import sys
-from clap_ds import rendezvous
+from clap_ds.dist import rendezvous
 from clap_ds.dist.distributed import Ranks, initialize, run_command
 rendezvous.CONNECT_S = 4.0
 run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
@@ -103,7 +103,7 @@ def test_taken_port_is_told_once_with_the_option_that_chooses_another() -> None:
 JOB_OF_TWO = """
 import os, sys
 import torch.distributed as dist
-from clap_ds import rendezvous
+from clap_ds.dist import rendezvous
 rendezvous.CONNECT_S = 30.0
 try:
     rendezvous.meet(int(os.environ["RANK"]), 2, "gloo")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.train_settings import EvaluationSettings, RetrievalSettings, ZeroShotSettings
+from clap_ds.config.sections import EvaluationSettings, RetrievalSettings, ZeroShotSettings
 from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.model.clap import ClapModel

@@ -14,8 +14,7 @@ import soundfile
 import torch
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import ShardData
-from clap_ds.config.train_settings import ZeroShotSettings
+from clap_ds.config.sections import ShardData, ZeroShotSettings
 from clap_ds.data.batch import build_batches
 from clap_ds.data.items import AUDIO_FORMATS, captions_of, choose_audio, choose_caption
 from clap_ds.model.tokenizer import load_tokenizer

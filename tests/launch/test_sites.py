@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from clap_ds.launch.sites import SiteError, load_site, main, rank_environment
+from clap_ds.config.errors import UserError
+from clap_ds.launch.sites import load_site, main, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_jupiter_has_the_published_settings() -> None:
+def test_packaged_sites() -> None:
     site = load_site("jupiter")
     assert site.gpus_per_node == 4
     published = (
@@ -23,22 +25,10 @@ def test_jupiter_has_the_published_settings() -> None:
         " NCCL_BUFFSIZE=16777216 NCCL_ALGO=Tree,Ring NCCL_CROSS_NIC=1 NCCL_IB_QPS_PER_CONNECTION=2"
     )
     assert site.environment == dict(pair.split("=") for pair in published.split())
-    minutes = {nodes: site.walltime(nodes) for nodes in (1, 8, 9, 16, 32, 64, 128, 256)}
-    assert minutes == {
-        1: "00:15:00", 8: "00:15:00", 9: "00:25:00", 16: "00:25:00", 32: "00:25:00", 64: "00:30:00", 128: "00:30:00",
-        256: "00:30:00",
-    }  # fmt: skip
-
-
-def test_generic_names_no_place() -> None:
-    site = load_site("generic")
-    assert (site.account, site.partition, site.gpus_per_node, site.environment, site.setup) == (
-        None,
-        None,
-        None,
-        {},
-        [],
-    )
+    minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
+    assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
+    site = load_site("generic")  # names no place
+    assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +38,7 @@ def test_generic_names_no_place() -> None:
         ({"account": 3}, "account: expected a string or null, found 3"),
         ({"gpus_per_node": 0}, "gpus_per_node: expected a whole number"),
         ({"gpus_per_node": True}, "gpus_per_node: expected a whole number"),
+        ({"run_root": None}, "run_root: expected a string, found null"),
         ({"launcher": "pdhs"}, "did you mean 'pdsh'?"),
         ({"setup": "module load x"}, "setup: expected a list of strings"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected an object of strings"),
@@ -64,30 +55,26 @@ def test_generic_names_no_place() -> None:
 def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "site.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(SiteError) as caught:
+    with pytest.raises(UserError) as caught:
         load_site(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
-    assert str(caught.value).startswith(str(path))
 
 
-def test_command_ends_with_2_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_ends_with_2_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "jupitr"]) == 2
     assert "did you mean 'jupiter'?" in capsys.readouterr().err
-    path = tmp_path / "site.json"
-    path.write_text("{")
-    assert main(["check", str(path)]) == 2
-    assert f"{path}:1:2: not valid JSON" in capsys.readouterr().err
     assert main(["check", "generic"]) == 0
 
 
-def test_setup_lines_are_what_a_shell_needs(tmp_path: Path) -> None:
+def test_setup_lines_are_what_a_shell_needs_with_the_standard_library_alone(tmp_path: Path) -> None:
+    site = {"setup": ["export A='x y'"], "environment": {"NCCL_ALGO": "Tree,Ring"}, "python": "/opt/my python"}
     path = tmp_path / "site.json"
-    path.write_text(
-        json.dumps({"setup": ["export A='x y'"], "environment": {"NCCL_ALGO": "Tree,Ring"}, "python": "/opt/my python"})
-    )
-    command = [sys.executable, "-I", str(ROOT / "launch" / "sites.py"), "setup", str(path)]
+    path.write_text(json.dumps(site))
+    command = [sys.executable, "-S", str(ROOT / "launch" / "sites.py"), "setup", str(path)]
     script = f'eval "$({" ".join(map(repr, command))})"; echo "$A|$NCCL_ALGO|$site_python|$site_run_root"'
-    shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True, env=environment)
     assert shown.stdout == "x y|Tree,Ring|/opt/my python|runs\n"
 
 
@@ -97,6 +84,4 @@ def test_ranks_get_what_they_need_and_nothing_that_breaks() -> None:
         "PATH": "/bin", "HF_HOME": "/h", "HOME": "/root", "SECRET": "s", "NCCL_ALGO": "Ring", "LANG": 'a"b',
         "TMPDIR": "", "HF_X": "%h",
     }  # fmt: skip
-    environment = rank_environment(site, inherited)
-    assert environment["NCCL_ALGO"] == "Tree,Ring"
-    assert set(environment) - set(site.environment) == {"PATH", "HF_HOME"}
+    assert rank_environment(site, inherited) == {"PATH": "/bin", "HF_HOME": "/h", **site.environment}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.record.clock import PhaseTimer, StepClock, median_interval, percentile
+from clap_ds.record.clock import PhaseTimer, StepClock
+from clap_ds.record.statistics import median_interval, percentile
 
 CPU = torch.device("cpu")
 

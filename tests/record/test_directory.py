@@ -49,8 +49,8 @@ def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
 
 def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
     record = RunDirectory(tmp_path)
-    record.append_metrics(step=1, loss=2.5)
-    record.append_metrics(step=2, loss=2.25)
+    record.append_metrics({"step": 1, "loss": 2.5})
+    record.append_metrics({"step": 2}, loss=2.25)
     # Read before the file is closed: a killed run has its lines.
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]

@@ -17,7 +17,7 @@ import soundfile
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.settings import ShardData
+from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import build_batches
 from clap_ds.data.build import __main__ as build_shards
 from clap_ds.data.build import shard_building

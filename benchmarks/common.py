@@ -1,0 +1,125 @@
+"""What the benchmark commands share: options spelled one way, the device, taking turns, running others, tables, results.
+
+Loads torch only in the functions that need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from clap_ds.analysis.table import markdown_table
+from clap_ds.config.files import write_atomically
+from clap_ds.config.places import work_folder
+from clap_ds.dist.distributed import choose_accelerator, keep_freed_memory
+
+if TYPE_CHECKING:
+    import torch
+
+LAST_WORDS_S = 10.0
+"""Time a command that is stopped has to record its end."""
+
+T = TypeVar("T")
+
+
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Parser of `python -m benchmarks.NAME`, described by its docstring's first line, with `--output` for `show`."""
+    description = (doc or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    kept = "keep the tables in this file, and the figures beside it as JSON"
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help=kept)
+    return parser
+
+
+def show(output: Path | None, text: str, figures: Any) -> None:
+    """Print the text; to a file, where one is given, with the command that made it, and the figures to a JSON beside it."""
+    print(text, flush=True)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = " ".join(["python", *sys.orig_argv[1:]])
+        write_atomically(output, f"`{command}`\n\n{text}\n")
+        write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: each column's title, and the format string of its cells, into which a row's fields go (`{seconds:.2f}`,
+    `{rate[low]:,.1f}`); a cell whose field a row lacks is empty."""
+
+    def cell(template: str, row: Mapping[str, Any]) -> str:
+        try:
+            return template.format_map(row)
+        except (KeyError, TypeError):
+            return ""
+
+    return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
+
+
+def choose_device(*, plain_allocator: bool = False) -> torch.device:
+    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it.
+
+    Args:
+        plain_allocator: leave a CPU's as the C library has it; else it is as CPU ranks set it.
+
+    Raises:
+        UserError: there is a GPU that torch can't use.
+    """
+    import torch
+
+    device = torch.device(choose_accelerator())
+    if device.type == "cpu" and not plain_allocator:
+        keep_freed_memory()
+    return device
+
+
+def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:
+    """What each action returns in each round. They take turns, every second round in reverse, so that whatever else the
+    machine does falls on all; `warm_up` rounds before are dropped."""
+    found: dict[str, list[T]] = {name: [] for name in actions}
+    for number in range(warm_up + rounds):
+        for name in list(actions)[:: -1 if number % 2 else 1]:
+            found[name].append(actions[name]())
+    return {name: results[warm_up:] for name, results in found.items()}
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    """How long an action takes, with the device synchronised at both ends."""
+    from clap_ds.record.clock import synchronize
+
+    synchronize(device)
+    started_s = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
+    """Run a command with its output in `log`; when its time is up it is ended, with every process it started.
+
+    Returns:
+        `completed`, `exit code 3` or `stopped after 60 s`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        code = process.wait(limit_s)
+        return f"exit code {code}" if code else "completed"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:.0f} s"
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_S)

@@ -1,0 +1,185 @@
+"""Two implementations of CLAP's training step that hold the same weights and take the same batch: this project's and
+`transformers.ClapModel`'s. `benchmarks.peers` and `benchmarks.cost_table` time them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.config.model import ClapConfig, preset_names
+from clap_ds.config.sections import SyntheticData
+from clap_ds.data.batch import Batch, build_batches
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.mel import LogMel
+from clap_ds.model.window_attention import Kernel
+from clap_ds.native.adamw import native_adamw
+from clap_ds.native.convert import convert
+from clap_ds.native.library import unavailable
+from clap_ds.record.clock import PhaseTimer
+from clap_ds.weights.formats import to_transformers
+from clap_ds.weights.hf_config import config_to_transformers
+
+import transformers  # isort: skip  (after torchaudio_compat)
+
+
+def add_step_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Options that say which step is timed."""
+    parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
+    parser.add_argument("--micro_batch", type=int, default=8)
+    parser.add_argument("--text_tokens", type=int, default=77)
+    parser.add_argument(
+        "--caption_lengths", type=int, nargs=2, metavar=("LOW", "HIGH"), help="uniform; default: all of --text_tokens"
+    )
+    parser.add_argument("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
+    parser.add_argument("--rounds", type=int, default=rounds)
+
+
+def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
+    """Noise and random captions on the device, as `add_step_options` asks."""
+    low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
+    lengths = {str(length): 1.0 for length in range(low, high + 1)}
+    with build_batches(
+        SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1),
+        model=config,
+        text_tokens=arguments.text_tokens,
+        micro_batch=arguments.micro_batch,
+        rank=0,
+        world_size=1,
+        seed=0,
+        device=device,
+        pack_captions=arguments.text == "packed",
+    ) as batches:
+        return next(batches)
+
+
+class MasterAdamW:
+    """AdamW; 16-bit parameters get fp32 masters, which it steps and copies back.
+
+    Args:
+        natively: step them by this project's CPU kernel, without copies of gradients and masters, instead of torch's fused one.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, natively: bool = False) -> None:
+        self.parameters = parameters
+        self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
+        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
+        fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
+        self.adam = torch.optim.AdamW([*fp32, *self.masters], lr=1e-6, fused=True)
+        self.moments = [[torch.zeros_like(master) for master in self.masters] for _ in range(2)] if natively else []
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        gradients = [torch.zeros_like(low) if low.grad is None else low.grad.contiguous() for low in self.low]
+        if self.moments:
+            options = {name: self.adam.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            native_adamw(self.low, gradients, self.masters, *self.moments, step=self.steps, **options)
+            self.adam.step()  # of the fp32 parameters: the masters have no gradients
+        else:
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = torch.empty_like(master) if master.grad is None else master.grad
+                master.grad.copy_(gradient)
+            self.adam.step()
+            for master, low in zip(self.masters, self.low, strict=True):
+                low.copy_(master)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@dataclass
+class Side:
+    """One implementation, ready to step.
+
+    Attributes:
+        low: how bf16 is used: `autocast`, `cast` (weights in bf16, fp32 masters) or `none` of it.
+        prepare: batch → what `loss` takes; timed as the front end.
+        loss: → scalar.
+        natively: AdamW by this project's CPU kernel.
+        losses: of the steps taken.
+    """
+
+    model: nn.Module
+    low: str
+    prepare: Callable[[Batch], tuple[Any, ...]]
+    loss: Callable[..., Tensor]
+    natively: bool = False
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.model.train().parameters() if parameter.requires_grad]
+        self.optimizer = MasterAdamW(trained, natively=self.natively)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One training step: seconds of each of its parts and of the whole, the device synchronised between them."""
+        timer = PhaseTimer(batch.device, instrumented=True)
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
+            with timer("front_end"):
+                inputs = self.prepare(batch)
+            with timer("forward"):
+                loss = self.loss(*inputs)
+        with timer("backward"):
+            loss.backward()
+        with timer("optimizer"):
+            self.optimizer.step()
+        self.losses.append(float(loss.detach()))
+        return {**timer.seconds, "step": sum(timer.seconds.values())}
+
+
+def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """CLIP's loss over one batch."""
+    logits = scale * audio.float() @ text.float().T
+    target = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def our_model(
+    config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, attention: Kernel = "auto"
+) -> ClapModel:
+    """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
+    torch.manual_seed(0)
+    model = ClapModel(config, drop_path=noise, text_dropout=noise, spec_augment=noise > 0, attention=attention)
+    if device.type == "cpu":
+        convert(model)
+    return model.to(device, torch.bfloat16 if low == "cast" else None)
+
+
+def our_side(model: ClapModel, low: str) -> Side:
+    """This project's model at its best: with its CPU kernels where they can be used."""
+    device = model.logit_scale.device
+    natively = low == "cast" and device.type == "cpu" and not unavailable()
+    return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
+
+
+def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float = 0.0) -> Side:
+    """`transformers.ClapModel` with the weights of ours. Its window attention has only the eager form; its text attention goes
+    through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower."""
+    hf_config: Any = config_to_transformers(ours.config)
+    hf_config.audio_config.drop_path_rate = noise
+    hf_config.audio_config.hidden_dropout_prob = hf_config.audio_config.attention_probs_dropout_prob = 0.0  # as LAION's
+    hf_config.text_config.hidden_dropout_prob = hf_config.text_config.attention_probs_dropout_prob = noise
+    model: Any = transformers.ClapModel(hf_config)
+    model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
+    if device.type == "cuda":
+        # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
+        model.text_model.config._attn_implementation = "sdpa"
+    model.to(device, torch.bfloat16 if low == "cast" else None)
+    mel = LogMel(ours.config.audio).to(device)
+    if device.type == "cpu":
+        convert(mel)
+
+    def prepare(batch: Batch) -> tuple[Any, ...]:
+        mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
+        return mel(batch.waveforms)[:, None].to(model.dtype), batch.input_ids, mask
+
+    def loss(features: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        output = model(input_features=features, input_ids=input_ids, attention_mask=mask)
+        return softmax_loss(output.audio_embeds, output.text_embeds, model.logit_scale_a.float().exp())
+
+    return Side(model, low, prepare, loss)

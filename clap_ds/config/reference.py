@@ -1,0 +1,80 @@
+"""Command: `docs/reference.md`, every field of a run's `clap` section, made from the typed settings.
+
+python -m clap_ds.config.reference > docs/reference.md
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from clap_ds.config.settings import ClapSettings
+
+HEAD = """# Every field of `clap`
+
+A run's JSON is a DeepSpeed configuration and one more section, `clap`, whose fields these are. A field that is not there, here
+or among DeepSpeed's, is refused before any rank starts. Made by `python -m clap_ds.config.reference`; don't edit.
+"""
+
+
+def reference() -> str:
+    """The page, as Markdown: a table for each section."""
+    return HEAD + "".join(_section("clap", ClapSettings))
+
+
+def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
+    yield f"\n## `{path}`\n\n{_plain(section.__doc__)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
+    inner: list[tuple[str, type[BaseModel]]] = []
+    for name, field in section.model_fields.items():
+        sections = [
+            kind for kind in _leaves(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        for kind in sections:
+            inner.append((f"{path}.{name}", kind))
+        if sections:
+            continue
+        default = "required" if field.is_required() else f"`{json.dumps(field.default, ensure_ascii=False)}`"
+        expected = _expected(field.annotation, field.metadata)
+        yield f"| `{name}` | {expected} | {default} | {_plain(field.description)} |\n"
+    for where, kind in inner:
+        yield from _section(where, kind)
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The types of a union, or of what `Annotated` wraps; else the type itself."""
+    if get_origin(annotation) is Annotated:
+        return _leaves(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [leaf for part in get_args(annotation) for leaf in _leaves(part)]
+    return [annotation]
+
+
+def _expected(annotation: Any, metadata: list[Any]) -> str:
+    """A type in words, with its bounds."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _expected(inner[0], [*getattr(inner[1], "metadata", []), *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expected(part, metadata) for part in inner)
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(value)}`" for value in inner)
+    if origin is list:
+        return f"list whose items are {_expected(inner[0], [])}"
+    if origin is dict:
+        return f"object whose values are {_expected(inner[1], [])}"
+    words = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`", type(None): "`null`"}
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [f" {signs[name]} {getattr(item, name)}" for item in metadata for name in signs if hasattr(item, name)]
+    return words[annotation] + (",".join(bounds) if annotation in (int, float) else "")
+
+
+def _plain(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

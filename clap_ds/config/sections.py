@@ -1,0 +1,239 @@
+"""The sections of `clap`: every field's name, type and default, and beside it what it means.
+
+`docs/reference.md` is made from these. Reading a run's JSON and checking fields against each other is left to `settings`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from clap_ds.config.check import did_you_mean
+from clap_ds.config.model import preset_names
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every `clap` section: unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelSettings(Section):
+    """Which model, and how its towers run while training."""
+
+    preset: str = "htsat_tiny_roberta_base"
+    """Sizes of the model: one of `clap_ds/config/presets`."""
+    text_from_hub: bool = False
+    """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
+    drop_path: Probability = 0.1
+    """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
+    text_dropout: Probability = 0.1
+    """Dropout of RoBERTa's hidden states and attention weights."""
+    spec_augment: bool = True
+    """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
+    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
+    """Kernel of the audio tower's window attention; `auto`: on a CPU `clap.cpu_kernels`' where they run and otherwise `matmul`,
+    elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    checkpoint_activations: list[Literal["audio", "text"]] = []
+    """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
+    towers, for much less memory."""
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, kernel: object) -> object:
+        if kernel == "native":
+            raise ValueError("no kernel 'native' any more: leave 'auto', and clap.cpu_kernels 'auto' takes CPU kernels")
+        return kernel
+
+    @field_validator("preset")
+    @classmethod
+    def _check_preset(cls, name: str) -> str:
+        if name not in preset_names():
+            raise ValueError(f"no preset {name!r}{did_you_mean(name, preset_names())}")
+        return name
+
+
+class SyntheticData(Section):
+    """Random waveforms and random captions, seeded per rank."""
+
+    source: Literal["synthetic"]
+    """Which of the two kinds of `data` this is."""
+    placement: Literal["host", "device"] = "host"
+    """`host`: batches lie in (pinned) host memory and are copied every step; `device`: they are already there."""
+    caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Real tokens per caption: a number, or a histogram {"length": weight}; null fills every one of `text_tokens`."""
+    num_batches: PositiveInt = 2
+    """Distinct batches per rank, used in turn."""
+
+
+class ShardData(Section):
+    """WebDataset tars of encoded audio with captions."""
+
+    source: Literal["shards"]
+    """Which of the two kinds of `data` this is."""
+    shards: str | list[str] | dict[str, PositiveFloat]
+    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, or a list of these; relative to the
+    working folder, or any fsspec URL (`s3://…`; credentials come from the environment alone). A mixture:
+    {"pattern": weight}, the weights being shares of the samples."""
+    sampling: Literal["epochs", "replacement"] = "epochs"
+    """`epochs`: shards are divided over ranks and workers, and no item comes again before all others of its worker have come: a
+    worker that is through begins anew. `replacement`: every worker draws shards from all of them, again and again. Either way,
+    an epoch is as many samples as the shards have items."""
+    tokenizer: str
+    """Hub name or folder of a `transformers` tokenizer."""
+    num_workers: NonNegativeInt = 8
+    """Worker processes per rank; 0 decodes in the training process."""
+    shuffle_buffer: NonNegativeInt = 1000
+    """Samples held for shuffling in each worker."""
+    waveforms: Literal["float32", "int16"] = "float32"
+    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5."""
+
+
+DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
+
+DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
+
+
+class LossSettings(Section):
+    """The contrastive loss over the global batch."""
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
+    features: Literal["bf16", "fp32"] | None = None
+    """Type in which features travel and are compared; null: bf16 in bf16 runs, else fp32."""
+    tile: PositiveInt = 4096
+    """Columns of the similarity matrix held at a time."""
+
+
+class BenchSettings(Section):
+    """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are
+    timed."""
+
+    warmup_steps: NonNegativeInt = 10
+    """Steps before anything is timed."""
+    windows: Annotated[int, Field(ge=2)] = 10
+    """Timed windows; samples/s is their median."""
+    steps_per_window: PositiveInt = 5
+    """Steps timed together, between two synchronisations of the device."""
+    breakdown_steps: NonNegativeInt = 5
+    """Steps of the second, instrumented pass that says where the time goes; 0 leaves it out."""
+
+
+class HardwareSettings(Section):
+    """What utilisation is held against."""
+
+    peak_tflops: PositiveFloat | None = None
+    """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
+    measure_peak: bool = False
+    """Measure the device's matmul ceiling after the run (a few seconds) and show the rate as a share of it."""
+
+
+class OutputSettings(Section):
+    """Where the run directory is made."""
+
+    root: str = "runs"
+    """Folder of the run directories, relative to the checkout or, installed, to the working folder."""
+    label: str | None = None
+    """First part of the run directory's name; the configuration file's name when null."""
+
+
+class DebugSettings(Section):
+    """What helps to find out why a run hangs or dies; costs some speed and much log."""
+
+    enabled: bool = False
+    """Python stacks of a crash, NCCL's log, and the stacks of every rank in the run directory as soon as one fails."""
+    nccl_debug: Literal["WARN", "INFO", "TRACE"] = "INFO"
+    """How much NCCL writes to its log."""
+    nccl_debug_subsys: str = "INIT,NET,GRAPH,ENV"
+    """Parts of NCCL that write to its log."""
+    collective_timeout_s: PositiveInt = 300
+    """Longest a collective may take; without debugging it is half an hour."""
+
+
+class TrainSettings(Section):
+    """How long training goes on, what it starts from and what a batch is."""
+
+    samples: PositiveInt | None = None
+    """Audio–caption pairs to train on in all; give this or `epochs`."""
+    epochs: PositiveFloat | None = None
+    """Passes over the data to train for; give this or `samples`."""
+    initial_weights: str | None = None
+    """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, a file of
+    `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
+    freeze: list[Literal["audio", "text"]] = []
+    """Towers (with their projections) that are not trained."""
+    accumulation: Literal["independent", "cached"] = "independent"
+    """What the micro-batches of one optimiser step are: `independent` contrastive batches whose gradients are averaged
+    (DeepSpeed's), or parts of one large batch whose exact gradient is found with cached features (GradCache, arXiv
+    2101.06983)."""
+    batch_ramp: dict[str, PositiveInt] = {}
+    """Gradient accumulation steps from a number of samples on: {"0": 1, "1000000": 4}; without it,
+    `gradient_accumulation_steps` throughout."""
+    resume: str = "auto"
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; `never`; or the
+    path of the checkpoint to resume from."""
+    stop_at: dict[str, float] = {}
+    """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
+    shuffle_captions: bool = False
+    """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
+    log_every_steps: PositiveInt = 10
+    """Steps between lines of progress, and between checks that the loss is finite."""
+
+
+class CheckpointSettings(Section):
+    """When the state of training is saved, where to, and which of the saved states are kept."""
+
+    folder: str | None = None
+    """Where checkpoints lie; null: `<output.root>/<label>-checkpoints`."""
+    every_steps: PositiveInt | None = None
+    """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
+    keep_last: PositiveInt = 3
+    """The newest checkpoints, which are kept."""
+    keep_best: NonNegativeInt = 1
+    """Checkpoints kept beyond the last ones for being best by `best_by`."""
+    best_by: str = "zero_shot_top1"
+    """Evaluation metric, larger is better, that tells the best."""
+    sync_to: str | None = None
+    """Folder, local or any fsspec URL, to which finished checkpoints are copied in the background and from which
+    `clap.train.resume` takes them when there is none here. Credentials come from the environment alone."""
+
+
+class RetrievalSettings(Section):
+    """Audio–text retrieval on held-out clips."""
+
+    shards: str | list[str]
+    """Tar files with `txt` or `json` captions; each caption of a clip counts."""
+
+
+class ZeroShotSettings(Section):
+    """Zero-shot classification of held-out clips by captions made of class names."""
+
+    shards: str | list[str]
+    """Tar files whose items carry a `json` member with their class."""
+    class_field: str = "kind"
+    """Member of that json: a class name, or a list of them (multi-label)."""
+    templates: Annotated[list[str], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
+    """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
+    classes: dict[str, list[str]] | None = None
+    """Class name → the names it has in captions; null: the classes found in the shards, by their own names."""
+
+
+class EvaluationSettings(Section):
+    """What is evaluated, while training and by `clap_ds/evaluate.py`."""
+
+    every_steps: PositiveInt | None = None
+    """Optimiser steps between evaluations while training; null: once, at the end."""
+    retrieval: RetrievalSettings | None = None
+    zero_shot: ZeroShotSettings | None = None
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer; null: that of `clap.data`."""
+    micro_batch: PositiveInt | None = None
+    """Clips per rank and forward pass; null: as in training."""
+    num_workers: NonNegativeInt = 0
+    """Decoding processes per rank."""

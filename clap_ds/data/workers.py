@@ -1,0 +1,98 @@
+"""Worker processes that load data: how they are started, take signals, and are found dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
+    signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger, use fewer workers, or set "
+    '"waveforms": "int16"',
+}
+
+T = TypeVar("T")
+
+
+class WorkerError(ValueError):
+    """A worker process is gone; the message says how, and what to do."""
+
+
+class Loader(Iterator[T], Generic[T]):
+    """What a `DataLoader` gives, with this project's conventions: each worker computes in one thread and leaves signals to the
+    rank, torch's global generator stays as it is, and a worker's death shows where data is asked for, not wherever torch's
+    signal handler would raise it.
+
+    Args:
+        num_workers: processes that load; 0: this one.
+        section: of the settings that has `num_workers`, such as `clap.data`.
+        options: of `DataLoader`, such as batch_size, collate_fn, prefetch_factor, pin_memory.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
+        self._section = section
+        handler = signal.getsignal(signal.SIGCHLD)
+        generator = torch.Generator()  # instead of the global one, and so dropout's
+        self._loaded: Iterator[T] = iter(
+            DataLoader(dataset, num_workers=num_workers, worker_init_fn=_start_worker, generator=generator, **options)
+        )
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+
+    def __next__(self) -> T:
+        """Raises WorkerError when a worker was killed."""
+        try:
+            return next(self._loaded)
+        except StopIteration:
+            raise
+        except Exception as error:  # of several kinds, depending on what a worker's end leaves undone
+            death = self._find_death()
+            if death is None:
+                raise
+            self.close()
+            raise WorkerError(f"{self._section}.num_workers: {death}") from error
+
+    def _find_death(self) -> str | None:
+        for worker in getattr(self._loaded, "_workers", []):
+            worker.join(timeout=1)  # the end may show a little later than what it left undone
+            if worker.exitcode:
+                how = f"ended with code {worker.exitcode}"
+                if worker.exitcode < 0:
+                    number = signal.Signals(-worker.exitcode)
+                    how = "; ".join([f"was ended by {number.name}", *filter(None, [_LIKELY_CAUSES.get(number)])])
+                return f"a data worker (process {worker.pid}) {how}"
+        return None
+
+    def close(self) -> None:
+        """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""
+        loaded, self._loaded = self._loaded, iter(())
+        getattr(loaded, "_shutdown_workers", lambda: None)()
+
+
+def _start_worker(worker: int) -> None:
+    leave_signals_to_rank()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+
+
+def leave_signals_to_rank() -> None:
+    """Call first in a worker process, whose forked handlers are the rank's.
+
+    Launchers send SIGTERM to a rank's whole process tree. A worker that obeyed would take the data from a rank that still has a
+    step to finish, so it lets the first one pass and obeys the next.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _obey_the_next)
+
+
+def _obey_the_next(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,101 @@
+"""One rank of `launch/preflight.py`: all-reduces a buffer of the gradient's size, checks the sum, and times links and
+processors.
+
+A launcher starts this file by its path, with the package on PYTHONPATH: `preflight_rank.py OUTPUT MEGABYTES`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from clap_ds.dist.agreement import gather
+from clap_ds.dist.distributed import Ranks, initialize, run_command
+from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
+from clap_ds.record.clock import synchronize
+
+REPEATS = 3
+LARGEST_LINK_BUFFER = 32_000_000
+
+
+def main(ranks: Ranks) -> None:
+    output, megabytes = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    device = initialize(ranks, compile_cpu_collective=False)
+    num_elements = max(1, int(float(megabytes) * 1e6 / 2))
+    wrong, seconds = _all_reduce(num_elements, ranks, device)
+    links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
+    tflops = measure_matmul_tflops(device, None if device.type == "cuda" else 512, warm_up_s=0.2, measure_s=0.5)
+    everyone = gather((wrong, seconds, links, tflops))
+    if ranks.is_first:
+        size = ranks.world_size
+        slowest_s = max(each[1] for each in everyone)
+        measured = {
+            "wrong_elements": [each[0] for each in everyone],
+            # Bytes a ring sends and receives per rank over the time of the slowest rank: comparable between world sizes.
+            "bus_gb_per_s": 2 * (size - 1) / size * num_elements * 2 / slowest_s / 1e9,
+            "links_gb_per_s": [link for each in everyone for link in each[2]],
+            "tflops": [each[3] for each in everyone],
+        }
+        Path(output).write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _all_reduce(num_elements: int, ranks: Ranks, device: torch.device) -> tuple[int, float]:
+    """Wrong elements after an all-reduce whose sum is known exactly, and the best seconds of some repeats."""
+    # Small integers: exact in bf16 up to 256, whatever the order of the sum; above that a sum may round.
+    pattern = torch.arange(num_elements, device=device) % 2
+    expected = (pattern * ranks.world_size).to(torch.bfloat16)
+    tolerance = expected * (2**-8) * (ranks.world_size > 256) * ranks.world_size**0.5
+    wrong, best = 0, float("inf")
+    for _ in range(REPEATS):
+        buffer = pattern.to(torch.bfloat16)
+        dist.barrier()
+        best = min(best, _seconds(partial(dist.all_reduce, buffer), device))
+        wrong = max(wrong, int(((buffer - expected).abs() > tolerance).sum()))
+    return wrong, best
+
+
+def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
+    """GB/s between neighbouring hosts, by the first rank of each: in three rounds, so that no host is in two pairs at once."""
+    leads = [rank for rank in gather(ranks.rank if ranks.local_rank == 0 else None) if rank is not None]
+    num_hosts = len(leads)
+    rounds: list[list[tuple[int, int]]] = [[], [], []]
+    for first in range(num_hosts if num_hosts > 2 else num_hosts - 1):
+        second = (first + 1) % num_hosts
+        rounds[2 if second < first else first % 2].append((first, second))
+    buffer = torch.ones(num_elements, dtype=torch.bfloat16, device=device)
+    found = []
+    for pairs in rounds:
+        dist.barrier()
+        for first, second in pairs:
+            if ranks.rank in (leads[first], leads[second]):
+                other = leads[second] if ranks.rank == leads[first] else leads[first]
+                exchange = partial(_exchange, buffer, ranks.rank, other)
+                best = min(_seconds(exchange, device) for _ in range(REPEATS))
+                if ranks.rank == leads[first]:
+                    found.append((first, second, 2 * buffer.numel() * 2 / best / 1e9))
+    return found
+
+
+def _exchange(buffer: torch.Tensor, own: int, other: int) -> None:
+    """Send and receive, the lower rank first."""
+    for sends in (own < other, own > other):
+        (dist.send if sends else dist.recv)(buffer, other)
+
+
+if __name__ == "__main__":
+    run_command(main)

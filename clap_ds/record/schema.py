@@ -1,0 +1,143 @@
+"""What a run leaves behind, field by field: the one schema of `summary.json`, `environment.json` and `metrics.jsonl`.
+
+Who writes a record and who reads one take the names from here. Every field can be absent: a run that was killed sums up less,
+and a record of an older version has fewer fields. Times are in seconds, rates in samples per second. Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+VERSION = 2
+"""`schema` in `summary.json`; records before it have none and the same fields, where they have them."""
+
+RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
+
+State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
+
+STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
+"""Parts of a step, in the order they happen."""
+
+
+class Rates(TypedDict, total=False):
+    """Samples/s of one GPU over the timed windows: the median and the interval that holds it with probability `coverage`."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+    windows: list[float]
+
+
+class StepTime(TypedDict, total=False):
+    """Seconds of a step over all timed steps: of rank 0, and the median of each step's slowest rank."""
+
+    median: float
+    p95: float
+    slowest_rank_median: float
+
+
+class Summary(TypedDict, total=False):
+    """`summary.json`: what analysis reads."""
+
+    schema: int
+    state: State
+    error: str | None
+    finished: str
+    command: str
+
+    preset: str
+    num_nodes: int
+    world_size: int
+    micro_batch_per_gpu: int
+    gradient_accumulation_steps: int
+    global_batch: int
+    text_tokens: int
+    text: str
+    precision: str
+    device_name: str
+    device_type: str
+
+    samples_per_s_per_gpu: Rates
+    samples_per_s: float
+    deepspeed_samples_per_s: float | None
+    audio_hours_per_s: float
+    step_time_s: StepTime
+    data_wait_percent: float
+    breakdown_s: dict[str, float] | None
+    """Seconds a step by `STEP_PHASES`, of an instrumented pass."""
+    memory_peak_bytes: int
+    skipped_steps: int
+    data: dict[str, Any]
+    compile: dict[str, Any]
+    warnings: list[str]
+
+    flops: dict[str, Any]
+    """Forward GFLOPs a sample: `published_gflops`, `model_gflops`, `recomputed_gflops`, and DeepSpeed's count."""
+    mfu_published_percent: float | None
+    mfu_model_percent: float | None
+    hfu_percent: float | None
+    achieved_tflops: float
+    hardware_tflops: float
+    peak_tflops: float | None
+    peak_source: str
+    matmul_tflops: float
+    achievable_percent: float
+
+    step: int
+    samples: int
+    epoch: float
+    train_s: float
+    loss: float
+    target_samples: int
+    planned_steps: int
+    epoch_samples: int | None
+    evaluation: dict[str, Any]
+    best: dict[str, Any] | None
+    checkpoints: list[dict[str, Any]]
+    num_checkpoints: int
+    checkpoint_estimate: dict[str, Any]
+    resumed_from: str
+    resumed_at_step: int
+    time_to_target_s: float | None
+
+
+class Environment(TypedDict, total=False):
+    """`environment.json`: what the run ran on. Of rank 0, where ranks differ."""
+
+    python: str
+    versions: dict[str, str | None]
+    cuda: str | None
+    nccl: str | None
+    driver: str | None
+    device_name: str
+    device_memory_bytes: int | None
+    device_names: list[str]
+    host: str
+    hosts: list[str]
+    gpus_per_node: list[int]
+    num_nodes: int
+    world_size: int
+    cpu_count: int | None
+    threads_per_rank: int
+    cpu_kernels: str | None
+    git_commit: str | None
+    command: list[str]
+
+
+class StepLine(TypedDict, total=False):
+    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `train`), an evaluation or a checkpoint."""
+
+    phase: Literal["warmup", "window", "train", "evaluation", "checkpoint"]
+    step: int
+    window: int | None
+    time_s: float
+    slowest_rank_time_s: float
+    data_wait_s: float
+    loss: float
+    memory_bytes: int
+    samples: int
+    epoch: float
+    lr: float
+    gradient_norm: float
+    logit_scale: float

@@ -1,0 +1,16 @@
+"""The memory of the contrastive loss, as the loss benchmark measures it."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import loss_bench
+
+CPU = torch.device("cpu")
+
+
+def test_memory_is_in_proportion_to_the_tile_not_to_the_global_batch() -> None:
+    rows = [loss_bench.measure((size, 64), 1, CPU, torch.float32) for size in (8192, 16384)]
+    first, second = (row["exact_local"]["peak_mb"] for row in rows)
+    assert second < 1.2 * first
+    assert rows[1]["gather_with_gradient"]["peak_mb"] > 1.8 * rows[0]["gather_with_gradient"]["peak_mb"]

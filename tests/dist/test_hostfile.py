@@ -1,0 +1,163 @@
+"""Node lists and slots: a table of ugly ones, and SLURM's own expansion where there is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clap_ds.dist.hostfile import expand, hosts_from_slurm, master_port, read_hostfile, slots_from_slurm
+from clap_ds.launch.hostfile import main
+from tests import needs
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = {
+    "n1": "n1",
+    "n1\n": "n1",  # a line end around the whole list is no part of a name
+    "a[01-03,7],b-ib0,c[1-2][08-11]": "a01 a02 a03 a7 b-ib0 c108 c109 c110 c111 c208 c209 c210 c211",
+    "n[08-11]": "n08 n09 n10 n11",
+    "n[098-101]": "n098 n099 n100 n101",
+    "n[99-0101]": "n99 n100 n101",
+    "n[3,1-2],m,n4": "n3 n1 n2 m n4",
+    "n[08-9,010-011]": "n08 n09 n010 n011",
+    "n[0-0]": "n0",
+    "[1-3]": "1 2 3",
+    "n[1-2]n[3-4]": "n1n3 n1n4 n2n3 n2n4",
+    "n[1-2][3-4]x[5-6]": "n13x5 n13x6 n23x5 n23x6 n14x5 n14x6 n24x5 n24x6",
+    "q[1-2][3-4][5-6][7-8]": (
+        "q1357 q1358 q2357 q2358 q1457 q1458 q2457 q2458 q1367 q1368 q2367 q2368 q1467 q1468 q2467 q2468"
+    ),
+    "n[1-2].site.org, m_3\n": "n1.site.org n2.site.org m_3",
+}
+
+
+@pytest.mark.parametrize("nodelist", LISTS)
+def test_expands(nodelist: str) -> None:
+    assert expand(nodelist) == LISTS[nodelist].split()
+
+
+@pytest.mark.parametrize(
+    ("message", "nodelists"),
+    [
+        ("empty", ["", "n1,,n2", "n1,"]),
+        ("brackets don't match", ["n[1-2", "n[1,2", "n1]", "n[1-[2]]"]),
+        ("expected N or N-M", ["n[]", "n[a-b]", "n[1 - 2]", "n[٣]", "n[5-3]"]),
+        ("more than", ["n[1-999999999]", "n[0-999][0-999]", "n[1-60000],m[1-60000]"]),
+        ("n1 twice", ["n[1,1]", "n1,n[1-2]"]),
+        (
+            "isn't a host name",
+            ["n1;reboot", "$(reboot)", "-oProxyCommand=x", "n1 n2", "n1\nn2", "user@n1", "n..1", "a" * 64],
+        ),
+    ],
+)
+def test_refuses(message: str, nodelists: list[str]) -> None:
+    for nodelist in nodelists:
+        with pytest.raises(ValueError, match=message):
+            expand(nodelist)
+
+
+def test_agrees_with_scontrol(tmp_path: Path) -> None:
+    needs.programs("scontrol")
+    config = tmp_path / "slurm.conf"
+    config.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n CPUs=1\nPartitionName=p Nodes=ALL\n")
+    environment = {"SLURM_CONF": str(config), "PATH": "/usr/bin:/bin"}
+    # Its node lists have no dots after brackets.
+    for nodelist in filter(str.isprintable, LISTS):
+        command = ["scontrol", "show", "hostnames", nodelist]
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert expand(nodelist) == shown.stdout.split(), nodelist
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted", "slots"),
+    [
+        ("GPUS_ON_NODE=4", None, [4, 4]),
+        ("GPUS_PER_NODE=h100:4", None, [4, 4]),
+        ("GPUS_PER_NODE=a100:2,v100:1 GPUS_ON_NODE=3", None, [3, 3]),
+        ("JOB_GPUS=0-2,5", None, [4, 4]),
+        ("TASKS_PER_NODE=4,2", None, [4, 2]),
+        ("TASKS_PER_NODE=4,2 GPUS_ON_NODE=4", None, [4, 2]),
+        ("TASKS_PER_NODE=1(x2) GPUS_ON_NODE=4", None, [4, 4]),
+        ("TASKS_PER_NODE=1(x2) GPUS_ON_NODE=0", None, [1, 1]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", 2, [2, 2]),
+        ("", 3, [3, 3]),
+        ("", None, "give --slots"),
+        ("GPUS_ON_NODE=4 GPUS_PER_NODE=2", None, "disagree"),
+        ("GPUS_ON_NODE=4 JOB_GPUS=0,1", None, "disagree"),
+        ("GPUS_ON_NODE=four", None, "SLURM_GPUS_ON_NODE=four: expected a number"),
+        ("GPUS_PER_NODE=h100:many", None, "SLURM_GPUS_PER_NODE"),
+        ("JOB_GPUS=all", None, "SLURM_JOB_GPUS"),
+        ("TASKS_PER_NODE=4(x3)", None, "3 hosts"),
+        ("TASKS_PER_NODE=4x2", None, "expected counts"),
+        ("TASKS_PER_NODE=4,0", None, "expected counts"),
+        ("TASKS_PER_NODE=2(x2) GPUS_ON_NODE=4", None, "doesn't fit 4 GPUs"),
+        ("GPUS_ON_NODE=4", 5, "4 GPUs"),
+    ],
+)
+def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
+    environment = dict(f"SLURM_{pair}".split("=") for pair in variables.split())
+    if isinstance(slots, str):
+        with pytest.raises(ValueError, match=slots):
+            slots_from_slurm(environment, 2, wanted)
+    else:
+        assert slots_from_slurm(environment, 2, wanted) == slots
+
+
+def test_allocation_whose_node_count_differs() -> None:
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]"}
+    assert hosts_from_slurm({**nodes, "SLURM_NNODES": "2"}) == ["n1", "n2"]
+    assert hosts_from_slurm({**nodes, "SLURM_NNODES": "1", "SLURM_STEP_NODELIST": "n1"}) == ["n1", "n2"]
+    wrong = {"SLURM_NNODES=3": {**nodes, "SLURM_NNODES": "3"}, "inside an allocation": {}}
+    for message, environment in {**wrong, "heterogeneous": {**nodes, "SLURM_HET_SIZE": "2"}}.items():
+        with pytest.raises(ValueError, match=message):
+            hosts_from_slurm(environment)
+
+
+def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "hostfile"
+    assert main(["--nodelist", "n[09-10]", "--slots", "4", "--output", str(output)]) == 0
+    assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
+    assert read_hostfile(output) == {"n09": 4, "n10": 4}
+    assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
+    assert "brackets don't match" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
+    assert main(["--nodelist", "n1"]) == 2
+    assert main(["--nodelist", "n1", "--slots", "0"]) == 2
+    assert main(["--nodelist", "n1", "--slots", "1", "--output", str(tmp_path / "missing" / "hostfile")]) == 2
+
+
+def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
+    environment = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n1 slots=4\nn2\n", ":2: expected 'HOST slots=N', found 'n2'"),
+        ("n1 slots=4\nn1 slots=4\n", ":2: the host is there twice"),
+        ("n;1 slots=4\n", "isn't a host name"),
+        (None, "No such file"),
+    ],
+)
+def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_hostfile(tmp_path / "hostfile")
+
+
+def test_ports_differ_between_jobs_and_starts() -> None:
+    ports = {master_port(f"{job}.{start}") for job in range(1000, 1100) for start in range(3)}
+    assert len(ports) == 300
+    assert all(1024 < port < 32768 for port in ports)
+
+
+def test_ten_thousand_hosts() -> None:
+    hosts = expand("rack[000-099]node[00-99]")
+    assert (len(set(hosts)), hosts[0], hosts[-1]) == (10_000, "rack000node00", "rack099node99")
+    assert expand(",".join(hosts)) == hosts
