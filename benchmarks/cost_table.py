@@ -24,7 +24,7 @@ from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.library import torch_instead
+from clap_ds.native.convert import reverted
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
@@ -60,7 +60,7 @@ def parts_of(model: ClapModel) -> dict[str, str]:
 @torch.no_grad()
 def count_flops(model: ClapModel, batch: Batch) -> dict[str, float]:
     """FLOPs of each part's matrix products in a forward pass by torch's operations."""
-    with torch_instead(), FlopCounterMode(display=False) as counter:
+    with reverted(model), FlopCounterMode(display=False) as counter:
         model(*batch.model_inputs())
     counted = counter.get_flop_counts()
     return {part: float(sum(counted.get(f"ClapModel.{name}", {}).values())) for part, name in parts_of(model).items()}

@@ -19,8 +19,9 @@ from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.window_attention import Kernel
-from clap_ds.native import library
 from clap_ds.native.adamw import native_adamw
+from clap_ds.native.convert import convert
+from clap_ds.native.library import unavailable
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
@@ -145,13 +146,15 @@ def our_model(
     """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
     torch.manual_seed(0)
     model = ClapModel(config, drop_path=noise, text_dropout=noise, spec_augment=noise > 0, attention=attention)
+    if device.type == "cpu":
+        convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)
 
 
 def our_side(model: ClapModel, low: str) -> Side:
     """This project's model at its best: with its CPU kernels where they can be used."""
     device = model.logit_scale.device
-    natively = low == "cast" and device.type == "cpu" and not library.unavailable()
+    natively = low == "cast" and device.type == "cpu" and not unavailable()
     return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
 
 
@@ -169,6 +172,8 @@ def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float =
         model.text_model.config._attn_implementation = "sdpa"
     model.to(device, torch.bfloat16 if low == "cast" else None)
     mel = LogMel(ours.config.audio).to(device)
+    if device.type == "cpu":
+        convert(mel)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None

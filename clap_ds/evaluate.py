@@ -152,6 +152,7 @@ def evaluate_checkpoint(
 
     from clap_ds.dist.agreement import together
     from clap_ds.evaluation.evaluator import Evaluator
+    from clap_ds.native.convert import convert
     from clap_ds.record.directory import quiet_deepspeed
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
@@ -175,6 +176,8 @@ def evaluate_checkpoint(
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build(attention="auto").to(device, getattr(torch, DTYPES[precision]))
+    if device.type == "cpu":
+        convert(model)
     every = max(1, evaluator.num_batches // NUM_ADVANCES)
     with Progress(evaluator.num_batches, enabled=ranks.is_first) as progress:
 

@@ -1,16 +1,31 @@
 """Where this project's CPU kernels can run: by AMX, or in tests by AVX-512's bf16 instructions; if not, why, said once."""
 
+import functools
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from clap_ds.native import library
 
+_load_without_amx = functools.cache(library._load.__wrapped__)
 
-def as_they_run_here() -> AbstractContextManager[None]:
+
+@contextmanager
+def as_they_run_here() -> Iterator[None]:
     """Has the kernels compiled for what this processor has; a run takes those for AMX alone."""
-    return library.without_tiles() if library._why_not_this_processor() else nullcontext()
+    if not library._why_not_this_processor():
+        yield
+        return
+    library.kernel.cache_clear()
+    needed = tuple(name for name in library.NEEDED if "amx" not in name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "FLAGS", tuple(flag.replace("-mamx", "-mno-amx") for flag in library.FLAGS))
+        patch.setattr(library, "_why_not_this_processor", functools.partial(library._why_not_this_processor, needed))
+        patch.setattr(library, "_load", _load_without_amx)
+        yield
+    library.kernel.cache_clear()
 
 
 def _lacking() -> str:

@@ -37,13 +37,19 @@ class ModelSettings(Section):
     """Dropout of RoBERTa's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
-    attention: Literal["auto", "eager", "sdpa", "matmul", "native", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: `sdpa`, but on a CPU `native` for bf16 where it has AMX and
-    otherwise `matmul`. With `eager` and `sdpa` the text tower goes through SDPA, too; packed captions need another. With `auto`
-    and `native` whole blocks of both towers run by this project's CPU kernels where there are any."""
+    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
+    """Kernel of the audio tower's window attention; `auto`: on a CPU `clap.cpu_kernels`' where they run and otherwise `matmul`,
+    elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, kernel: object) -> object:
+        if kernel == "native":
+            raise ValueError("no kernel 'native' any more: leave 'auto', and clap.cpu_kernels 'auto' takes CPU kernels")
+        return kernel
 
     @field_validator("preset")
     @classmethod

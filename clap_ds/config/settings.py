@@ -48,6 +48,9 @@ class ClapSettings(Section):
     cuda_graphs: bool = False
     """Replay what is compiled as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary: packed
     captions' do, and each is recorded anew. No effect on CPUs."""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
+    matrix units (AMX), `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
     `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
@@ -161,9 +164,9 @@ def _check_together(clap: ClapSettings) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention in ("eager", "sdpa"):
+    if clap.text == "packed" and clap.model.attention == "sdpa":
         problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul', 'native' or 'triton',"
+            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton',"
             f" found {clap.model.attention!r}"
         )
     if clap.cuda_graphs and clap.compile == "off":

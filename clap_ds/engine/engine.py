@@ -24,6 +24,7 @@ from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.model.clap import ClapModel
+from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
 
 
@@ -49,6 +50,8 @@ class ClapEngine:
             ValueError: DeepSpeed refuses one of its own sections.
         """
         self.model = model.to(device)
+        if device.type == "cpu" and run.clap.cpu_kernels == "auto":
+            convert(self.model)
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
         self.loss = _loss(run)
@@ -193,7 +196,7 @@ def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         config["optimizer"] = {**section, "legacy_fusion": True}
 
         def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
-            return FlatAdamW(groups, **options)
+            return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
 
     try:
         engine, *_ = deepspeed.initialize(

@@ -35,11 +35,12 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
     """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's.
 
     The wrapper needs `legacy_fusion`, with which it hands over gradients as they were computed, one flat tensor a group.
-    Groups that `adamw_native.supports` are stepped by its kernel. The state is of the same form either way.
+    With `cpu_kernels`, groups that `adamw_native.supports` are stepped by its kernel. The state is of the same form either way.
     """
 
-    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+    def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
+        self._cpu_kernels = cpu_kernels
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -66,7 +67,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         by_torch: list[tuple[Tensor, Tensor]] = []
         for group, (gradient,), (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
-            plain = not (group["amsgrad"] or group["maximize"])
+            plain = self._cpu_kernels and not (group["amsgrad"] or group["maximize"])
             if plain and adamw_native.supports(low, gradient, master):
                 self._step_natively(group, gradient, low, float(scale))
                 continue

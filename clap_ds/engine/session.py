@@ -28,6 +28,7 @@ from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
 from clap_ds.model.clap import ClapModel
+from clap_ds.native.convert import report
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
 
@@ -132,7 +133,8 @@ def _check_deepspeed_sections(run: RunSettings) -> None:
 
 
 def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDirectory:
-    here = hardware.environment(device)
+    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
+    here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     path: list[Path | str | None] = [None]
     if ranks.is_first:
@@ -172,7 +174,7 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
         )
         print(f"run directory: {record.path}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
-            print(f"CPU kernels: {here['cpu_kernels']}", flush=True)
+            print(f"CPU kernels: {kernels}", flush=True)
     return record
 
 

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
 from clap_ds.flop_count.analytic import fft_flops
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.library import torch_instead
 
 ATTENTION = "attention (SDPA on CPU)"
 FFT = "FFT"
@@ -99,7 +98,7 @@ def profile_by_deepspeed(
         report: called before the profiler ends, to print its report.
     """
     products = [(owner, name, BROADCAST, _missed) for owner, name in PRODUCTS]
-    with _tally((torch, "stft", FFT, _stft), *products) as unseen, torch_instead():
+    with _tally((torch, "stft", FFT, _stft), *products) as unseen:
         profiler.start_profile()
         try:
             forward()

@@ -49,9 +49,8 @@ class ClapModel(nn.Module):
         text_dropout: dropout of RoBERTa's hidden states and attention weights.
         spec_augment: mask stripes of the spectrogram while training.
         text_from_hub: start RoBERTa from pretrained weights.
-        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`). With `eager` and `sdpa`
-            RoBERTa goes through SDPA, with the others through `clap_ds.model.text_attention`, which packed captions need. With
-            `auto` and `native` bf16 blocks of both towers run by native kernels on CPUs that have them.
+        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`). With `sdpa` RoBERTa goes
+            through SDPA, with the others through `clap_ds.model.text_attention`, which packed captions need.
         checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
         sigmoid: start from SigLIP's scale of 10 and learn its logit bias, from -10 (arXiv 2303.15343).
 
@@ -82,9 +81,7 @@ class ClapModel(nn.Module):
         self.mel = LogMel(config.audio)
         self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=attention)
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        text_attention: TextAttention = "auto" if attention in ("auto", "native") else "torch"
-        if attention in ("eager", "sdpa"):
-            text_attention = "sdpa"
+        text_attention: TextAttention = "sdpa" if attention == "sdpa" else "auto"
         self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub, attention=text_attention)
         self.audio.checkpoint_activations("audio" in checkpoint_activations)
         self.text.checkpoint_activations("text" in checkpoint_activations)

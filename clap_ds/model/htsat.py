@@ -18,7 +18,6 @@ from clap_ds.config.model import AudioConfig
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.swin import INIT_STD, Stage
 from clap_ds.model.window_attention import Kernel
-from clap_ds.native import blocks as native_blocks
 
 NUM_STRIPES = 2
 MAX_TIME_STRIPE = 64
@@ -106,15 +105,12 @@ class FoldToImage(nn.Module):
 class PatchEmbed(nn.Module):
     """Cuts the image into patches and embeds each: (B, 1, image, image) → (B, H, W, C)."""
 
-    def __init__(self, config: AudioConfig, kernel: Kernel) -> None:
+    def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.kernel = kernel
         self.proj = nn.Conv2d(1, config.embed_dim, kernel_size=config.patch_size, stride=config.patch_size)
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        if native_blocks.runs_patch_embed(self, image):
-            return native_blocks.patch_embed(self, image)
         return self.norm(self.proj(image).permute(0, 2, 3, 1))
 
 
@@ -146,7 +142,7 @@ class HTSAT(nn.Module):
         self.batch_norm = MelBatchNorm(config.mel_bins)
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
         self.fold = FoldToImage(config)
-        self.patch_embed = PatchEmbed(config, attention)
+        self.patch_embed = PatchEmbed(config)
         rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu").tolist()
         self.stages = nn.ModuleList()
         for stage, depth in enumerate(config.depths):

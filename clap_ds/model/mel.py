@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from clap_ds.config.model import AudioConfig
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.torchaudio_compat import torchaudio
-from clap_ds.native.mel import native_mel_power
-from clap_ds.native.mel import supports as native_mel_supports
 
 MIN_POWER = 1e-10
 """Floor of the mel power, so -100 dB."""
@@ -74,13 +72,13 @@ class LogMel(nn.Module):
                 center=False,
                 return_complex=True,
             )
-            if native_mel_supports(spectrum_BKT):
-                mel_BTF = native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
-            else:
-                # Squares of the parts: an absolute value would take roots only for them to be squared.
-                power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
-                mel_BTF = torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
-            return 10.0 * mel_BTF.clamp(min=MIN_POWER).log10()
+            return 10.0 * self.mel_power(spectrum_BKT).clamp(min=MIN_POWER).log10()
+
+    def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
+        """Squared magnitudes times the filters: (batch, frequencies, frames) complex → (batch, frames, mel bins)."""
+        # Squares of the parts: an absolute value would take roots only for them to be squared.
+        power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
+        return torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
 
 
 def _reflect(waveforms: Tensor, width: int) -> Tensor:

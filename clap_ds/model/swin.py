@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.window_attention import MASKED_SCORE, Kernel, attend_windows, partition_windows
-from clap_ds.native import blocks as native_blocks
+from clap_ds.model.window_attention import Kernel, attend_windows
+from clap_ds.model.windows import relative_position_index, shifted_window_mask
 
 INIT_STD = 0.02
 
@@ -32,22 +32,6 @@ class DropPath(nn.Module):
         keep = 1.0 - self.probability
         shape = (branch.shape[0],) + (1,) * (branch.ndim - 1)
         return branch * branch.new_empty(shape).bernoulli_(keep).div_(keep)
-
-
-def relative_position_index(window: int) -> Tensor:
-    """(N, N): row of the bias table for each pair of a window's tokens."""
-    rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
-    row_gap = rows.flatten()[:, None] - rows.flatten()[None, :] + window - 1
-    column_gap = columns.flatten()[:, None] - columns.flatten()[None, :] + window - 1
-    return row_gap * (2 * window - 1) + column_gap
-
-
-def shifted_window_mask(grid: int, window: int, shift: int) -> Tensor:
-    """(G, N, N) added to the shifted grid's scores: keeps apart tokens that only the cyclic shift made neighbours."""
-    position = torch.arange(grid)
-    region = (position >= grid - window).long() + (position >= grid - shift).long()
-    regions = partition_windows((region[:, None] * 3 + region[None, :])[None, :, :, None], window)[0, :, :, 0]
-    return (regions[:, None, :] != regions[:, :, None]) * MASKED_SCORE
 
 
 class WindowAttention(nn.Module):
@@ -105,8 +89,6 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
-        if native_blocks.runs_swin(self, tokens_BHWC):
-            return native_blocks.swin_block(self, tokens_BHWC)
         tokens_BHWC = tokens_BHWC + self.drop_path(self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift))
         return tokens_BHWC + self.drop_path(self.mlp(self.norm2(tokens_BHWC)))
 
@@ -114,18 +96,19 @@ class SwinBlock(nn.Module):
 class PatchMerging(nn.Module):
     """Joins each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
 
-    def __init__(self, dim: int, kernel: Kernel) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.kernel = kernel
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
+        return self.reduction(self.norm(self.squares(tokens_BHWC)))
+
+    @staticmethod
+    def squares(tokens_BHWC: Tensor) -> Tensor:
+        """(B, H, W, C) → (B, H/2, W/2, 4C)."""
         squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, C)
-        squares = squares.permute(0, 1, 3, 4, 2, 5).flatten(3)
-        if self.kernel in native_blocks.KERNELS and native_blocks.runs_merging(self, squares):
-            return native_blocks.patch_merging(self, squares)
-        return self.reduction(self.norm(squares))
+        return squares.permute(0, 1, 3, 4, 2, 5).flatten(3)
 
 
 class Stage(nn.Module):
@@ -133,7 +116,7 @@ class Stage(nn.Module):
 
     mask: Tensor | None
 
-    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], kernel: Kernel = "sdpa") -> None:
+    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], kernel: Kernel) -> None:
         super().__init__()
         self.checkpoint = False
         dim, grid = config.stage_dims[stage], config.stage_grids[stage]
@@ -143,7 +126,7 @@ class Stage(nn.Module):
             SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path, kernel)
             for i, drop_path in enumerate(drop_paths)
         )
-        self.merge = PatchMerging(dim, kernel) if stage < config.num_stages - 1 else nn.Identity()
+        self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()
         self.register_buffer("mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:

@@ -9,20 +9,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import PAD_TOKEN_ID, TextConfig
 from clap_ds.model import text_attention
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
-from clap_ds.native import blocks as native_blocks
-from clap_ds.native.segment_attention import Segments, segments_of_packed, segments_of_padded
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
-from transformers.models.roberta.modeling_roberta import RobertaAttention, RobertaEncoder  # isort: skip
+from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
-TextAttention = Literal["auto", "torch", "sdpa"]
-ATTENTION = "sdpa"
+TextAttention = Literal["auto", "sdpa"]
 _SIZES = {
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
@@ -37,11 +33,7 @@ _SIZES = {
 
 class FirstTokenAttention(nn.Module):
     """A layer's attention and the projection after it, given out for each caption's first token alone, so that the rest of the
-    layer computes only those rows. For the last layer where pooling looks at nothing else.
-
-    Args:
-        attention: the layer's own, whose weights it keeps, under the same names.
-    """
+    layer computes only those rows. For the last layer where pooling looks at nothing else. Weights keep their names."""
 
     def __init__(self, attention: RobertaAttention) -> None:
         super().__init__()
@@ -57,48 +49,6 @@ class FirstTokenAttention(nn.Module):
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 
 
-class Layers(RobertaEncoder):
-    """RoBERTa's encoder, whose layers it keeps, under the same names: as `transformers` runs it or, told which rows are whose
-    segments, by native blocks."""
-
-    def __init__(self, encoder: RobertaEncoder) -> None:
-        nn.Module.__init__(self)
-        self.config, self.layer = encoder.config, encoder.layer
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        segments: Segments | None = None,
-        last_segments: Segments | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Without segments, `transformers`' arguments and result.
-
-        Args:
-            hidden_states: with segments, (rows, C).
-            last_segments: for the last layer, when that is to give the segments' first rows alone.
-
-        Returns:
-            (rows, C), or (segments, C).
-        """
-        if segments is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        *layers, last = self.layer
-        for layer in layers:
-            hidden_states = _run_native(layer, hidden_states, segments)
-        if last_segments is None:
-            return _run_native(last, hidden_states, segments)
-        return _run_native(last, hidden_states, last_segments, last_segments.key_start)
-
-
-def _run_native(layer: Any, *args: Any) -> Tensor:
-    """`native_blocks.text_layer`, computed again in the backward pass where `transformers` would."""
-    if layer.gradient_checkpointing and layer.training:
-        return checkpoint(native_blocks.text_layer, layer, *args, use_reentrant=False)
-    return native_blocks.text_layer(layer, *args)
-
-
 class TextTower(nn.Module):
     """RoBERTa and its pooling: `cls_pooler` is the first token through RoBERTa's tanh pooler, `mean` the mean over real tokens.
     With the former, the last layer computes nothing for other tokens but their keys and values.
@@ -106,8 +56,7 @@ class TextTower(nn.Module):
     Args:
         config: sizes.
         dropout: of hidden states and of attention weights.
-        attention: `sdpa`, PyTorch's; `torch`, this project's with torch's operations (`text_attention.py`); or `auto`, that or,
-            where they run, native blocks. Packed captions need one of the last two.
+        attention: `sdpa`, PyTorch's; or `auto`, this project's (`text_attention.py`), which packed captions need.
         from_hub: start from the pretrained weights `config.hub_name` names (hub, local cache or folder; safetensors only).
 
     Raises:
@@ -119,11 +68,12 @@ class TextTower(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.roberta = _pretrained(config, dropout) if from_hub else _initialised(config, dropout)
-        self.may_run_native = attention == "auto"
-        if attention != "sdpa":
-            self.roberta.config._attn_implementation = text_attention.NAME
-        self.roberta.encoder = Layers(self.roberta.encoder)
+        self.roberta = (
+            _pretrained(config, dropout)
+            if from_hub
+            else RobertaModel(roberta_config(config, dropout), add_pooling_layer=self.pooling == "cls_pooler")
+        )
+        self.roberta.config._attn_implementation = text_attention.NAME if attention == "auto" else attention
         if self.pooling == "cls_pooler":
             last: Any = self.roberta.encoder.layer[-1]
             last.attention = FirstTokenAttention(last.attention)
@@ -136,8 +86,7 @@ class TextTower(nn.Module):
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
-        if enabled:
-            # Renamed within the versions of transformers this works with.
+        if enabled:  # renamed within the versions of transformers this works with
             enable = getattr(self.roberta, "activation_checkpointing_enable", None)
             (enable or self.roberta.gradient_checkpointing_enable)()
 
@@ -153,8 +102,6 @@ class TextTower(nn.Module):
         Returns:
             (batch, hidden_size) in the parameters' dtype.
         """
-        if self._runs_native():
-            return self._forward_native(input_ids, attention_mask, packing)
         if packing is not None:
             return self._forward_packed(input_ids, packing)
         # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
@@ -164,41 +111,8 @@ class TextTower(nn.Module):
             return output.pooler_output
         return mean_over_tokens(output.last_hidden_state, attention_mask)
 
-    def _runs_native(self) -> bool:
-        """Whether this project's CPU kernels compute the layers."""
-        return self.may_run_native and native_blocks.runs_text(
-            self.roberta.encoder.layer[0], self.roberta.embeddings.word_embeddings.weight
-        )
-
-    def _forward_native(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
-        layout = None if packing is None else lay_out(packing, len(input_ids))
-        ids, positions = (input_ids, None) if layout is None else (input_ids[None], layout.position_ids)
-        hidden_TC = self.roberta.embeddings(input_ids=ids, position_ids=positions).flatten(0, 1)
-
-        def segments(first_only: bool) -> Segments:
-            if packing is not None:
-                return segments_of_packed(packing.bounds, packing.num_captions if first_only else None, first_only)
-            lengths = None if attention_mask is None else attention_mask.sum(dim=1)
-            return segments_of_padded(len(input_ids), input_ids.shape[1], lengths, first_only)
-
-        first_only = self.pooling == "cls_pooler" and isinstance(
-            self.roberta.encoder.layer[-1].attention, FirstTokenAttention
-        )
-        hidden_TC = self.roberta.encoder(
-            hidden_TC, segments=segments(False), last_segments=segments(True) if first_only else None
-        )
-        if self.pooling == "cls_pooler":
-            assert self.roberta.pooler is not None
-            first = hidden_TC if first_only else hidden_TC.index_select(0, segments(True).key_start)
-            return self.roberta.pooler(first[:, None])
-        if layout is not None:
-            return mean_over_packed_tokens(hidden_TC, layout)
-        return mean_over_tokens(hidden_TC.unflatten(0, input_ids.shape), attention_mask)
-
     def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
-        assert self.roberta.config._attn_implementation == text_attention.NAME, (
-            "packed captions need attention 'auto' or 'torch'"
-        )
+        assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention 'auto'"
         layout = lay_out(packing, len(input_ids_T))
         output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
         if self.pooling == "cls_pooler":
@@ -238,22 +152,14 @@ def roberta_config(config: TextConfig, dropout: float) -> RobertaConfig:
     )
 
 
-def _initialised(config: TextConfig, dropout: float) -> RobertaModel:
-    transformers_config = roberta_config(config, dropout)
-    transformers_config._attn_implementation = ATTENTION
-    return RobertaModel(transformers_config, add_pooling_layer=config.pooling == "cls_pooler")
-
-
 def _pretrained(config: TextConfig, dropout: float) -> RobertaModel:
     if not config.hub_name:
         raise ValueError("text_from_hub: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
     try:
-        found = RobertaConfig.from_pretrained(config.hub_name)
-        _check_sizes(config, found)
+        _check_sizes(config, RobertaConfig.from_pretrained(config.hub_name))
         return RobertaModel.from_pretrained(
             config.hub_name,
             add_pooling_layer=config.pooling == "cls_pooler",
-            attn_implementation=ATTENTION,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
             dtype=torch.float32,

@@ -1,14 +1,10 @@
 """Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
-projection takes: the same result by several kernels. `auto` is `sdpa`, but on a CPU `native` where that can compute it and
-otherwise `matmul`.
+projection takes: the same result by several kernels. `auto` is `matmul` on a CPU and `sdpa` elsewhere.
 
-- `eager`: one plain operation after the other; what the others are tested against.
 - `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
   and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
 - `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
   matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
-- `native`: one C++ kernel each way that reads and writes the grid in place, for bf16 on CPUs that have matrix units
-  (`window_attention_native.py`).
 - `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
   (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU, so not what `auto` picks.
 
@@ -18,69 +14,34 @@ C = A·D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+import itertools
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
-from clap_ds.native.window_attention import native_window_attention, supports, why_unsupported
+from clap_ds.model.windows import merge_windows, partition_windows
 
-Kernel = Literal["auto", "eager", "sdpa", "matmul", "native", "triton"]
-MASKED_SCORE = -100.0
-"""What keeps apart tokens that only the cyclic shift made neighbours."""
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+Kernel = Literal["auto", "sdpa", "matmul", "triton"]
 
 
-def partition_windows(tokens_BHWC: Tensor, window: int) -> Tensor:
-    """(B, H, W, C) → (B, G, N, C), windows in row-major order."""
-    tiles = tokens_BHWC.unflatten(2, (-1, window)).unflatten(1, (-1, window))
-    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def merge_windows(windows_BGNC: Tensor, grid: int) -> Tensor:
-    """Inverse of `partition_windows` for a square grid."""
-    window = int(windows_BGNC.shape[2] ** 0.5)
-    per_side = grid // window
-    tiles = windows_BGNC.unflatten(2, (window, window)).unflatten(1, (per_side, per_side))
-    return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def resolve_kernel(kernel: Kernel, qkv_BHWE: Tensor, window: int, heads: int) -> Kernel:
-    """The kernel that `auto` stands for with such tensors; others are themselves.
+def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
+    """The kernel that `auto` stands for on the device; others are themselves.
 
     Raises:
-        ValueError: `triton` or `native` asked for where they can't run.
+        ValueError: `triton` asked for where it is not installed.
     """
-    task = qkv_BHWE.dtype, qkv_BHWE.device, window, qkv_BHWE.shape[3] // (3 * heads)
-    if kernel == "auto":
-        if qkv_BHWE.device.type != "cpu":
-            return "sdpa"
-        return "native" if supports(*task) else "matmul"
-    if kernel == "native":
-        problem = why_unsupported(*task)
-        if problem:
-            raise ValueError(f"clap.model.attention: 'native': {problem}")
-    if kernel == "triton" and not _has_triton():
+    if kernel == "triton" and not has_triton_package():
         raise ValueError("clap.model.attention: 'triton' needs the triton package, which is not installed")
+    if kernel == "auto":
+        return "matmul" if device.type == "cpu" else "sdpa"
     return kernel
 
 
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton_package
-
-    return bool(has_triton_package())
-
-
 def attend_windows(
-    qkv_BHWE: Tensor,
-    bias_ANN: Tensor,
-    mask_GNN: Tensor | None,
-    *,
-    window: int,
-    shift: int,
-    kernel: Kernel,
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, *, window: int, shift: int, kernel: Kernel
 ) -> Tensor:
     """Softmax attention of every token over its window's tokens.
 
@@ -95,12 +56,10 @@ def attend_windows(
         (B, H, W, A·D) in the dtype of `qkv_BHWE`.
 
     Raises:
-        ValueError: the kernel can't run here or not with these tensors (`resolve_kernel`).
+        ValueError: the kernel can't run here (`resolve_kernel`).
     """
     assert shift == 0 or mask_GNN is not None
-    kernel = resolve_kernel(kernel, qkv_BHWE, window, len(bias_ANN))
-    if kernel == "native":
-        return native_window_attention(qkv_BHWE, bias_ANN, window, shift)
+    kernel = resolve_kernel(kernel, qkv_BHWE.device)
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
     mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
     if kernel == "triton":
@@ -113,45 +72,30 @@ def attend_windows(
         qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))
     grid, heads = qkv_BHWE.shape[1], bias_ANN.shape[0]
     windows = partition_windows(qkv_BHWE, window)
-    mixed = (_sdpa if kernel == "sdpa" else _eager)(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
+    mixed = _sdpa(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
     mixed_BHWC = merge_windows(mixed, grid)
     return mixed_BHWC.roll((shift, shift), dims=(1, 2)) if shift else mixed_BHWC
-
-
-def _eager(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
-    q, k, v = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
-    if mask_GNN is not None:
-        scores = scores + mask_GNN[:, None]
-    return (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
 
 
 def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
     B, G, N, _, A, D = qkv_BGN3AD.shape
     qkv = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
     if mask_GNN is None:
-        q, k, v = qkv.flatten(1, 2)  # (B·G, A, N, D): one bias for every window
-        mixed = F.scaled_dot_product_attention(q, k, v, bias_ANN[None])
-    else:
-        q, k, v = qkv.flatten(2, 3)  # (B, G·A, N, D): the bias differs by window
-        bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
+        (q, k, v), bias = qkv.flatten(1, 2), bias_ANN  # (B·G, A, N, D): one bias for every window
+    else:  # (B, G·A, N, D): the bias differs by window
+        (q, k, v), bias = qkv.flatten(2, 3), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+    mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
     return mixed.view(B, G, A, N, D).transpose(2, 3).flatten(3)
 
 
-def _shifted_pieces(grid: int, window: int, shift: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+def _shifted_pieces(window: int, shift: int) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """For one axis cut into (window number, place in it): slices of the shifted windows and of the grid that hold the same
     tokens. Together they cover the axis."""
-    count = grid // window
-    everything = slice(None)
-    if shift == 0:
-        yield (everything, everything), (everything, everything)
-        return
-    yield (everything, slice(0, window - shift)), (everything, slice(shift, window))
-    late, early = slice(window - shift, window), slice(0, shift)
-    if count > 1:
-        yield (slice(0, count - 1), late), (slice(1, count), early)
-    yield (slice(count - 1, count), late), (slice(0, 1), early)
+    everything, late, early = slice(None), slice(window - shift, None), slice(0, shift)
+    pieces = [((everything, slice(0, window - shift)), (everything, slice(shift, None)))]
+    if shift:
+        pieces += [((slice(0, -1), late), (slice(1, None), early)), ((slice(-1, None), late), (slice(0, 1), early))]
+    return pieces
 
 
 def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, to_windows: bool) -> None:
@@ -159,15 +103,12 @@ def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, t
     count = tokens.shape[1] // window
     tiles = tokens.unflatten(2, (count, window)).unflatten(1, (count, window)).permute(5, 0, 1, 2, 3, 4, 6, 7)
     inside = windows.unflatten(2, (count, count)).unflatten(5, (window, window)).permute(0, 1, 2, 5, 3, 6, 4, 7)
-    pieces = list(_shifted_pieces(tokens.shape[1], window, shift))
-    for (row, row_place), (grid_row, grid_row_place) in pieces:
-        for (column, column_place), (grid_column, grid_column_place) in pieces:
-            ours = inside[:, :, row, row_place, column, column_place]
-            theirs = tiles[:, :, grid_row, grid_row_place, grid_column, grid_column_place]
-            if to_windows:
-                ours.copy_(theirs)
-            else:
-                theirs.copy_(ours)
+    for (row, grid_row), (column, grid_column) in itertools.product(_shifted_pieces(window, shift), repeat=2):
+        ours, theirs = inside[:, :, *row, *column], tiles[:, :, *grid_row, *grid_column]
+        if to_windows:
+            ours.copy_(theirs)
+        else:
+            theirs.copy_(ours)
 
 
 class MatmulWindowAttention(torch.autograd.Function):

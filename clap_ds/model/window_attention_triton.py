@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clap_ds.model.window_attention import MASKED_SCORE
+from clap_ds.model.windows import MASKED_SCORE
 
+MASKED = tl.constexpr(MASKED_SCORE)
 NUM_WARPS = 4
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers."""
@@ -53,17 +54,7 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def _weights(
-    q,
-    k,
-    bias,
-    row,
-    column,
-    scale,
-    GRID: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MASKED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    q, k, bias, row, column, scale, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, WIDEN: tl.constexpr
 ):
     """(N, N) fp32 attention weights of one window and head."""
     scores = _dot(q, tl.trans(k), WIDEN) * scale + bias
@@ -88,7 +79,6 @@ def _forward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program: one window, one head. Heads of a window are neighbours, so that they share cache lines."""
@@ -104,7 +94,7 @@ def _forward_kernel(
     v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
     token = tl.arange(0, N)
     bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
-    weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, MASKED, WIDEN)
+    weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
     mixed = _dot(weights.to(v.dtype), v, WIDEN)
     target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
     tl.store(output_ptr + target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
@@ -126,7 +116,6 @@ def _backward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program: some windows, one head. Writes its share of the bias gradient to its own place."""
@@ -149,7 +138,7 @@ def _backward_kernel(
         k = tl.load(qkv_ptr + place + WIDTH, mask=inside, other=0.0)
         v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
         d_mixed = tl.load(d_output_ptr + target, mask=inside, other=0.0)
-        weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, MASKED, WIDEN)
+        weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
         d_v = _dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
         tl.store(d_qkv_ptr + place + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
         d_weights = _dot(d_mixed, tl.trans(v), WIDEN)
@@ -176,15 +165,10 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
         "HEADS": heads,
         "DIM": dim,
         "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
-        "MASKED": MASKED_SCORE,
         # The interpreter multiplies bf16 as if its bits were integers. Products of 16-bit numbers are exact in fp32.
         "WIDEN": qkv_BHWE.device.type == "cpu",
         "num_warps": NUM_WARPS,
     }
-
-
-def _num_windows(constants: dict[str, Any], num_clips: int) -> int:
-    return num_clips * (constants["GRID"] // constants["WINDOW"]) ** 2
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())
@@ -193,8 +177,8 @@ def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Ten
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
     output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
-    programs = (_num_windows(constants, B) * constants["HEADS"],)
-    _forward_kernel[programs](qkv_BHWE, bias_ANN, output_BHWC, constants["DIM"] ** -0.5, **constants)
+    programs = B * (H // window) ** 2 * constants["HEADS"]
+    _forward_kernel[(programs,)](qkv_BHWE, bias_ANN, output_BHWC, constants["DIM"] ** -0.5, **constants)
     return output_BHWC
 
 
@@ -210,35 +194,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
-    heads, num_windows = constants["HEADS"], _num_windows(constants, len(qkv_BHWE))
-    chunks = max(1, min(num_windows, _wanted_programs(qkv_BHWE.device) // heads))
+    heads, num_windows = constants["HEADS"], len(qkv_BHWE) * (constants["GRID"] // window) ** 2
+    device = qkv_BHWE.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    chunks = max(1, min(num_windows, PROGRAMS_PER_MULTIPROCESSOR * processors // heads))
     windows_per_program = -(-num_windows // chunks)
     chunks = -(-num_windows // windows_per_program)
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
-    shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=qkv_BHWE.device)
-    _backward_kernel[(chunks * heads,)](
-        qkv_BHWE,
-        bias_ANN,
-        d_output_BHWC,
-        d_qkv_BHWE,
-        shares,
-        constants["DIM"] ** -0.5,
-        num_windows,
-        windows_per_program,
-        **constants,
-    )
+    shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
+    tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares), (num_windows, windows_per_program)
+    _backward_kernel[(chunks * heads,)](*tensors, constants["DIM"] ** -0.5, *counts, **constants)
     return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype)
 
 
 @_backward.register_fake
 def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(qkv_BHWE), torch.empty_like(bias_ANN)
-
-
-def _wanted_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_PER_MULTIPROCESSOR
-    return PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs with bf16 matrix units (Intel's AMX), compiled on first use."""
+"""C++ kernels for CPUs with bf16 matrix units, compiled on first use, behind one door: `clap_ds.native.convert`."""

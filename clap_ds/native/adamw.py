@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clap_ds.native import library
+from clap_ds.native.library import kernel, unavailable
 
 
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
@@ -22,7 +22,7 @@ def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
         and gradient.dtype in (torch.bfloat16, torch.float32)
         and all(each.dtype == torch.float32 for each in fp32)
         and all(each.is_cpu and each.is_contiguous() and each.numel() == low.numel() for each in (low, gradient, *fp32))
-        and not library.unavailable()
+        and not unavailable()
     )
 
 
@@ -63,6 +63,5 @@ def native_adamw(
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
     numbers = (scale, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(bias2), eps, lr / bias1, 1.0 - lr * weight_decay)
-    low_gradients = int(gradients[0].dtype == torch.bfloat16)
-    library.kernel("clap_adamw")(table, len(rows), low_gradients, *map(float, numbers))
+    kernel("clap_adamw")(table, len(rows), int(gradients[0].dtype == torch.bfloat16), *map(float, numbers))
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])

@@ -13,17 +13,16 @@ import logging
 import os
 import shlex
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL, run
 from types import NoneType
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -31,12 +30,11 @@ FLAGS = (
     *("-mavx512bf16", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
 )
 COMPILE_TIMEOUT_S = 300
-NEEDED = ("amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+AMX = "amx_tile"
+NEEDED = (AMX, "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 """Of the processor's features, by their names in /proc/cpuinfo."""
 
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
-_switched_off = False
-_with_tiles = True
 log = logging.getLogger(__name__)
 
 
@@ -50,10 +48,6 @@ def cache_directory() -> Path:
     return Path(root) / "clap_ds"
 
 
-def _sources() -> list[Path]:
-    return sorted(HERE.glob("*.cpp"))
-
-
 def _processor() -> str:
     """What `-march=native` depends on."""
     try:
@@ -63,12 +57,12 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _why_not_this_processor() -> str:
+def _why_not_this_processor(needed: tuple[str, ...] = NEEDED) -> str:
     """What it lacks; empty where it can run the kernels."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in NEEDED if name not in features and (_with_tiles or not name.startswith("amx"))]
-    if _with_tiles and (not has_tiles() if has_tiles else NEEDED[0] in lacking):
+    lacking = [name for name in needed if name not in features]
+    if AMX in needed and (not has_tiles() if has_tiles else AMX in lacking):
         return "this CPU has no bf16 matrix units (AMX)"
     return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
 
@@ -84,12 +78,9 @@ def _compiler() -> list[str]:
 def _build() -> Path:
     """The library for this machine and these sources, compiled unless it is there."""
     compiler = _compiler()
-    flags = [flag if _with_tiles else flag.replace("-mamx", "-mno-amx") for flag in FLAGS]
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
-    ).stdout
-    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
-    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *_sources()]]
+    version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
+    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
+    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     directory = cache_directory()
     library = directory / f"native-{digest}.so"
@@ -100,7 +91,7 @@ def _build() -> Path:
         with (directory / f"native-{digest}.lock").open("w") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
             if not _is_whole(library):
-                _compile(compiler, flags, library)
+                _compile(compiler, library)
     except OSError as error:
         raise UnavailableError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
     return library
@@ -108,36 +99,25 @@ def _build() -> Path:
 
 def _wait_for(lock: IO[str]) -> None:
     """Locks the file, as long as this process has it open; not where the file system has no locks."""
-    end = time.monotonic() + 1.2 * COMPILE_TIMEOUT_S
-    while True:
+    for _ in range(int(24 * COMPILE_TIMEOUT_S)):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > end:
-                raise UnavailableError(f"another process still compiles them (it holds {lock.name})") from None
             time.sleep(0.05)
         except OSError:
-            return
-        else:
-            return
+            return None
+    raise UnavailableError(f"another process still compiles them (it holds {lock.name})")
 
 
-def _compile(compiler: list[str], flags: list[str], library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made, said = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *flags, *map(str, _sources()), "-o", str(made)]
-        with said.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
-            result = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=messages,
-                stderr=messages,
-                timeout=COMPILE_TIMEOUT_S,
-                check=False,
-            )
-        if result.returncode != 0:
-            lines = said.read_text(errors="replace").splitlines() or [f"exit status {result.returncode}"]
+        made, log_file = Path(folder) / library.name, Path(folder) / "messages"
+        command = [*compiler, *FLAGS, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        with log_file.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
+            done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
             raise UnavailableError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
         content = made.read_bytes()
@@ -170,47 +150,16 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
-@contextmanager
-def torch_instead() -> Iterator[None]:
-    """Has everything that asks `unavailable` do with torch's operations, in this process, for the time."""
-    global _switched_off
-    before, _switched_off = _switched_off, True
-    try:
-        yield
-    finally:
-        _switched_off = before
-
-
-@contextmanager
-def without_tiles() -> Iterator[None]:
-    """Has the kernels compiled for AVX-512's bf16 instructions, in this process, for the time: for tests without AMX.
-
-    A run leaves processors without AMX to torch.
-    """
-    global _with_tiles
-    for cached in (_load, kernel):
-        cached.cache_clear()
-    before, _with_tiles = _with_tiles, False
-    try:
-        yield
-    finally:
-        _with_tiles = before
-        for cached in (_load, kernel):
-            cached.cache_clear()
-
-
 def unavailable() -> str:
     """Why the kernels can't be used here; empty where they can."""
-    if _switched_off:
-        return "switched off for the time"
     found = _load()
     return found if isinstance(found, str) else ""
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether kernels can work on this tensor: one in the CPU's memory, not one that is only being traced."""
-    plain = tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
-    return plain and not torch.compiler.is_compiling() and not unavailable()
+def is_ready(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read these: contiguous bf16 on the CPU, or None."""
+    given = [each for each in tensors if each is not None]
+    return all(each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given)
 
 
 @functools.cache
@@ -221,8 +170,7 @@ def kernel(name: str) -> Callable[..., Any]:
     had threads already.
     """
     library = _load()
-    if isinstance(library, str):
-        raise RuntimeError(f"no native CPU kernels: {library}")
+    assert not isinstance(library, str), library
     function = library[name]
     function.restype = None
 

@@ -15,7 +15,6 @@ import torch
 
 import clap_ds
 from clap_ds.config import places
-from clap_ds.native.library import unavailable
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
@@ -37,8 +36,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, driver, host and commit of this process, for the run's record."""
+def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
+    """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
     return {
         "python": platform.python_version(),
         "versions": {"clap_ds": clap_ds.__version__, **{name: _version(name) for name in PACKAGES}},
@@ -50,16 +49,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
-        "cpu_kernels": cpu_kernels() if device.type == "cpu" else None,
+        "cpu_kernels": cpu_kernels,
         "git_commit": places.commit(),
         "command": [sys.executable, *sys.argv],
     }
-
-
-def cpu_kernels() -> str:
-    """`native` where bf16 models run this project's CPU kernels; else `torch` and why."""
-    reason = unavailable()
-    return f"torch: {reason}" if reason else "native"
 
 
 def _version(package: str) -> str | None:

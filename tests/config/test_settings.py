@@ -17,6 +17,7 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, SettingsError, load_run
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"attention": "native"}}, r"clap\.model\.attention: no kernel 'native' any more: .* clap\.cpu_kernels"),
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
     ({"model": {"drop_path": True}}, r"clap\.model\.drop_path: expected a valid number, found true"),

@@ -9,8 +9,8 @@ from torch import nn
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.htsat import HTSAT, FoldToImage, MelBatchNorm, SpecAugment
-from clap_ds.model.swin import DropPath, relative_position_index, shifted_window_mask
-from clap_ds.model.window_attention import merge_windows, partition_windows
+from clap_ds.model.swin import DropPath
+from clap_ds.model.windows import merge_windows, partition_windows, relative_position_index, shifted_window_mask
 
 FULL = load_preset("htsat_tiny_roberta_base").audio
 MICRO = load_preset("micro").audio

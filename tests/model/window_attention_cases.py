@@ -1,13 +1,15 @@
 """Window attention against its eager form, kernel by kernel; run by itself under Triton's interpreter.
 
-    TRITON_INTERPRET=1 python tests/model/window_attention_cases.py triton [cuda]
+    TRITON_INTERPRET=1 python tests/model/window_attention_cases.py
 
 The interpreter must be chosen before Triton is imported, so those cases need a process of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,11 +17,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from clap_ds.model.swin import shifted_window_mask
 from clap_ds.model.window_attention import Kernel, attend_windows
+from clap_ds.model.windows import merge_windows, partition_windows, shifted_window_mask
+
+Case = tuple[int, int, int, int]
+Attend = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 # grid, heads, head dim, shift: the stages of tiny (24) and base (32) in small, one window alone, an uneven number of windows
-CASES = [
+CASES: list[Case] = [
     (16, 4, 24, 0),
     (16, 4, 24, 4),
     (16, 2, 32, 4),
@@ -31,48 +36,67 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03}
 """Of the largest value; bf16 holds 8 bits and the kernels round at other places than the eager form."""
 
 
-def results(
-    kernel: Kernel, case: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu", clips: int = 3
-) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k, v and bias, in fp64."""
+def eager(qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
+    """One plain operation after the other."""
+    shifted = partition_windows(qkv_BHWE.roll((-shift, -shift), dims=(1, 2)), 8)
+    q, k, v = shifted.unflatten(3, (3, len(bias_ANN), -1)).permute(3, 0, 1, 4, 2, 5)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
+    if mask_GNN is not None:
+        scores = scores + mask_GNN[:, None].to(scores.dtype)
+    mixed = (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
+    return merge_windows(mixed, qkv_BHWE.shape[1]).roll((shift, shift), dims=(1, 2))
+
+
+def by(kernel: Kernel) -> Attend:
+    """By the model's own function."""
+
+    def attend(qkv: Tensor, bias: Tensor, mask: Tensor | None, shift: int) -> Tensor:
+        return attend_windows(qkv, bias, mask, window=8, shift=shift, kernel=kernel)
+
+    return attend
+
+
+def draw(case: Case, clips: int = 3, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv, bias and the output's gradient in bf16."""
     grid, heads, dim, shift = case
     generator = torch.Generator().manual_seed(grid * 100 + dim + shift)
+    normal = functools.partial(torch.randn, generator=generator)
+    qkv, bias = normal(clips, grid, grid, 3 * heads * dim).bfloat16() * spread, normal(heads, 64, 64).bfloat16()
+    return qkv, bias, normal(clips, grid, grid, heads * dim).bfloat16()
 
-    def draw(*shape: int) -> Tensor:
-        rounded = torch.randn(*shape, generator=generator).to(torch.bfloat16)  # the same numbers in every dtype
-        return rounded.to(device, dtype)
 
-    qkv = draw(clips, grid, grid, 3 * heads * dim).requires_grad_()
-    bias = draw(heads, 64, 64).requires_grad_()
-    probe = draw(clips, grid, grid, heads * dim)
-    mask = shifted_window_mask(grid, 8, shift).to(device) if shift else None
-    output = attend_windows(qkv, bias, mask, window=8, shift=shift, kernel=kernel)
+def results(
+    attend: Attend, inputs: tuple[Tensor, ...], shift: int, dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Output and gradients, in fp64."""
+    qkv, bias, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
+    qkv.requires_grad_()
+    bias.requires_grad_()
+    mask = shifted_window_mask(qkv.shape[1], 8, shift).to(device) if shift else None
+    output = attend(qkv, bias, mask, shift)
     assert output.dtype == dtype
     output.backward(probe)
     assert qkv.grad is not None
     assert bias.grad is not None
-    return tuple(tensor.detach().double().cpu() for tensor in (output, qkv.grad, bias.grad))
+    d_q, d_k, d_v = qkv.grad.chunk(3, dim=-1)
+    found = {"output": output, "q": d_q, "k": d_k, "v": d_v, "bias": bias.grad}
+    return {name: tensor.detach().double().cpu() for name, tensor in found.items()}
 
 
-def largest_error(kernel: Kernel, case: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> float:
+def errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference over the largest value."""
+    return {name: float((got[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()}
+
+
+def largest_error(attend: Attend, case: Case, dtype: torch.dtype, device: str = "cpu") -> float:
     """Largest difference from the eager form in fp64, of output and gradients, over the largest value of each."""
-    expected = results("eager", case, torch.float64)
-    got = results(kernel, case, dtype, device)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True))
-
-
-def main(kernel: Kernel, device: str) -> int:
-    failed = 0
-    for case in CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            error = largest_error(kernel, case, dtype, device)
-            good = error < TOLERANCE[dtype]
-            failed += not good
-            print(
-                f"{'ok' if good else 'FAILED'} {kernel} grid, heads, dim, shift {case} {dtype}: {error:.1e}", flush=True
-            )
-    return failed
+    inputs = draw(case)
+    expected = results(eager, inputs, case[3], torch.float64)
+    return max(errors(results(attend, inputs, case[3], dtype, device), expected).values())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"))  # type: ignore[arg-type]
+    found = {(case, dtype): largest_error(by("triton"), case, dtype) for case in CASES for dtype in list(TOLERANCE)[1:]}
+    for (case, dtype), error in found.items():
+        print("ok" if error < TOLERANCE[dtype] else "FAILED", "grid, heads, dim, shift", case, dtype, error)
+    sys.exit(any(error >= TOLERANCE[dtype] for (_, dtype), error in found.items()))

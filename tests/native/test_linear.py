@@ -1,4 +1,4 @@
-"""The native linear layers against torch's in fp32, no less exact than torch's in bf16."""
+"""The native linear layers against torch's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from clap_ds.native.linear import _Linear, _Mlp, native_linear, native_mlp, supports
+from clap_ds.native.linear import fits_linears, native_linears, native_mlp
 from tests.kernels import needs_amx
+from tests.native.exactness import assert_as_exact_as_torch, numbers, results
 
 pytestmark = needs_amx
 
@@ -25,92 +26,75 @@ SHAPES = [
 """Rows, inputs and outputs."""
 
 
-def numbers(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    return native_linears(x, weight, bias, residual=residual)[0]
 
 
-def results(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Output and the inputs' gradients, in fp32."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    output = function(*leaves)
-    gradients = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
-    return [each.detach().float() for each in (output, *gradients)]
+def joined(x: Tensor, *parameters: Tensor) -> Tensor:
+    return native_linears(x, *parameters)[0]
 
 
-def assert_as_exact_as_torch(
-    function: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor
-) -> None:
-    exact = results(reference, [x.float() for x in inputs], upstream)
-    low, ours = results(reference, inputs, upstream), results(function, inputs, upstream)
-    for wanted, theirs, mine in zip(exact, low, ours, strict=True):
-        assert mine.shape == wanted.shape
-        assert float((mine - wanted).abs().max()) <= 1.5 * float((theirs - wanted).abs().max())
-        assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
+def mlp(x: Tensor, *others: Tensor) -> Tensor:
+    return native_mlp(x, *others)[0]
+
+
+def joined_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+    layers = zip(parameters[::2], parameters[1::2], strict=True)
+    return torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
+
+
+def linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+def mlp_by_torch(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    return linear_by_torch(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2, residual)
 
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_linear(rows: int, inputs: int, outputs: int, residual: bool) -> None:
-    tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)]
-    tensors += [numbers(outputs, seed=2)] + [numbers(rows, outputs, seed=3)] * residual
+def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
+    x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
+    first = [x, weight, numbers(outputs, seed=2)]
+    added = [numbers(rows, outputs, seed=3)] * residual
+    assert_as_exact_as_torch(linear, linear_by_torch, [*first, *added], numbers(rows, outputs, seed=4))
+    second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
+    added = [numbers(rows, inputs, seed=5)] * residual
+    assert_as_exact_as_torch(mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
 
-    def torchs(x: Tensor, weight: Tensor, bias: Tensor, other: Tensor | None = None) -> Tensor:
-        y = F.linear(x, weight, bias)
-        return y if other is None else y + other
 
-    assert_as_exact_as_torch(native_linear, torchs, tensors, numbers(rows, outputs, seed=4))
+def test_leading_dimensions_layouts_and_no_bias() -> None:
+    def by_kernel(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, None)
 
-
-def test_linear_without_bias_keeps_leading_dimensions() -> None:
     inputs = [numbers(2, 3, 5, 64, seed=0), numbers(96, 64, seed=1)]
-    assert_as_exact_as_torch(
-        lambda x, weight: native_linear(x, weight, None), F.linear, inputs, numbers(2, 3, 5, 96, seed=2)
-    )
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
-    tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)]
-    tensors += [
-        numbers(outputs, seed=2),
-        numbers(inputs, outputs, seed=3, scale=outputs**-0.5),
-        numbers(inputs, seed=4),
-    ]
-    tensors += [numbers(rows, inputs, seed=5)] * residual
-
-    def torchs(x: Tensor, *parameters: Tensor) -> Tensor:
-        first, second = parameters[:2], parameters[2:4]
-        y = F.linear(F.gelu(F.linear(x, *first)), *second)
-        return y + parameters[4] if residual else y
-
-    assert_as_exact_as_torch(native_mlp, torchs, tensors, numbers(rows, inputs, seed=6))
+    assert_as_exact_as_torch(by_kernel, F.linear, inputs, numbers(2, 3, 5, 96, seed=2))
+    x, weight = numbers(64, 70, seed=0).T, numbers(96, 64, seed=1)
+    assert not x.is_contiguous()
+    assert_as_exact_as_torch(by_kernel, F.linear, [x, weight], numbers(96, 70, seed=2).T)
 
 
 def test_gelu_and_its_slope_everywhere() -> None:
-    """Through identity weights, every bf16 number up to 100."""
+    """Through identity weights, every bf16 number up to 100, and some far out."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
     one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
-    y = native_mlp(x, one, zero, one, zero)
+    y = mlp(x, one, zero, one, zero)
     (slope,) = torch.autograd.grad(y.sum(), x)
     double = x.detach().double().requires_grad_()
     exact = F.gelu(double)
     (exact_slope,) = torch.autograd.grad(exact.sum(), double)
-    rounding = 2**-8
-    torch.testing.assert_close(y.double(), exact, rtol=rounding, atol=3e-5, check_dtype=False)
-    torch.testing.assert_close(slope.double(), exact_slope, rtol=rounding, atol=3e-5, check_dtype=False)
-
-
-def layers_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
-    """Weights and biases in turn."""
-    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
-    return torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
-
-
-def mlp_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, *parameters[:2])), *parameters[2:])
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=3e-5)
+    torch.testing.assert_close(slope.double(), exact_slope, rtol=2**-8, atol=3e-5)
+    x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
+    y = mlp(x.requires_grad_(), one, zero, one, zero)
+    (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
+    assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
+    assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
@@ -119,11 +103,7 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
     tensors = [numbers(40, 64, seed=0), numbers(64, 64, seed=1, scale=0.1), numbers(64, seed=2)]
     if kind != "linear":
         tensors += [numbers(64, 64, seed=3, scale=0.1), numbers(64, seed=4)]
-
-    def ours(x: Tensor, *parameters: Tensor) -> Tensor:
-        return (_Mlp if kind == "mlp" else _Linear).apply(x, None, *parameters)[0]
-
-    reference = mlp_by_torch if kind == "mlp" else layers_by_torch
+    ours, reference = (mlp, mlp_by_torch) if kind == "mlp" else (joined, joined_by_torch)
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
     _, *wanted = results(reference, [x.float() for x in tensors], upstream)
     for trained in itertools.product((False, True), repeat=len(tensors)):
@@ -140,10 +120,21 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
         output.backward(upstream)
         for leaf, exact in zip(leaves, wanted, strict=True):
             if leaf.requires_grad:
-                assert leaf.grad is not None
                 assert float((leaf.grad.float() - 2 * exact).norm()) < 0.02 * float(exact.norm())
             else:
                 assert leaf.grad is None
+
+
+@pytest.mark.parametrize("function", [native_linears, native_mlp])
+def test_input_is_passed_on_with_its_gradient(function: Callable) -> None:
+    inputs = [numbers(40, 64, seed=0), numbers(64, 64, seed=1, scale=0.1), numbers(64, seed=2)]
+    inputs += [numbers(64, 64, seed=3, scale=0.1), numbers(64, seed=4)]
+    alone = results(
+        lambda *given: function(*given)[0], inputs, upstream := numbers(40, function(*inputs)[0].shape[1], seed=5)
+    )
+    both = results(function, inputs, upstream, passed := numbers(40, 64, seed=6))
+    assert torch.equal(both[1], inputs[0].float())
+    torch.testing.assert_close(both[2], alone[1] + passed.float(), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -152,39 +143,12 @@ def test_what_is_not_finite_shows(value: float) -> None:
     x, weight, bias = numbers(35, 64, seed=0), numbers(64, 64, seed=1), numbers(64, seed=2)
     x[33, 5] = value
     inputs = [x, weight, bias, numbers(64, 64, seed=3), numbers(64, seed=4)]
-    upstream = numbers(35, 64, seed=5)
-    mine, theirs = (results(mlp, inputs, upstream) for mlp in (native_mlp, mlp_by_torch))
+    mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (mlp, mlp_by_torch))
     assert torch.equal(mine[0].isfinite().all(1), theirs[0].isfinite().all(1))
-    for index in (2, 4):
-        assert not mine[index].isfinite().all()
+    assert not any(mine[index].isfinite().all() for index in (2, 4))
     if math.isnan(value):
         assert [bool(x.isfinite().all()) for x in mine] == [bool(x.isfinite().all()) for x in theirs]
         assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
-
-
-def test_gelu_far_out() -> None:
-    one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
-    x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
-    x.requires_grad_()
-    y = native_mlp(x, one, zero, one, zero)
-    (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
-    assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
-    assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
-
-
-def test_results_repeat_to_the_bit() -> None:
-    tensors = [numbers(1234, 96, seed=0), numbers(384, 96, seed=1), numbers(384, seed=2)]
-    tensors += [numbers(96, 384, seed=3), numbers(96, seed=4)]
-    first, again = (results(native_mlp, tensors, numbers(1234, 96, seed=5)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_tensors_in_any_layout() -> None:
-    x, weight = numbers(64, 70, seed=0).T[:64], numbers(64, 96, seed=1).T
-    upstream = numbers(96, 64, seed=2).T
-    assert not x.is_contiguous()
-    assert not weight.is_contiguous()
-    assert_as_exact_as_torch(lambda a, b: native_linear(a, b, None), F.linear, [x, weight], upstream)
 
 
 @pytest.fixture
@@ -200,36 +164,34 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_any_number_of_threads(
     threads: Callable[[int], None], rows: int, inputs: int, outputs: int, count: int
 ) -> None:
-    """Some have nothing to do."""
+    """Some have nothing to do. Results repeat to the bit."""
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
     threads(count)
-    assert_as_exact_as_torch(native_linear, F.linear, tensors, numbers(rows, outputs, seed=3))
+    assert_as_exact_as_torch(linear, linear_by_torch, tensors, upstream := numbers(rows, outputs, seed=3))
+    first, again = (results(linear, tensors, upstream) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_no_rows() -> None:
     tensors = [numbers(0, 96, seed=0), numbers(64, 96, seed=1), numbers(64, seed=2)]
-    output, *gradients = results(native_linear, tensors, numbers(0, 64, seed=3))
+    output, *gradients = results(linear, tensors, numbers(0, 64, seed=3))
     assert output.shape == (0, 64)
     assert not any(gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 48), (80, 64)])
-def test_other_sizes_are_left_to_torch(outputs: int, inputs: int) -> None:
-    assert not supports(torch.zeros(outputs, inputs, dtype=torch.bfloat16))
-
-
 def test_tensors_that_do_not_fit_are_refused() -> None:
+    assert fits_linears(nn.Linear(64, 96), nn.Linear(32, 32))
+    assert not fits_linears(nn.Linear(64, 96), nn.Linear(48, 32))
+    assert not fits_linears(nn.Linear(64, 80))
     x, weight = numbers(8, 64, seed=0), numbers(96, 64, seed=1)
     for wrong in (
         (x.float(), weight, None),
         (x[:, :32], weight, None),
+        (x[:, :48], weight[:, :48], None),
         (x, weight, numbers(64, seed=2)),
         (x, weight, numbers(96, seed=2).float()),
         (x, weight, None, numbers(8, 64, seed=3)),
+        (x, weight.T.contiguous().T, None),
     ):
-        with pytest.raises(ValueError, match="fit together"):
-            native_linear(*wrong)
-
-
-def test_other_dtypes_are_left_to_torch() -> None:
-    assert not supports(torch.zeros(64, 64))
+        with pytest.raises(AssertionError):
+            linear(*wrong)

@@ -1,0 +1,214 @@
+"""The door to this project's CPU kernels: `convert` has a model use them, which itself knows nothing of them.
+
+Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as
+a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone,
+and less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.model import text_attention
+from clap_ds.model.htsat import PatchEmbed
+from clap_ds.model.mel import LogMel
+from clap_ds.model.packed import Layout
+from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
+from clap_ds.model.text import FirstTokenAttention
+from clap_ds.native.library import unavailable
+from clap_ds.native.linear import fits_linears, native_linears, native_mlp
+from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm, native_mel_power
+from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
+from clap_ds.native.window_attention import fits_windows, native_window_attention
+
+from transformers.models.roberta.modeling_roberta import RobertaLayer  # isort: skip
+
+
+def report(setting: Literal["auto", "off"]) -> str:
+    """`native` where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else `torch` and why."""
+    reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
+    return f"torch: {reason}" if reason else "native"
+
+
+def convert(model: nn.Module) -> None:
+    """Have a model run by CPU kernels, in place: modules for which there are kernels become subclasses of what they were, with
+    the same parameters, names and hooks. Nothing changes where kernels can't run."""
+    if unavailable():
+        return
+    native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
+    for module in model.modules():
+        native = native_by_plain.get(type(module))
+        if native is not None and native.fits(module):
+            module.__class__ = native
+
+
+@contextmanager
+def reverted(model: nn.Module) -> Iterator[None]:
+    """Has a converted model, or part of one, run by torch's operations for the time: those that FLOP counters know."""
+    converted = [(module, type(module)) for module in model.modules() if isinstance(module, NATIVE)]
+    for module, native in converted:
+        module.__class__ = native.__bases__[-1]
+    try:
+        yield
+    finally:
+        for module, native in converted:
+            module.__class__ = native
+
+
+class NativeModule(nn.Module):
+    """A module by kernels (`run`) where its weights are bf16 on a CPU; as it was in other dtypes and where torch.compile traces
+    it. What it was is its last base. `fits` says whether there are kernels for such a one of its sizes and options."""
+
+    run: Callable[..., Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weight = next(self.parameters())
+        if weight.dtype == torch.bfloat16 and weight.is_cpu and not torch.compiler.is_compiling():
+            return self.run(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class NativeLogMel(LogMel):
+    """The mel filters by a kernel, which takes fp32 whatever the model is in."""
+
+    @staticmethod
+    def fits(module: LogMel) -> bool:
+        return True
+
+    def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
+        wants_gradient = spectrum_BKT.requires_grad and torch.is_grad_enabled()
+        known = spectrum_BKT.dtype == torch.complex64 and spectrum_BKT.is_cpu and not torch.compiler.is_compiling()
+        if wants_gradient or not known:
+            return super().mel_power(spectrum_BKT)
+        return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+
+
+class NativePatchEmbed(NativeModule, PatchEmbed):
+    """The convolution as a matrix product, then the kernels' layer norm."""
+
+    @staticmethod
+    def fits(module: PatchEmbed) -> bool:
+        return fits_norm(module.proj.out_channels)
+
+    def run(self, image_B1HW: Tensor) -> Tensor:
+        size = self.proj.kernel_size[0]
+        patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
+        return _norm(F.linear(patches, self.proj.weight.flatten(1), self.proj.bias), self.norm)[0]
+
+
+class NativePatchMerging(NativeModule, PatchMerging):
+    @staticmethod
+    def fits(module: PatchMerging) -> bool:
+        return fits_norm(module.reduction.in_features) and fits_linears(module.reduction)
+
+    def run(self, tokens_BHWC: Tensor) -> Tensor:
+        return native_linears(_norm(self.squares(tokens_BHWC), self.norm)[0], self.reduction.weight, None)[0]
+
+
+class NativeSwinBlock(NativeModule, SwinBlock):
+    @staticmethod
+    def fits(module: SwinBlock) -> bool:
+        """Not where a kernel of the window attention has been asked for by name."""
+        attention, channels = module.attention, module.attention.proj.in_features
+        num_heads = attention.relative_position_bias.shape[1]
+        return (
+            attention.kernel == "auto"
+            and fits_norm(channels)
+            and fits_linears(attention.proj, module.mlp.fc1)
+            and fits_windows(attention.window, channels // num_heads)
+        )
+
+    def run(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
+        attention, mlp = self.attention, self.mlp
+        normed, tokens_BHWC = _norm(tokens_BHWC, self.norm1)
+        qkv_BHWE, _ = native_linears(normed, attention.qkv.weight, attention.qkv.bias)
+        mixed = native_window_attention(qkv_BHWE, attention.position_bias(), self.shift)
+        project = partial(native_linears, mixed, attention.proj.weight, attention.proj.bias)
+        tokens_BHWC = _add_branch(self.drop_path, project, tokens_BHWC)
+        normed, tokens_BHWC = _norm(tokens_BHWC, self.norm2)
+        feed = partial(native_mlp, normed, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+        return _add_branch(self.drop_path, feed, tokens_BHWC)
+
+
+class NativeRobertaLayer(NativeModule, RobertaLayer):
+    """With `FirstTokenAttention`, what follows the attention is computed of each caption's first token alone, as there."""
+
+    @staticmethod
+    def fits(module: RobertaLayer) -> bool:
+        """Not where attention has been asked to be SDPA."""
+        attention: Any = module.attention.self
+        return (
+            attention.config._attn_implementation == text_attention.NAME
+            and fits_norm(attention.query.in_features)
+            and fits_linears(attention.query, module.intermediate.dense)
+            and attention.attention_head_size in HEAD_DIMS
+        )
+
+    def run(
+        self,
+        hidden_BLC: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        layout: Layout | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`transformers`' arguments and, of packed captions, (1, tokens, C), the layout."""
+        first_only = isinstance(self.attention, FirstTokenAttention)
+        segments = _segments(hidden_BLC, attention_mask, layout, first_only=first_only)
+        attention: Any = self.attention.self
+        query, *others = ((each.weight, each.bias) for each in (attention.query, attention.key, attention.value))
+        hidden_TC = hidden_BLC.flatten(0, 1)
+        if first_only:
+            kv_TE, hidden_TC = native_linears(hidden_TC, *others[0], *others[1])
+            hidden_TC = hidden_TC.index_select(0, segments.key_start)
+            projected = [native_linears(hidden_TC, *query)[0], kv_TE]
+        else:
+            qkv_TE, hidden_TC = native_linears(hidden_TC, *query, *others[0], *others[1])
+            projected = [qkv_TE]
+        heads, scale = attention.num_attention_heads, attention.attention_head_size**-0.5
+        dropout = attention.dropout.p if attention.training else 0.0
+        mixed = native_segment_attention(projected, heads, segments, scale, dropout)
+        output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
+        branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
+        hidden_TC = _add_and_norm(branch, hidden_TC, output)
+        branch, hidden_TC = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)
+        return _add_and_norm(branch, hidden_TC, self.output).unflatten(0, (len(hidden_BLC), -1))
+
+
+NATIVE: tuple[Any, ...] = (NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock, NativeRobertaLayer)
+
+
+def _segments(hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool) -> Segments:
+    """Whose tokens attend to whose: captions padded on the right, or packed ones with those of padding."""
+    if layout is not None:
+        bounds, num_captions, _ = layout.packing
+        count = num_captions if first_only else len(bounds) - 1
+        return Segments.of_captions(bounds[:count], bounds.diff()[:count], first_only=first_only)
+    batch, length, _ = hidden_BLC.shape
+    start = torch.arange(0, batch * length, length, dtype=torch.int32)
+    keys = None if mask_B11L is None else mask_B11L[:, 0, 0].sum(dim=1).int()
+    return Segments.of_captions(start, torch.full_like(start, length), keys, first_only=first_only)
+
+
+def _norm(x: Tensor, norm: Any, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return native_layer_norm(x, norm.weight, norm.bias, norm.eps, residual)
+
+
+def _add_and_norm(branch: Tensor, residual: Tensor, output: Any) -> Tensor:
+    if output.training:
+        branch = native_dropout(branch, output.dropout.p)
+    return _norm(branch, output.LayerNorm, residual)[0]
+
+
+def _add_branch(drop_path: DropPath, branch: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor) -> Tensor:
+    """`tokens` plus the branch, whose own pass adds them unless it is dropped here and there."""
+    if drop_path.training and drop_path.probability > 0.0:
+        return tokens + drop_path(branch()[0])
+    return branch(residual=tokens)[0]

@@ -1,0 +1,131 @@
+"""What takes one pass over memory on CPUs by this project's kernels: layer norm, dropout, mel power.
+
+A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum. Written with torch's
+operations either takes one more pass over the activations in each direction; here it takes none. Dropout's mask is drawn by all
+threads, torch's by one. Each mel filter sums the few frequencies it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clap_ds.native.library import is_ready, kernel
+
+MAX_CHANNELS = 4096
+
+
+def fits_norm(channels: int) -> bool:
+    """Whether there are kernels for rows of so many channels."""
+    return 0 < channels <= MAX_CHANNELS and channels % 16 == 0
+
+
+def native_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`F.layer_norm` of `x + residual` over the last dimension.
+
+    Args:
+        x: (..., C) bf16 on the CPU; the kernels fit C.
+        weight, bias: (C,), both bf16 or both fp32.
+        eps: added to the variance.
+        residual: as `x`.
+
+    Returns:
+        The normalised rows, and `x + residual`, rounded to bf16 as torch's is; without a residual `x` itself, not to be changed
+        in place. The second one's gradient, if any, is added on the way.
+    """
+    return _LayerNorm.apply(x, residual, weight, bias, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        given = x
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        channels = x.shape[-1]
+        assert is_ready(x, residual)
+        assert residual is None or residual.shape == x.shape
+        assert fits_norm(channels)
+        assert weight.shape == bias.shape == (channels,)
+        assert weight.dtype == bias.dtype
+        assert weight.dtype == torch.float32 or is_ready(weight, bias)
+        y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+        statistics = torch.empty(2, x.numel() // channels)
+        low = int(weight.dtype == torch.bfloat16)
+        sizes = x.numel() // channels, channels
+        kernel("clap_layer_norm")(x, residual, total, weight, bias, low, y, statistics, *sizes, float(eps))
+        ctx.save_for_backward(x if total is None else total, weight, statistics)
+        ctx.has_residual = residual is not None
+        return y, given.view_as(given) if total is None else total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, statistics = ctx.saved_tensors
+        dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        given = dy.contiguous(), None if passed is None else passed.contiguous(), x, weight
+        low, sizes = int(weight.dtype == torch.bfloat16), (x.numel() // x.shape[-1], x.shape[-1])
+        kernel("clap_layer_norm_backward")(*given, low, statistics, dx, dweight, dbias, *sizes)
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None
+
+
+def draw_seed() -> int:
+    """A seed for one mask, from torch's generator."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def native_dropout(x: Tensor, probability: float) -> Tensor:
+    """`F.dropout` while training, of a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
+    assert x.numel() % 16 == 0
+    assert 0 <= probability < 1
+    return x if probability == 0.0 else _Dropout.apply(x, probability, draw_seed())
+
+
+def _masked(x: Tensor, probability: float, seed: int) -> Tensor:
+    x = x.contiguous()
+    assert is_ready(x)
+    y = torch.empty_like(x)
+    kernel("clap_dropout")(x, y, x.numel(), seed, float(probability))
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
+        ctx.mask = probability, seed
+        return _masked(x, probability, seed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _masked(grads[0], *ctx.mask), None, None
+
+
+def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
+    """Squared magnitudes times the filters, without gradients.
+
+    Args:
+        spectrum_BTK: (batch, frames, frequencies) complex64 on the CPU.
+        filters_FK: (mel bins, frequencies) fp32.
+
+    Returns:
+        (batch, frames, mel bins) fp32.
+    """
+    spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
+    B, T, K = spectrum_BTK.shape
+    assert spectrum_BTK.dtype == torch.complex64
+    assert spectrum_BTK.is_cpu
+    assert filters_FK.shape[1] == K
+    assert filters_FK.dtype == torch.float32
+    used = (filters_FK != 0).int()
+    first, end = used.argmax(dim=1).int(), (K - used.flip(1).argmax(dim=1)).int()
+    mel_BTF = filters_FK.new_empty(B, T, len(filters_FK))
+    kernel("clap_mel_power")(spectrum_BTK, filters_FK, first, end, mel_BTF, B * T, K, len(filters_FK))
+    return mel_BTF

@@ -1,0 +1,220 @@
+"""Converted towers against the same by torch in fp32, no less exact than torch's in bf16; and that nothing else notices."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clap_ds.config.model import load_preset
+from clap_ds.engine.optimizer import FlatAdamW
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.htsat import HTSAT
+from clap_ds.model.mel import LogMel
+from clap_ds.model.packed import pack
+from clap_ds.model.swin import SwinBlock
+from clap_ds.model.text import TextTower
+from clap_ds.native import adamw, convert
+from clap_ds.native.convert import NATIVE, NativeRobertaLayer, NativeSwinBlock, report, reverted
+from tests.kernels import needs_amx
+from tests.model.reference_clap import clips
+
+pytestmark = needs_amx
+
+DEMO = load_preset("demo")
+BF16 = torch.bfloat16
+
+
+def as_used(model: nn.Module) -> nn.Module:
+    """Weights far from their initial zeros and ones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            torch.manual_seed(len(name))
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + noise / 4)
+    return model.train()
+
+
+def audio_tower(attention: str = "auto", drop_path: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    return as_used(HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False, attention=attention))
+
+
+def text_tower(pooling: str = "mean", dropout: float = 0.0, attention: str = "auto") -> Any:
+    config = DEMO.text.model_copy(update={"pooling": pooling})
+    return as_used(TextTower(config, dropout=dropout, from_hub=False, attention=attention))
+
+
+def native(model: nn.Module) -> Any:
+    convert.convert(model.to(BF16))
+    return model
+
+
+def mels() -> tuple[Tensor]:
+    audio = DEMO.audio
+    return (torch.randn(3, audio.num_frames, audio.mel_bins, generator=torch.Generator().manual_seed(0)) * 10 - 20,)
+
+
+def captions(form: str = "padded") -> tuple[Any, ...]:
+    mask = (torch.arange(24) < torch.tensor([24, 3, 17, 1])[:, None]).long()
+    ids = torch.randint(5, DEMO.text.vocab_size, (4, 24), generator=torch.Generator().manual_seed(1))
+    if form == "full":
+        return ids, None
+    if form == "padded":
+        return torch.where(mask.bool(), ids, 1), mask
+    row, packing = pack([(ids, mask)])
+    return row, None, packing
+
+
+def results(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Output and gradients of all parameters, in fp32."""
+    torch.manual_seed(3)
+    output = model(*inputs)
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    (output.float() * probe).sum().backward()
+    found = {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return found | {"output": output.detach().float()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+
+
+def kinds(model: nn.Module) -> dict[str, int]:
+    return Counter(type(module).__name__ for module in model.modules() if isinstance(module, NATIVE))
+
+
+def assert_as_exact_as_torch(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> None:
+    exact, theirs, ours = (results(model, inputs) for model in (build(), build().to(BF16), native(build())))
+    assert ours.keys() == exact.keys()
+    for name, wanted in exact.items():
+        error, usual = (float((each[name] - wanted).norm()) for each in (ours, theirs))
+        if not name.endswith("key.bias"):  # whose gradient is 0 but for rounding
+            assert error <= 1.3 * usual + 1e-3 * float(wanted.norm()), name
+
+
+def test_audio_tower() -> None:
+    assert_as_exact_as_torch(audio_tower, mels())
+    assert kinds(native(audio_tower())) == {"NativePatchEmbed": 1, "NativeSwinBlock": 4, "NativePatchMerging": 1}
+
+
+@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
+@pytest.mark.parametrize("form", ["full", "padded", "packed"])
+def test_text_tower(form: str, pooling: str) -> None:
+    assert_as_exact_as_torch(functools.partial(text_tower, pooling), captions(form))
+    assert kinds(native(text_tower(pooling))) == {"NativeRobertaLayer": 2}
+
+
+def test_front_end_is_the_same_and_has_gradients() -> None:
+    plain, ours = (LogMel(DEMO.audio) for _ in range(2))
+    convert.convert(ours)
+    waveforms = clips(3, DEMO.audio.num_samples, 0)
+    assert not torch.equal(ours(waveforms), plain(waveforms)), "no kernel has run"
+    torch.testing.assert_close(ours(waveforms), plain(waveforms), rtol=1e-4, atol=1e-3)
+    assert torch.equal(ours(waveforms.requires_grad_()), plain(waveforms))
+    assert torch.equal(ours.double()(waveforms), plain.double()(waveforms))
+
+
+def test_parameters_hooks_and_copies_stay() -> None:
+    """Hooks on blocks and layers fire in every forward pass, once, whether set before the conversion or after."""
+    model = ClapModel(DEMO, text_dropout=0.0, attention="auto")
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    seen: list[nn.Module] = []
+    layers = list(model.text.roberta.encoder.layer)
+    blocks = [module for module in model.modules() if isinstance(module, SwinBlock)]
+    for module in layers:
+        module.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    convert.convert(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    for module in blocks:
+        module.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    model.to(BF16)
+    inputs = clips(4, DEMO.audio.num_samples, 0), *captions()
+    for each in (model, copy.deepcopy(model)):
+        seen.clear()
+        each(*inputs)
+        assert [type(module) for module in seen] == [NativeSwinBlock] * len(blocks) + [NativeRobertaLayer] * len(layers)
+
+
+def test_hooks_see_and_change_what_a_text_layer_gives() -> None:
+    tower = native(text_tower())
+    still = tower(*captions())
+    layer = tower.roberta.encoder.layer[0]
+    handle = layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert not torch.equal(tower(*captions()), still)
+    handle.remove()
+    assert torch.equal(tower(*captions()), still)
+
+
+def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
+    for build, inputs in ((audio_tower, mels()), (text_tower, captions())):
+        ours, plain = native(build()), build().to(BF16)
+        with torch.no_grad():
+            output = ours(*inputs)
+            assert not torch.equal(output, plain(*inputs))
+            with reverted(ours):
+                assert torch.equal(ours(*inputs), plain(*inputs))
+                assert not kinds(ours)
+            assert torch.equal(ours(*inputs), output)
+            ours.compile(backend="eager")
+            assert torch.equal(ours(*inputs), plain(*inputs))
+        converted = build()
+        convert.convert(converted)
+        assert_same(results(converted, inputs), results(build(), inputs))
+
+
+@pytest.mark.parametrize("tower", ["audio", "text"])
+def test_recomputed_blocks_give_the_same(tower: str) -> None:
+    build, inputs = {
+        "audio": (functools.partial(audio_tower, drop_path=0.5), mels()),
+        "text": (functools.partial(text_tower, "cls_pooler", 0.1), captions()),
+    }[tower]
+    plain, checkpointed = native(build()), native(build())
+    checkpointed.checkpoint_activations(True)
+    assert_same(results(plain, inputs), results(checkpointed, inputs))
+
+
+def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
+    tower, inputs = native(text_tower(dropout=0.1)), captions()
+    torch.manual_seed(4)
+    first, other = tower(*inputs), tower(*inputs)
+    torch.manual_seed(4)
+    assert torch.equal(tower(*inputs), first)
+    assert not torch.equal(other, first)
+    still = tower.eval()(*inputs).float()
+    mean = torch.stack([tower.train()(*inputs).float() for _ in range(200)]).mean(dim=0)
+    assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
+
+
+def test_dropout_of_attention_weights_alone() -> None:
+    tower, inputs = native(text_tower()), captions()
+    still = tower(*inputs)
+    for layer in tower.roberta.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    assert not torch.equal(tower(*inputs), still)
+    assert torch.equal(tower.eval()(*inputs), still)
+
+
+def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels asked for by name, sizes there are no kernels for, and everything where kernels can't run or aren't wanted."""
+    assert "NativeSwinBlock" not in kinds(native(audio_tower("matmul")))
+    assert not kinds(native(text_tower(attention="sdpa")))
+    micro = {"NativeLogMel": 1, "NativePatchEmbed": 1, "NativeSwinBlock": 1, "NativePatchMerging": 1}
+    assert kinds(native(ClapModel(load_preset("micro"), attention="auto"))) == micro
+    assert report("auto") == "native"
+    assert report("off") == 'torch: clap.cpu_kernels is "off"'
+    monkeypatch.setattr(convert, "unavailable", lambda: "no compiler found")
+    assert report("auto") == "torch: no compiler found"
+    assert not kinds(native(audio_tower()))
+    monkeypatch.setattr(adamw, "native_adamw", None)
+    master = nn.Parameter(torch.ones(32))
+    low, gradient = torch.zeros(32, dtype=BF16), torch.ones(32, dtype=BF16)
+    FlatAdamW([{"params": [master]}], cpu_kernels=False, lr=0.5).step(grads=[[gradient]], output_params=[[low]])
+    assert torch.equal(low, master.detach().to(BF16))
+    assert float(low[0]) < 1
