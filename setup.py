@@ -1,6 +1,5 @@
 """Package metadata. Exact versions tested together are in constraints.txt, the tools' settings in pyproject.toml."""
 
-import re
 import runpy
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Sdist(sdist):
 
 setup(
     name="clap-ds",
-    version=re.search(r'__version__ = "(.+)"', (HERE / "clap_ds" / "__init__.py").read_text()).group(1),
+    version=PLACES["VERSION"],
     description="Train CLAP (contrastive language–audio pretraining) at scale on DeepSpeed and measure how well it scales",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+VERSION = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
 """The checkout this runs from, an editable installation's too; None where a wheel was installed."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import clap_ds
 from clap_ds.config import places
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
@@ -40,7 +39,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
     """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
     return {
         "python": platform.python_version(),
-        "versions": {"clap_ds": clap_ds.__version__, **{name: _version(name) for name in PACKAGES}},
+        "versions": {"clap_ds": places.VERSION, **{name: _version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
