@@ -81,7 +81,7 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
         saved[storage._cdata] = storage  # held, so that no later storage takes its address
         return tensor
 
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         tower.to_empty(device="cpu")
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
