@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.variants import main, parse_varied
+from clap_ds.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
