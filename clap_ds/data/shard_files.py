@@ -35,10 +35,8 @@ def check_url(url: str) -> None:
     """
     for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
-            raise ValueError(
-                f"the {address.scheme} URL of {address.hostname} carries credentials, which would end up in logs and records;"
-                " they are taken from the environment alone"
-            )
+            why = "which would end up in logs and records; they are taken from the environment alone"
+            raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
     for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
             fsspec.get_filesystem_class(protocol)
@@ -75,8 +73,7 @@ def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     if not is_remote(shard):
         return open(shard, "rb")
     buffer_bytes = _HEADER_BUFFER_BYTES if any_order else _STREAM_BUFFER_BYTES
-    options = {"block_size": buffer_bytes} if any_order else {}
-    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order, options), buffer_bytes))
+    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order), buffer_bytes))
 
 
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
@@ -100,21 +97,19 @@ def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) 
 
 
 class _RetriedStream(io.RawIOBase):
-    """A remote file, which fsspec opens with `options`."""
+    """A remote file."""
 
-    def __init__(self, url: str, seekable: bool, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, any_order: bool) -> None:
         self._url = url
-        self._seekable = seekable
-        self._options = options
-        self._position = 0
+        self._options = {"block_size": _HEADER_BUFFER_BYTES} if any_order else {}
+        self._position = self._file_position = 0
         self._file: Any = None
-        self._file_position = 0
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return self._seekable
+        return bool(self._options)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:

@@ -31,8 +31,7 @@ _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer
 class Source:
     """Tars that are mixed with others by weight; weights of all sources add up to 1.
 
-    Attributes:
-        shards_per_pass: how many a worker draws for a pass with replacement; 0: each of `shards` once.
+    `shards_per_pass`: how many a worker draws for a pass with replacement; 0: each of `shards` once.
     """
 
     shards: list[str]
@@ -41,11 +40,7 @@ class Source:
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """The tars that `clap.data.shards` names, with their weights; without weights they are one source.
-
-    Raises:
-        ValueError: see `expand_shards`.
-    """
+    """The tars that `clap.data.shards` names, with their weights; one source without them. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -66,12 +61,11 @@ def expand_shards(shards: str | list[str]) -> list[str]:
     local = [path for path in paths if not shard_files.is_remote(path)]
     missing = [path for path in local if not Path(path).is_file()]
     if missing:
-        raise ValueError(
-            f"{FIELD}: {len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there, the first: "
-            f"{missing[0]} (working folder: {Path.cwd()})"
-        )
+        found = f"{len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there"
+        raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
     for path in local:
-        if _is_empty_tar(Path(path)):
+        # Only small files are opened: every rank asks this of every shard.
+        if Path(path).stat().st_size <= tarfile.RECORDSIZE and not any(Path(path).read_bytes()[: tarfile.BLOCKSIZE]):
             raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
     remote = [path for path in paths if shard_files.is_remote(path)]
     looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
@@ -87,14 +81,12 @@ def _expand(pattern: str) -> list[str]:
         names = list(braceexpand(pattern))
     except ValueError:  # braceexpand's UnbalancedBracesError
         raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
-    expanded: list[str] = []
-    for name in names:
-        matches = _matches(name)
+    expanded = {name: _matches(name) for name in names}
+    for name, matches in expanded.items():
         if not matches:
             where = "" if shard_files.is_remote(name) else f" (working folder: {Path.cwd()})"
             raise ValueError(f"{FIELD}: no file matches {name!r}{where}")
-        expanded += matches
-    return expanded
+    return [match for name in names for match in expanded[name]]
 
 
 def _matches(name: str) -> list[str]:
@@ -110,16 +102,8 @@ def _matches(name: str) -> list[str]:
         raise ValueError(f"{FIELD}: {name!r} can't be looked up: {type(error).__name__}: {error}") from None
 
 
-def _is_empty_tar(path: Path) -> bool:
-    # Only small files are opened: every rank asks this of every shard.
-    if path.stat().st_size > tarfile.RECORDSIZE:
-        return False
-    with path.open("rb") as file:
-        return not any(file.read(tarfile.BLOCKSIZE))
-
-
 def share_out(
-    sources: list[Source], *, sampling: Sampling, rank: int, world_size: int, num_workers: int
+    sources: list[Source], sampling: Sampling, rank: int, world_size: int, num_workers: int
 ) -> list[list[Source]]:
     """What each worker of a rank reads of every source.
 
@@ -145,10 +129,10 @@ def share_out(
             )
         usable = min(wanted, number // world_size)
         if usable < wanted and rank == 0:
-            note(
-                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank "
-                f"({world_size * num_workers} shards would keep all busy)"
+            found = (
+                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank"
             )
+            note(f"{found} ({world_size * num_workers} shards would keep all busy)")
         num_used = min(num_used, usable)
     return [
         [replace(source, shards=source.shards[rank::world_size][worker::num_used]) for source in sources]

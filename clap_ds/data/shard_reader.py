@@ -6,10 +6,10 @@ at a place, items before it are passed over without being decoded.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
 Position = dict[str, Any]
 """Where a reader stands, fit for JSON: `samples` given so far, and of each source in `passes` the number of the pass and how
 many of its items were drawn."""
-
 START: Position = {"samples": 0, "passes": []}
 
 
@@ -38,7 +37,6 @@ class Piece:
     """What a worker sends: some rows, and what it met on the way.
 
     Attributes:
-        worker: which it is.
         after: where its reader stands when these rows are given.
         encoded_bytes: of audio files decoded for them.
         failure: why it has given up; then there are no rows.
@@ -82,20 +80,18 @@ class SourceReader:
 
     def samples(self, decode: Callable[[Item, random.Random], Sample | None]) -> Iterator[Sample]:
         """Samples without end; ends only where a whole pass gave none."""
-        skipped = self.drawn
-        while True:
+        is_useful = True
+        while is_useful:
+            skipped = self.drawn
             is_useful = skipped > 0
-            for number, item in enumerate(self._pass(skipped)):
-                if number < skipped:
-                    continue
+            for number, item in islice(enumerate(self._pass(skipped)), skipped, None):
                 self.drawn = number + 1
                 sample = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
                 if sample is not None:
                     is_useful = True
                     yield sample
-            if not is_useful:
-                return
-            self.pass_number, self.drawn, skipped = self.pass_number + 1, 0, 0
+            if is_useful:
+                self.pass_number, self.drawn = self.pass_number + 1, 0
 
     def _pass(self, num_skipped: int) -> Iterator[Item]:
         """The items of one pass, the first `num_skipped` without content where that is possible."""
@@ -105,19 +101,18 @@ class SourceReader:
             shards = rng.choices(shards, k=self.source.shards_per_pass)
         elif self.shuffle_buffer:
             shards = rng.sample(shards, len(shards))
-        items = self._items(shards, num_skipped)
-        return shuffle(self.shuffle_buffer, rng=rng)(items) if self.shuffle_buffer else items
-
-    def _items(self, shards: list[str], num_skipped: int) -> Iterator[Item]:
-        place = 0
+        read = 0
 
         def is_skipped(member: str) -> bool:
-            return place < num_skipped
+            return read < num_skipped
 
-        for shard in shards:
-            for item in read_items(shard, self.report, leave=is_skipped):
-                place += 1
+        def items() -> Iterator[Item]:
+            nonlocal read
+            for item in chain.from_iterable(read_items(shard, self.report, leave=is_skipped) for shard in shards):
+                read += 1
                 yield item
+
+        return shuffle(self.shuffle_buffer, rng=rng)(items()) if self.shuffle_buffer else items()
 
 
 @dataclass(slots=True)
@@ -125,7 +120,7 @@ class ShardReader:
     """One worker's pieces. Remembers what was broken, so that each is named once.
 
     Attributes:
-        worker: number of the worker it is for.
+        worker: its number.
         sources: the worker's part of every source.
         piece_size: rows in a piece.
         seed: text that differs between runs' seeds, ranks and workers.
@@ -145,14 +140,15 @@ class ShardReader:
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
-        readers = self._open_sources()
+        readers, places = [], self.start["passes"] or [[0, 0]] * len(self.sources)
+        for number, (source, place) in enumerate(zip(self.sources, places, strict=True)):
+            buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
+            readers.append(SourceReader(source, buffer, f"{self.seed}, source {number}", self._report, *place))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
         rows: list[Sample] = []
-        for number in itertools.count(self.start["samples"]):
-            chosen = 0
-            if len(streams) > 1:
-                chosen = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)[0]
+        for number in count(self.start["samples"]):
+            (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
             sample = next(streams[chosen], None)
             position = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
             if sample is None:
@@ -164,31 +160,21 @@ class ShardReader:
                 yield Piece(self.worker, self._collate(rows), self._take_news(), position, size)
                 rows = []
 
-    def _open_sources(self) -> list[SourceReader]:
-        places = self.start["passes"] or [[0, 0]] * len(self.sources)
-        readers = []
-        for number, (source, place) in enumerate(zip(self.sources, places, strict=True)):
-            buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
-            readers.append(SourceReader(source, buffer, f"{self.seed}, source {number}", self._report, *place))
-        return readers
-
     def _decode(self, item: Item, rng: random.Random) -> Sample | None:
         audio = self.spec.model.audio
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
-            if not caption.isascii() and self._is_unknown(caption):
-                raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
+            if not caption.isascii():
+                ids = self.tokenizer(caption, add_special_tokens=False)["input_ids"]
+                if all(token == self.tokenizer.unk_token_id for token in ids):
+                    raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
             encoded = choose_audio(item)
             waveform = decode_audio(encoded, sample_rate=audio.sample_rate, num_samples=audio.num_samples, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
         return Sample(waveform, caption, len(encoded))
-
-    def _is_unknown(self, caption: str) -> bool:
-        ids = self.tokenizer(caption, add_special_tokens=False)["input_ids"]
-        return all(token == self.tokenizer.unk_token_id for token in ids)
 
     def _collate(self, rows: list[Sample]) -> Batch:
         waveforms = torch.stack([row.waveform for row in rows])
@@ -206,7 +192,6 @@ class ShardReader:
 
     def _failure(self, number: int) -> str:
         shards = self.sources[number].shards
-        examples = "; ".join(str(broken) for broken in itertools.islice(self._known.values(), NUM_EXAMPLES))
-        return f"{FIELD}: a whole pass over {len(shards)} shard(s) gave no usable item; {len(self._known)} broken" + (
-            f", the first: {examples}" if examples else f": {shards[0]} holds no items"
-        )
+        examples = "; ".join(map(str, islice(self._known.values(), NUM_EXAMPLES)))
+        why = f", the first: {examples}" if examples else f": {shards[0]} holds no items"
+        return f"{FIELD}: a whole pass over {len(shards)} shard(s) gave no usable item; {len(self._known)} broken{why}"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -7,7 +5,6 @@ import torch
 
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import BatchSource
-from tests.data.conftest import OpenSource
 from tests.data.test_batch import CPU, assert_equal, random_batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -19,14 +16,14 @@ class RecordedPieces:
     def __init__(self, micro_batches: list[list[Batch]]) -> None:
         self.micro_batches = iter(micro_batches)
         self.num_given = 0
-        self.num_closed = 0
+        self.is_closed = False
 
     def __next__(self) -> list[Batch]:
         self.num_given += 1
         return next(self.micro_batches)
 
     def close(self) -> None:
-        self.num_closed += 1
+        self.is_closed = True
 
     def state(self) -> dict[str, Any]:
         return {"given": self.num_given}
@@ -35,32 +32,15 @@ class RecordedPieces:
         return {"num_broken_items": 3}
 
 
-def test_source_closes_once_and_passes_statistics_on() -> None:
-    pieces = RecordedPieces([[random_batch(4, seed=2)], [random_batch(4, seed=3)]])
-    with BatchSource(pieces, CPU, copy_ahead=False) as source:
-        assert_equal(next(source), random_batch(4, seed=2))
-        assert source.statistics() == {"num_broken_items": 3}
-        assert pieces.num_closed == 0
-    source.close()
-    assert pieces.num_closed == 1
-    with pytest.raises(AssertionError, match="closed"):
-        next(source)
-
-
-def test_source_is_closed_when_the_step_fails() -> None:
-    pieces = RecordedPieces([])
-    with pytest.raises(RuntimeError, match="the step"), BatchSource(pieces, CPU, copy_ahead=False):
+def test_source_passes_statistics_on_and_is_closed_when_the_step_fails() -> None:
+    pieces = RecordedPieces([[random_batch(4, seed=2)]])
+    source = BatchSource(pieces, CPU, copy_ahead=False)
+    assert_equal(next(source), random_batch(4, seed=2))
+    assert source.statistics() == {"num_broken_items": 3}
+    assert not pieces.is_closed
+    with pytest.raises(RuntimeError, match="the step"), source:
         raise RuntimeError("the step")
-    assert pieces.num_closed == 1
-
-
-def test_build_batches_gives_what_the_model_expects(open_source: OpenSource) -> None:
-    with open_source(micro_batch=5, rank=1, world_size=2) as source:
-        for batch in (next(source), next(source), next(source)):
-            assert batch.waveforms.shape == (5, 480)
-            assert batch.waveforms.dtype == torch.float32
-            assert batch.input_ids.shape == batch.attention_mask.shape == (5, 12)
-            assert batch.num_tokens == 60
+    assert pieces.is_closed
 
 
 @pytest.mark.gpu

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import io
 import json
 import random
 import re
-import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -18,24 +15,13 @@ from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.model.tokenizer import load_tokenizer
 from examples.synthetic_sounds.__main__ import Variety, encode, main, make_clip
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS
+from tests.data.tars import items_in
 
 NUM_CLIPS = 52
-
-Items = dict[str, dict[str, bytes]]
 
 
 def run(directory: Path, *arguments: str) -> int:
     return main([str(directory), "--clips", str(NUM_CLIPS), "--shards", "3", "--seconds", "0.2-0.6", *arguments])
-
-
-def items_in(directory: Path) -> Items:
-    items: Items = {}
-    for path in sorted(directory.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                key, extension = member.name.split(".")
-                items.setdefault(key, {})[extension] = tar.extractfile(member).read()
-    return items
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +47,8 @@ def test_clips_are_real_audio_of_every_sort_with_their_captions(sounds: Path) ->
     assert Counter(kinds) == {kind.label: 2 for kind in KINDS}
     nouns = {kind.label: kind.nouns["all"] for kind in KINDS}
     captions = [captions_of(item) for item in items]
-    assert all(
-        any(noun in each for noun in nouns[kind]) for kind, own in zip(kinds, captions, strict=True) for each in own
-    )
+    for kind, own in zip(kinds, captions, strict=True):
+        assert all(any(noun in each for noun in nouns[kind]) for each in own)
     assert len({own[0] for own in captions}) > 0.9 * NUM_CLIPS
     tokenizer = load_tokenizer(str(sounds / "tokenizer"), vocab_size=512)  # the micro preset's
     assert max(len(ids) for own in captions for ids in tokenizer(own)["input_ids"]) <= 40
@@ -91,12 +76,9 @@ def test_same_seed_same_sounds_and_captions(sounds: Path, tmp_path: Path, capsys
     [
         ([], "exists and isn't an empty folder"),
         (["--clips", "2", "--shards", "3"], "a shard would be empty"),
-        (["--clips", "0"], "a whole number of at least 1, found '0'"),
         (["--seconds", "5-1"], "found '5-1'"),
-        (["--seconds", "0"], "found '0'"),
+        (["--seconds", "a"], "found 'a'"),
         (["--seconds", "1-2-3"], "found '1-2-3'"),
-        (["--wordings", "other"], "invalid choice: 'other'"),
-        (["--format", "aac"], "invalid choice: 'aac'"),
         (["--sample_rate", "400"], "from 8000 to 48000, found '400'"),
     ],
 )
