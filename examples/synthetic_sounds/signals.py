@@ -33,9 +33,8 @@ def _struck(since: Signal, frequency: float, rate: float) -> Signal:
 
 def _bell(time: Signal, pitch: float) -> Signal:
     partials = ((1.0, 1.0), (2.76, 0.6), (5.4, 0.3))  # of a struck bar: frequency ratio, strength
-    return sum(
-        (gain * np.exp(-3 * k * (time % 2)) * _sine(time, min(pitch, 1400) * k) for k, gain in partials), 0 * time
-    )
+    rung = (gain * np.exp(-3 * k * (time % 2)) * _sine(time, min(pitch, 1400) * k) for k, gain in partials)
+    return sum(rung, 0 * time)
 
 
 def _plucked(time: Signal, pitch: float) -> Signal:
