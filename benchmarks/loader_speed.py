@@ -59,13 +59,6 @@ def measure(run: RunSettings, num_workers: int, *, seconds: float, world_size: i
         return Speed(num_workers, samples / elapsed, (pieces.encoded_bytes - size) / elapsed / 1e6)
 
 
-def needed_workers(speeds: list[Speed], needed: float) -> int:
-    """Workers per rank that give `MARGIN` times the samples per second needed: the fewest measured to do so, or more than were
-    measured, by the rate of one among the most."""
-    more = math.ceil(MARGIN * needed * speeds[-1].num_workers / speeds[-1].samples_per_s)
-    return next((speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed), more)
-
-
 def rate_of(run_directory: Path) -> float:
     """Samples per second of one rank in a run; UserError where its summary can't be read or has none."""
     path = run_directory / "summary.json"
@@ -77,10 +70,12 @@ def rate_of(run_directory: Path) -> float:
 
 
 def verdict(speeds: list[Speed], *, needed: float, ranks_per_host: int, cores: int) -> str:
-    """How many workers the step needs, and whether the host has cores for them."""
-    wanted = needed_workers(speeds, needed)
-    takes, guess = f"{wanted} worker(s) per rank", "more than were measured: taken from the rate of one among the most"
-    takes = f"about {takes} ({guess})" if wanted > speeds[-1].num_workers else takes
+    """How many workers give `MARGIN` times the samples per second a step needs, and whether the host has cores for them."""
+    more = math.ceil(MARGIN * needed * speeds[-1].num_workers / speeds[-1].samples_per_s)
+    wanted = next((speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed), more)
+    takes = f"{wanted} worker(s) per rank"
+    if wanted > speeds[-1].num_workers:
+        takes = f"about {takes} (more than were measured: taken from the rate of one among the most)"
     needs = f"the step needs {needed:.1f} samples/s per rank; with a margin of {MARGIN - 1:.0%} that takes {takes}"
     in_all = wanted * ranks_per_host
     has = f"it has {cores} cores for them: {'enough' if in_all + ranks_per_host <= cores else 'NOT enough'}"

@@ -17,17 +17,13 @@ from clap_ds.model.packed import Packing, pack
 class Batch:
     """Audio–caption pairs, all tensors on one device. B pairs, T audio samples, L text tokens (padding included).
 
-    Attributes:
-        waveforms: (B, T) float32 in [-1, 1], at the model's sample rate; pieces may have int16 (`to_int16`).
-        input_ids: (B, L) int64: <s> … </s>, then padding.
-        attention_mask: (B, L) int64, 1 at real tokens, 0 at padding.
-        num_tokens: real tokens. Counted from the mask when left out, which waits for the device.
-        packed: the captions packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
+    `num_tokens` are the real ones: counted from the mask when left out, which waits for the device. `packed` are the captions
+    packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
     """
 
-    waveforms: Tensor
-    input_ids: Tensor
-    attention_mask: Tensor
+    waveforms: Tensor  # (B, T) float32 in [-1, 1], at the model's sample rate; pieces may have int16 (`to_int16`)
+    input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
+    attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
     packed: tuple[Tensor, Packing] | None = None
 

@@ -29,7 +29,6 @@ CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 
 _LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
-
 _MP3_LEAD_IN_SECONDS = 30
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
@@ -101,8 +100,7 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         (num_samples,) float32 in [-1, 1].
 
     Raises:
-        BrokenItemError: can't be decoded, or nothing in it could be heard: no samples, a single one, nothing but zeros, NaN or
-            infinite ones.
+        BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
     with open_audio(encoded) as file:
         ratio = _resampling_ratio(file.samplerate, sample_rate)
@@ -176,7 +174,5 @@ def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
     return waveform if ratio == 1 else _resampler(ratio.denominator, ratio.numerator)(waveform)
 
 
-@functools.lru_cache(maxsize=32)
-def _resampler(from_rate: int, to_rate: int) -> Any:
-    """Windowed-sinc resampling; the filter is computed once per pair of rates."""
-    return torchaudio.transforms.Resample(from_rate, to_rate)
+# Windowed-sinc resampling, whose filter is computed once per pair of rates.
+_resampler = functools.lru_cache(maxsize=32)(torchaudio.transforms.Resample)

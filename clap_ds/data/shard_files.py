@@ -15,10 +15,8 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-ATTEMPTS = 5
-FIRST_WAIT_S = 0.5  # doubled after each failure
-_STREAM_BUFFER_BYTES = 2**20
-_HEADER_BUFFER_BYTES = 2**16
+ATTEMPTS, FIRST_WAIT_S = 5, 0.5  # the wait is doubled after each failure
+_STREAM_BUFFER_BYTES, _HEADER_BUFFER_BYTES = 2**20, 2**16
 
 T = TypeVar("T")
 
@@ -28,11 +26,7 @@ def is_remote(shard: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that can't be used, without connecting.
-
-    Raises:
-        ValueError: credentials in it, a protocol fsspec doesn't know, or one whose package isn't installed.
-    """
+    """ValueError for a URL with credentials, of a protocol fsspec doesn't know, or of one whose package isn't installed."""
     for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
@@ -67,8 +61,7 @@ def problem_with(url: str) -> str | None:
 def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     """A shard for reading: a local file, seekable, or a remote stream, whose reads raise OSError after `ATTEMPTS` failures.
 
-    Args:
-        any_order: make a remote file seekable, too, and fetch little ahead.
+    With `any_order` a remote file is seekable, too, and little of it is fetched ahead.
     """
     if not is_remote(shard):
         return open(shard, "rb")
@@ -79,9 +72,7 @@ def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
     """The result of `attempt`, tried up to `ATTEMPTS` times with longer and longer waits between.
 
-    Raises:
-        FileNotFoundError, PermissionError, ImportError: at once.
-        OSError: it failed every time; says how the last time.
+    Raises FileNotFoundError, PermissionError and ImportError at once; OSError where it failed every time.
     """
     for number in range(ATTEMPTS):
         try:

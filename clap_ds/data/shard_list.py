@@ -29,14 +29,11 @@ _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tars that are mixed with others by weight; weights of all sources add up to 1.
-
-    `shards_per_pass`: how many a worker draws for a pass with replacement; 0: each of `shards` once.
-    """
+    """Tars that are mixed with others by weight; weights of all sources add up to 1."""
 
     shards: list[str]
     weight: float
-    shards_per_pass: int = 0
+    shards_per_pass: int = 0  # drawn by a worker with replacement; 0: each of `shards` once
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
@@ -50,14 +47,13 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 def expand_shards(shards: str | list[str]) -> list[str]:
     """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
 
-    Raises:
-        ValueError: nothing named, a pattern that can't be read or matches nothing, files that are missing or empty, a URL that
-            can't be used.
+    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing or empty files, an unusable URL.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     paths = [name for pattern in patterns for name in _expand(pattern.removeprefix("file://"))]
     if not paths:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
+    remote = list(filter(shard_files.is_remote, paths))
     local = [path for path in paths if not shard_files.is_remote(path)]
     missing = [path for path in local if not Path(path).is_file()]
     if missing:
@@ -67,7 +63,6 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         # Only small files are opened: every rank asks this of every shard.
         if Path(path).stat().st_size <= tarfile.RECORDSIZE and not any(Path(path).read_bytes()[: tarfile.BLOCKSIZE]):
             raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
-    remote = [path for path in paths if shard_files.is_remote(path)]
     looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
     with ThreadPoolExecutor(8) as threads:
         for url, problem in zip(looked_up, threads.map(shard_files.problem_with, looked_up), strict=True):
@@ -110,11 +105,8 @@ def share_out(
     With `epochs` no shard is given twice, all are given, and no worker goes without: with too few for every worker of every
     rank, all ranks use fewer workers, and rank 0 says so. With `replacement` every worker draws from all shards.
 
-    Args:
-        num_workers: worker processes wanted per rank; 0 (decoding in the training process) counts as one.
-
-    Raises:
-        ValueError: a source has fewer shards than there are ranks (`epochs`).
+    `num_workers` are those wanted per rank; 0 (decoding in the training process) counts as one. ValueError where a source has
+    fewer shards than there are ranks (`epochs`).
     """
     wanted = num_used = max(num_workers, 1)
     if sampling == "replacement":

@@ -24,12 +24,12 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One tar. `seconds`: of audio in it; `sha256`: of the whole file, in hex."""
+    """One tar."""
 
     items: int
     bytes: int
-    seconds: float
-    sha256: str
+    seconds: float  # of audio
+    sha256: str  # of the whole file, in hex
 
 
 def write_manifest(folder: Path, shards: Mapping[str, ShardRecord]) -> None:

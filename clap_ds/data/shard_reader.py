@@ -34,20 +34,14 @@ START: Position = {"samples": 0, "passes": []}
 
 @dataclass(slots=True)
 class Piece:
-    """What a worker sends: some rows, and what it met on the way.
-
-    Attributes:
-        after: where its reader stands when these rows are given.
-        encoded_bytes: of audio files decoded for them.
-        failure: why it has given up; then there are no rows.
-    """
+    """What a worker sends: some rows, and what it met on the way."""
 
     worker: int
     batch: Batch | None
     broken: list[Broken]
-    after: Position
-    encoded_bytes: int = 0
-    failure: str = ""
+    after: Position  # where its reader stands when these rows are given
+    encoded_bytes: int = 0  # of audio files decoded for them
+    failure: str = ""  # why it has given up; then there are no rows
 
     def pin_memory(self) -> Piece:
         return replace(self, batch=self.batch.pin_memory()) if self.batch else self
@@ -63,20 +57,14 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class SourceReader:
-    """Goes through one worker's share of a source without end.
-
-    Attributes:
-        shuffle_buffer: encoded items held for shuffling; 0 keeps the order of files and tars.
-        seed: text that decides the order, crops and choice of captions.
-        pass_number, drawn: where it stands: a pass, and items of it drawn before.
-    """
+    """Goes through one worker's share of a source without end."""
 
     source: Source
-    shuffle_buffer: int
-    seed: str
+    shuffle_buffer: int  # encoded items held for shuffling; 0 keeps the order of files and tars
+    seed: str  # decides the order, crops and choice of captions
     report: Report
     pass_number: int
-    drawn: int
+    drawn: int  # items of this pass
 
     def samples(self, decode: Callable[[Item, random.Random], Sample | None]) -> Iterator[Sample]:
         """Samples without end; ends only where a whole pass gave none."""
@@ -117,23 +105,15 @@ class SourceReader:
 
 @dataclass(slots=True)
 class ShardReader:
-    """One worker's pieces. Remembers what was broken, so that each is named once.
-
-    Attributes:
-        worker: its number.
-        sources: the worker's part of every source.
-        piece_size: rows in a piece.
-        seed: text that differs between runs' seeds, ranks and workers.
-        start: where to resume.
-    """
+    """One worker's pieces. Remembers what was broken, so that each is named once."""
 
     worker: int
-    sources: list[Source]
+    sources: list[Source]  # the worker's part of every source
     data: ShardData
     spec: BatchSpec
     tokenizer: PreTrainedTokenizerBase
     piece_size: int
-    seed: str
+    seed: str  # differs between runs' seeds, ranks and workers
     start: Position
     _known: dict[str, Broken] = field(default_factory=dict)
     _news: list[Broken] = field(default_factory=list)

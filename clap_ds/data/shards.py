@@ -41,12 +41,7 @@ class _Readers(IterableDataset[Piece]):
 
 
 class ShardPieces:
-    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`.
-
-    Attributes:
-        num_workers: processes that decode.
-        encoded_bytes: of audio files decoded so far.
-    """
+    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
 
     def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         sources = expand_sources(data.shards)
@@ -77,21 +72,16 @@ class ShardPieces:
             for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
         ]
         self.num_workers = len(shares) if data.num_workers else 0
-        self.encoded_bytes = 0
+        self.encoded_bytes = 0  # of audio files decoded so far
         self._broken: list[Broken] = []
         self._num_broken = 0
         self._piece: Piece | None = None
         # Two micro-batches in all wait ahead of the one in use.
         prefetch = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else None
-        self._received: Loader[Piece] = Loader(
-            # Workers are asked in turn, so the one whose turn it is comes first.
-            _Readers(readers[next_worker:] + readers[:next_worker]),
-            num_workers=self.num_workers,
-            section="clap.data",
-            batch_size=None,
-            prefetch_factor=prefetch,
-            pin_memory=spec.device.type == "cuda",
-        )
+        # Workers are asked in turn, so the one whose turn it is comes first.
+        dataset = _Readers(readers[next_worker:] + readers[:next_worker])
+        options = {"batch_size": None, "prefetch_factor": prefetch, "pin_memory": spec.device.type == "cuda"}
+        self._received: Loader[Piece] = Loader(dataset, num_workers=self.num_workers, section="clap.data", **options)
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume where `state` stood; where that can't be exact, in a new order."""
@@ -151,5 +141,4 @@ class ShardPieces:
         }
 
     def close(self) -> None:
-        self._piece = None
         self._received.close()

@@ -23,9 +23,7 @@ _Copy = tuple[Batch, torch.cuda.Event, dict[str, Any]]  # on its way to the devi
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Endless iterator of batches on the device. Use it as a context manager, or call `close()`.
 
-    Args:
-        copy_ahead: start copying the next batch, on a stream of its own, whenever one is handed out. CUDA only.
-        pack_captions: hand out batches with packed captions.
+    With `copy_ahead` (CUDA only) the next batch is copied on a stream of its own whenever one is handed out.
     """
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
@@ -40,8 +38,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def __next__(self) -> Batch:
         """The next batch; work queued on the current stream afterwards sees it complete.
 
-        Raises:
-            ValueError: the shards hold nothing that can be used, and why, or a worker process died.
+        ValueError where the shards hold nothing that can be used, or a worker process died.
         """
         if self._copy_stream is None:
             batch = join(next(self._pieces), self._device, pack_captions=self._pack_captions)
@@ -95,7 +92,6 @@ def build_batches(
     """The batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
     Args:
-        model: gives the sample rate, the samples in a clip and the vocabulary.
         text_tokens: length of every row of `input_ids`.
         seed: of the run; ranks draw different data from it, and the same on every run.
         state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
@@ -103,8 +99,7 @@ def build_batches(
             data continues in a new order, and rank 0 says why.
 
     Raises:
-        ValueError: settings that can't be met, naming the field: caption lengths that don't fit, missing or empty shards, too
-            few shards, a tokenizer that isn't there or doesn't fit the model. Raised on all ranks alike.
+        ValueError: settings that can't be met, naming the field: caption lengths, shards, tokenizer. On all ranks alike.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
     copy_ahead = device.type == "cuda"

@@ -23,10 +23,8 @@ FIELD = "clap.data.caption_lengths"
 class SyntheticPieces:
     """`num_batches` random batches, made once and handed out in turn.
 
-    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions.
-
-    Raises:
-        ValueError: caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
+    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions. ValueError
+    for caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
     """
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:

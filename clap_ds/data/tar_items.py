@@ -53,10 +53,9 @@ def _open_tar(shard: str, any_order: bool) -> Iterator[Any]:
 def read_items(
     shard: str, report: Report, *, leave: Callable[[str], bool] = lambda member: False, any_order: bool = False
 ) -> Iterator[Item]:
-    """The items of a tar in order, compressed or not. A damaged tar gives what can be read of it.
+    """The items of a tar (path or URL) in order, compressed or not. A damaged tar gives what can be read of it.
 
     Args:
-        shard: path or URL.
         leave: whether the content of a member of this name may stay in the tar, as a `Place`. Heeded where that is cheap (in
             local, uncompressed tars), or everywhere with `any_order`, which opens the others for reading out of order, too.
     """

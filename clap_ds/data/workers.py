@@ -27,12 +27,7 @@ class WorkerError(ValueError):
 class Loader(Iterator[T], Generic[T]):
     """What a `DataLoader` gives, with this project's conventions: each worker computes in one thread and leaves signals to the
     rank, torch's global generator stays as it is, and a worker's death shows where data is asked for, not wherever torch's
-    signal handler would raise it.
-
-    Args:
-        num_workers: processes that load; 0: this one.
-        section: of the settings that has `num_workers`, such as `clap.data`.
-        options: of `DataLoader`, such as batch_size, collate_fn, prefetch_factor, pin_memory.
+    signal handler would raise it. `section` of the settings has `num_workers`, `options` are the DataLoader's.
     """
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loader_speed import Speed, main, needed_workers, verdict
+from benchmarks.loader_speed import Speed, main, verdict
 from tests.data.tars import marked_item, marked_tars
 
 SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
@@ -16,7 +16,7 @@ SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
 )
 def test_workers_needed(needed: float, workers: int) -> None:
     """A quarter more than the step needs; beyond 4 workers, 80 samples/s each."""
-    assert needed_workers(SPEEDS, needed) == workers
+    assert f" {workers} worker(s) per rank" in verdict(SPEEDS, needed=needed, ranks_per_host=1, cores=8)
 
 
 def test_verdict_says_whether_the_cores_suffice() -> None:

@@ -83,11 +83,11 @@ def test_crops_of_lossy_files_match_the_whole(file_format: str) -> None:
         np.testing.assert_allclose(crop, whole[start : start + SECOND], atol=1e-5)
 
 
-@pytest.mark.parametrize("num_channels", [2, 7])
-def test_channels_are_averaged(num_channels: int) -> None:
-    samples = np.random.default_rng(0).uniform(-1, 1, (SECOND, num_channels)).astype(np.float32)
-    decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
-    np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
+def test_channels_are_averaged_and_what_is_too_loud_clipped() -> None:
+    for num_channels in (1, 2, 7):
+        samples = np.random.default_rng(0).uniform(-3, 3, (SECOND, num_channels)).astype(np.float32)
+        decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
+        np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1).clip(-1, 1), atol=1e-6)
 
 
 def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
@@ -97,10 +97,6 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
     assert all(any(crop) for crop in crops)
     assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
-
-
-def test_loud_float_audio_is_clipped() -> None:
-    assert decode(encode(np.array([2.5, -3.0]), SECOND, "WAV", "FLOAT"), num_samples=2).tolist() == [1, -1]
 
 
 FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on count its samples

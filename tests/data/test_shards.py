@@ -53,14 +53,10 @@ def test_ranks_and_workers_see_disjoint_and_complete_sets(tmp_path: Path, open_s
     assert set(multiprocessing.active_children()) == others
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_same_seed_same_order(tmp_path: Path, open_source: OpenSource, num_workers: int) -> None:
+def test_same_seed_same_order(tmp_path: Path, open_source: OpenSource) -> None:
     pattern = marked_tars(tmp_path, 4, 10)
-    orders = []
-    for seed in (0, 0, 1):
-        with open_source(pattern, seed=seed, num_workers=num_workers, shuffle_buffer=20) as source:
-            orders.append(numbers_in(source, 20))
-    assert orders[0] == orders[1] != orders[2]
+    first, again, other = (numbers_in(open_source(pattern, seed=seed, shuffle_buffer=20), 20) for seed in (0, 0, 1))
+    assert first == again != other
 
 
 def test_crops_and_captions_are_drawn_anew_in_each_pass(
@@ -244,7 +240,8 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source:
         worker = (set(multiprocessing.active_children()) - others).pop()
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(0.5)
-        death = rf"clap\.data\.num_workers: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory"
-        with pytest.raises(ValueError, match=death):
+        with pytest.raises(
+            ValueError, match=rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
+        ):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)

@@ -1,5 +1,5 @@
-import itertools
 from collections.abc import Callable
+from itertools import combinations, islice
 
 import pytest
 import torch
@@ -16,12 +16,7 @@ Draw = Callable[..., list[Batch]]
 @pytest.fixture
 def draw(open_source: OpenSource) -> Draw:
     """The first batches of a source."""
-
-    def first(count: int = 1, **settings: object) -> list[Batch]:
-        with open_source(**{"micro_batch": 6, **settings}) as source:
-            return [next(source) for _ in range(count)]
-
-    return first
+    return lambda count=1, **settings: list(islice(open_source(**{"micro_batch": 6, **settings}), count))
 
 
 def differ_everywhere(first: Batch, second: Batch) -> bool:
@@ -38,7 +33,7 @@ def test_batches_ranks_and_seeds_differ_and_batches_take_turns(draw: Draw) -> No
     *batches, again = draw(4, num_batches=3)
     assert torch.equal(batches[0].waveforms, again.waveforms)
     batches += [draw(rank=rank, seed=seed)[0] for rank, seed in [(1, 0), (0, 1), (1, 2), (2, 1)]]
-    assert all(differ_everywhere(*pair) for pair in itertools.combinations(batches, 2))
+    assert all(differ_everywhere(*pair) for pair in combinations(batches, 2))
 
 
 def test_waveforms_are_uniform_noise(draw: Draw) -> None:

@@ -40,10 +40,10 @@ def centroid(signal: np.ndarray) -> float:
     return float((power * np.fft.rfftfreq(len(signal), 1 / RATE)).sum() / power.sum())
 
 
-@pytest.mark.parametrize("label", ["pure tone", "square wave", "sawtooth wave", "tremolo", "bell"])
-def test_pitched_sounds_have_their_pitch(label: str) -> None:
-    for pitch in (150.0, 600.0):
-        assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1)
+def test_pitched_sounds_have_their_pitch() -> None:
+    for label in ("pure tone", "square wave", "sawtooth wave", "tremolo", "bell"):
+        for pitch in (150.0, 600.0):
+            assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1), label
 
 
 def test_chirps_go_their_way_and_pink_noise_is_darker_than_white() -> None:
@@ -54,7 +54,7 @@ def test_chirps_go_their_way_and_pink_noise_is_darker_than_white() -> None:
     assert centroid(signal_of("pink noise", 0)) < RATE / 8
 
 
-@pytest.mark.parametrize("tempo", [2.0, 10.0])
-def test_clicks_come_at_their_tempo(tempo: float) -> None:
-    onsets = np.flatnonzero(np.abs(signal_of("clicks", tempo)) > 0.7)
-    assert (np.diff(onsets, prepend=-RATE) > RATE / 100).sum() == 2 * tempo
+def test_clicks_come_at_their_tempo() -> None:
+    for tempo in (2.0, 10.0):
+        onsets = np.flatnonzero(np.abs(signal_of("clicks", tempo)) > 0.7)
+        assert (np.diff(onsets, prepend=-RATE) > RATE / 100).sum() == 2 * tempo

@@ -47,9 +47,8 @@ BROKEN = "broken.jsonl"
 def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> list[BuiltShard]:
     """Build all shards that aren't there yet; then the manifest and the list of broken items.
 
-    Raises:
-        UserError: the folder holds something else, or no item can be used.
-        OSError: the folder can't be written, or the disk is full; what is finished stays.
+    UserError where the folder holds something else or no item can be used; OSError where it can't be written, or the disk is
+    full: what is finished stays.
     """
     encoding = Encoding(options.to_flac, options.sample_rate, options.mono)
     planned = plan_shards(entries, options.held_out, round(options.shard_mb * 1e6), options.shards, options.seed)
@@ -123,15 +122,14 @@ def _report(folder: Path, built: list[BuiltShard], with_tokenizer: bool) -> list
                 settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     if num_broken := sum(len(shard.broken) for shard in built):
         lines.append(f"{num_broken} items left out, listed with reasons in {folder / BROKEN}")
-    lines.append('For a run\'s JSON, in "clap":')
-    return lines + [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    return [*lines, 'For a run\'s JSON, in "clap":', *sections]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m clap_ds.data.build", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="CSV, JSONL or folder (see the module)")
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("python -m clap_ds.data.build", description=description, allow_abbrev=False)
+    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     parser.add_argument("--verify", action="store_true", help="check FOLDER against its manifest, and build nothing")
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
@@ -175,10 +173,9 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """The command after its arguments are parsed. Returns the exit code; errors: see `build` and `read_entries`."""
     if options.verify:
         problems = verify(options.folder)
-        print("\n".join(problems) if problems else f"{options.folder}: all shards are as they were built")
+        print("\n".join(problems) or f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
     entries = read_entries(options.source, options)
     if options.shards and options.shards > len(entries):

@@ -43,18 +43,13 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same file are one
     entry with all their captions.
 
-    Args:
-        options: how to read them, as the command's help says (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
-            `audio_root`); None: found out.
-
-    Raises:
-        UserError: the source is missing, empty, of another kind, in another encoding, or lacks a column.
+    `options` say how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
+    `audio_root`). UserError for a source that is missing, empty, of another kind, in another encoding, or lacks a column.
     """
     if source.is_dir():
-        entries = list(_read_folder(source, options))
-        if not entries:
-            raise UserError(f"{source}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
-        return entries
+        if entries := list(_read_folder(source, options)):
+            return entries
+        raise UserError(f"{source}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
     suffix = source.suffix.lower()
@@ -64,8 +59,7 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     rows = list(_jsonl_rows(source, text) if suffix in (".jsonl", ".ndjson") else _csv_rows(source, text, options))
     if not rows:
         raise UserError(f"{source}: no rows in it")
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
-    audio, captions = _columns(source, names, options)
+    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
     merged: dict[Path, Entry] = {}
     for line, row in rows:
         entry = _entry_of(line, row, options.audio_root or source.parent, audio, captions)

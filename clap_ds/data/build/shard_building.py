@@ -42,18 +42,15 @@ class PlannedShard(NamedTuple):
     """A shard to build: its file name and its items."""
 
     name: str
-    items: list[tuple[int, Entry]]
-    """Entries with their numbers in the list."""
+    items: list[tuple[int, Entry]]  # with their numbers in the list
 
 
 class BuiltShard(NamedTuple):
     """A finished shard."""
 
     name: str
-    record: ShardRecord | None
-    """None where none of its items could be used, so that there is no tar."""
-    broken: list[tuple[str, str]]
-    """Path and reason of items left out."""
+    record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
+    broken: list[tuple[str, str]]  # path and reason of items left out
 
 
 def plan_shards(
@@ -61,10 +58,8 @@ def plan_shards(
 ) -> list[PlannedShard]:
     """Entries in random order, divided into shards for training and, before them, a share for evaluation.
 
-    Args:
-        held_out: share of the entries that goes into `held_out-….tar`; the others go into `train-….tar`.
-        shard_bytes: of encoded audio in a shard, about.
-        num_shards: of the training shards; None: by `shard_bytes`.
+    The share `held_out` goes into `held_out-….tar`, the others into `num_shards` of `train-….tar`. Where that is None, and of
+    what is held out, a shard gets about `shard_bytes` of encoded audio.
     """
     numbered = list(enumerate(entries))
     random.Random(seed).shuffle(numbered)
@@ -89,11 +84,7 @@ def _size(entry: Entry) -> int:
 
 
 def claim(folder: Path, planned: list[PlannedShard], encoding: Encoding) -> None:
-    """Make the folder, or make sure that it is this build's: of the same list, options, and sizes of audio files.
-
-    Raises:
-        UserError: it holds something else, or can't be written.
-    """
+    """Make the folder, or make sure that it is this build's: of the same list, options and sizes of files; else UserError."""
     state = hashlib.sha256(repr(encoding).encode())
     for shard in planned:
         state.update(shard.name.encode())
@@ -131,8 +122,7 @@ def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: 
 
     `on_item` is called after each item, usable or not; what it raises ends the work.
     """
-    partial = folder / f"{shard.name}.partial"
-    broken: list[tuple[str, str]] = []
+    partial, broken = folder / f"{shard.name}.partial", []
     num_items, seconds = 0, 0.0
     with partial.open("wb") as file:
         with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
@@ -150,8 +140,9 @@ def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: 
                 on_item()
         file.flush()
         os.fsync(file.fileno())
-    record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial)) if num_items else None
-    if record:
+    record = None
+    if num_items:
+        record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
         os.replace(partial, folder / shard.name)
     else:
         partial.unlink()
