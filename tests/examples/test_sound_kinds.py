@@ -1,4 +1,5 @@
 import random
+import re
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
     every = [noun for kind in KINDS for noun in kind.nouns["all"]]
     assert len(every) == len(set(every))
     assert not set(TEMPLATES["train"]) & set(TEMPLATES["held_out"])
+    said = " ".join(noun for kind in KINDS for noun in kind.nouns["train"])
+    words = {wordings: set(re.findall(r"\w+", " ".join(TEMPLATES[wordings]))) for wordings in TEMPLATES}
+    assert words["held_out"] <= words["train"] | set(said.split())
 
 
 def signal_of(label: str, value: float) -> np.ndarray:
