@@ -15,8 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,30 +28,27 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shards import ShardPieces
 
-MARGIN = 1.25
-"""How much more than the step needs the loader should give, so that uneven clips don't make it wait."""
+MARGIN = 1.25  # how much more than the step needs the loader should give, so that uneven clips don't make it wait
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """What a number of workers gives: samples and MB (of encoded audio; 10⁶ bytes) per second, all of them together."""
 
     num_workers: int
     samples_per_s: float
     mb_per_s: float
 
+    def __str__(self) -> str:
+        number, samples, mb = self
+        return f"{number:7d} {samples:10.1f} {samples / number:11.1f} {mb:8.2f} {mb / number:16.2f}"
+
 
 def measure(run: RunSettings, num_workers: int, *, seconds: float, world_size: int) -> Speed:
-    """Load one rank's share for some time, after a micro-batch that isn't counted.
-
-    Raises:
-        ValueError: shards or tokenizer can't be used, or there are too few shards for so many workers.
-    """
+    """Load one rank's share for some time, after a micro-batch that isn't counted; ValueError where its shards don't do."""
     data = run.clap.data.model_copy(update={"num_workers": num_workers})
     cpu = torch.device("cpu")
     spec = BatchSpec(run.clap.preset(), run.clap.text_tokens, run.micro_batch, 0, world_size, run.clap.seed, cpu)
-    pieces = ShardPieces(data, spec)
-    try:
+    with closing(ShardPieces(data, spec)) as pieces:
         if pieces.num_workers < num_workers:
             raise ValueError(f"too few shards for {num_workers} workers on each of {world_size} rank(s)")
         next(pieces)  # starts the workers
@@ -59,16 +57,6 @@ def measure(run: RunSettings, num_workers: int, *, seconds: float, world_size: i
             next(pieces)
             samples += run.micro_batch
         return Speed(num_workers, samples / elapsed, (pieces.encoded_bytes - size) / elapsed / 1e6)
-    finally:
-        pieces.close()
-
-
-def needed_workers(speeds: list[Speed], needed: float) -> int:
-    """Workers per rank that give `MARGIN` times the samples per second needed: the fewest measured to do so, or more than were
-    measured, by the rate of one among the most."""
-    enough = [speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed]
-    most = speeds[-1]
-    return enough[0] if enough else math.ceil(MARGIN * needed * most.num_workers / most.samples_per_s)
 
 
 def rate_of(run_directory: Path) -> float:
@@ -76,41 +64,26 @@ def rate_of(run_directory: Path) -> float:
     path = run_directory / "summary.json"
     try:
         return float(json.loads(path.read_text())["samples_per_s_per_gpu"]["median"])
-    except OSError as error:
-        raise UserError(f"--run_directory: {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--run_directory: {path} has no samples_per_s_per_gpu: expected a benchmark's directory"
-        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = "expected a benchmark's directory, with the median of samples_per_s_per_gpu"
+        raise UserError(f"--run_directory: {path}: {expected}: {error}") from None
 
 
-def report(speeds: list[Speed], *, needed: float | None, ranks_per_host: int, cores: int) -> list[str]:
-    """What the measurement says, in lines for people."""
-    lines = ["workers  samples/s  per worker     MB/s  MB/s per worker"]
-    for speed in speeds:
-        number, samples, megabytes = asdict(speed).values()
-        lines.append(
-            f"{number:7d} {samples:10.1f} {samples / number:11.1f} {megabytes:8.2f} {megabytes / number:16.2f}"
-        )
-    if needed is None:
-        return lines
-    wanted = needed_workers(speeds, needed)
-    is_guess = wanted > speeds[-1].num_workers
-    lines.append(
-        f"the step needs {needed:.1f} samples/s per rank; with a margin of {MARGIN - 1:.0%} that takes"
-        f" {'about ' if is_guess else ''}{wanted} worker(s) per rank"
-        + (" (more than were measured: taken from the rate of one among the most)" if is_guess else "")
-    )
+def verdict(speeds: list[Speed], *, needed: float, ranks_per_host: int, cores: int) -> str:
+    """How many workers give `MARGIN` times the samples per second a step needs, and whether the host has cores for them."""
+    more = math.ceil(MARGIN * needed * speeds[-1].num_workers / speeds[-1].samples_per_s)
+    wanted = next((speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed), more)
+    takes = f"{wanted} worker(s) per rank"
+    if wanted > speeds[-1].num_workers:
+        takes = f"about {takes} (more than were measured: taken from the rate of one among the most)"
+    needs = f"the step needs {needed:.1f} samples/s per rank; with a margin of {MARGIN - 1:.0%} that takes {takes}"
     in_all = wanted * ranks_per_host
-    lines.append(
-        f"{ranks_per_host} rank(s) on this host make {in_all} workers beside {ranks_per_host} training process(es); it has"
-        f" {cores} cores for them: {'enough' if in_all + ranks_per_host <= cores else 'NOT enough'}"
-    )
-    return lines
+    has = f"it has {cores} cores for them: {'enough' if in_all + ranks_per_host <= cores else 'NOT enough'}"
+    made = f"{ranks_per_host} rank(s) on this host make {in_all} workers beside {ranks_per_host} training process(es)"
+    return f"{needs}\n{made}; {has}"
 
 
 def run_measurement(options: argparse.Namespace) -> None:
-    """The command after its arguments are parsed; UserError where what it was given can't be measured."""
     run = load_run(options.deepspeed_config)
     if not isinstance(run.clap.data, ShardData):
         raise UserError(f"{run.path}: clap.data.source: expected shards, found {run.clap.data.source}")
@@ -118,6 +91,7 @@ def run_measurement(options: argparse.Namespace) -> None:
     ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
     most = options.max_workers or max(1, min(16, cores // ranks))
     speeds: list[Speed] = []
+    print("workers  samples/s  per worker     MB/s  MB/s per worker")
     for number in sorted({2**power for power in range(most.bit_length())} | {most}):
         try:
             speeds.append(measure(run, number, seconds=options.seconds, world_size=ranks))
@@ -126,18 +100,16 @@ def run_measurement(options: argparse.Namespace) -> None:
                 raise UserError(f"{run.path}: {error}") from None
             print(f"{number} workers: not measured: {error}", flush=True)
             break
-        print(f"{number} worker(s): {speeds[-1].samples_per_s:.1f} samples/s", flush=True)
-    print("\n".join(report(speeds, needed=needed, ranks_per_host=ranks, cores=cores)))
+        print(speeds[-1], flush=True)
+    if needed is not None:
+        print(verdict(speeds, needed=needed, ranks_per_host=ranks, cores=cores))
     if options.json:
-        figures = {"speeds": [asdict(speed) for speed in speeds], "needed_samples_per_s": needed, "cores": cores}
+        figures = {"speeds": [speed._asdict() for speed in speeds], "needed_samples_per_s": needed, "cores": cores}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loader_speed", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser("python -m benchmarks.loader_speed", description=__doc__, allow_abbrev=False)
     add, positive = parser.add_argument, whole_number()
     add("--deepspeed_config", type=Path, required=True, metavar="FILE", help="a run's JSON whose data are shards")
     add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, at most 16)")

@@ -17,19 +17,13 @@ from clap_ds.model.packed import Packing, pack
 class Batch:
     """Audio–caption pairs, all tensors on one device. B pairs, T audio samples, L text tokens (padding included).
 
-    Attributes:
-        waveforms: (B, T) float32 in [-1, 1], at the model's sample rate. Pieces may have int16 (`to_int16`), which `join` turns
-            into float32 on the device.
-        input_ids: (B, L) int64: <s> … </s>, then padding.
-        attention_mask: (B, L) int64, 1 at real tokens, 0 at padding.
-        num_tokens: real tokens in the batch. Counted from the mask when left out, which waits for the device: give it where
-            it's known.
-        packed: the captions packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
+    `num_tokens` are the real ones: counted from the mask when left out, which waits for the device. `packed` are the captions
+    packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
     """
 
-    waveforms: Tensor
-    input_ids: Tensor
-    attention_mask: Tensor
+    waveforms: Tensor  # (B, T) float32 in [-1, 1], at the model's sample rate; pieces may have int16 (`to_int16`)
+    input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
+    attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
     packed: tuple[Tensor, Packing] | None = None
 
@@ -66,7 +60,7 @@ class Batch:
         return Batch(self.waveforms[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
 
     def pin_memory(self) -> Batch:
-        """This batch in page-locked host memory, which the GPU can copy from while the host goes on."""
+        """In page-locked host memory, which the GPU can copy from while the host goes on."""
         return self.map(Tensor.pin_memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -74,17 +68,13 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of what `function` makes of each tensor."""
-        packed = None
-        if self.packed is not None:
-            ids, packing = self.packed
-            packed = function(ids), packing._replace(bounds=function(packing.bounds))
+        packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
         waveforms, input_ids, mask = map(function, self.tensors())
         return Batch(waveforms, input_ids, mask, self.num_tokens, packed)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that work on `stream` uses these tensors."""
-        packed = () if self.packed is None else (self.packed[0], self.packed[1].bounds)
-        for tensor in (*self.tensors(), *packed):
+        for tensor in (*self.tensors(), *((self.packed[0], self.packed[1].bounds) if self.packed else ())):
             tensor.record_stream(stream)
 
 
@@ -124,28 +114,25 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """One batch on `device` from the rows of `pieces`, without an intermediate copy on the host.
+    """One batch on `device` from the rows of `pieces`: without a copy on the host between, and asynchronous from pinned memory.
 
-    From pinned memory the copies are asynchronous, on the current stream.
-
-    Args:
-        pack_captions: pack them too. A single piece keeps the result, as synthetic batches come again.
+    A single piece keeps its packed captions, as synthetic batches come again.
     """
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
-        return _as_float(pieces[0].to(device, non_blocking=True))
-    num_rows = sum(len(piece) for piece in pieces)
-    whole = pieces[0].map(lambda like: torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=device))
-    whole.num_tokens = sum(piece.num_tokens for piece in pieces)
-    if pack_captions:
-        whole.packed = _pack(pieces, device)
-    start = 0
-    for piece in pieces:
-        for target, source in zip(whole.tensors(), piece.tensors(), strict=True):
-            target[start : start + len(piece)].copy_(source, non_blocking=True)
-        start += len(piece)
-    return _as_float(whole)
+        whole = pieces[0].to(device, non_blocking=True)
+    else:
+        sizes = [len(piece) for piece in pieces]
+        whole = pieces[0].map(lambda like: torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=device))
+        whole.num_tokens = sum(piece.num_tokens for piece in pieces)
+        whole.packed = _pack(pieces, device) if pack_captions else None
+        for target, *parts in zip(whole.tensors(), *(piece.tensors() for piece in pieces), strict=True):
+            for rows, part in zip(target.split(sizes), parts, strict=True):
+                rows.copy_(part, non_blocking=True)
+    if whole.waveforms.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
+        whole.waveforms = whole.waveforms.float().div_(INT16_SCALE)
+    return whole
 
 
 def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:
@@ -153,11 +140,8 @@ def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packin
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     ids, packing = pack([(piece.input_ids.cpu(), piece.attention_mask.cpu()) for piece in pieces])
-    return move(ids), packing._replace(bounds=move(packing.bounds))
+    return move(ids), _with_bounds(packing, move)
 
 
-def _as_float(batch: Batch) -> Batch:
-    # After the copy, for the device converts sooner than the host.
-    if batch.waveforms.dtype == torch.int16:
-        batch.waveforms = batch.waveforms.float().div_(INT16_SCALE)
-    return batch
+def _with_bounds(packing: Packing, function: Callable[[Tensor], Tensor]) -> Packing:
+    return packing._replace(bounds=function(packing.bounds))

@@ -29,7 +29,6 @@ CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 
 _LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
-
 _MP3_LEAD_IN_SECONDS = 30
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
@@ -50,11 +49,7 @@ class Broken:
 
 
 def choose_audio(members: Mapping[str, Any]) -> Any:
-    """The encoded audio among an item's members (extension → content).
-
-    Raises:
-        BrokenItemError: none there.
-    """
+    """The encoded audio among an item's members (extension → content); BrokenItemError where there is none."""
     for extension in AUDIO_FORMATS:
         if extension in members:
             return members[extension]
@@ -68,38 +63,35 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     Raises:
         BrokenItemError: none there, not UTF-8, not valid JSON, or nothing but white space.
     """
+    if not members.keys() & set(CAPTION_FORMATS):
+        raise BrokenItemError("no caption (txt or json)")
     try:
         if "txt" in members:
-            captions = [members["txt"].decode("utf-8-sig")]
-        elif "json" in members:
-            captions = _captions_in(json.loads(members["json"].decode("utf-8-sig")))
+            captions: Any = members["txt"].decode("utf-8-sig")
         else:
-            raise BrokenItemError("no caption (txt or json)")
+            content = json.loads(members["json"].decode("utf-8-sig"))
+            field = next(name for name in CAPTION_FIELDS if isinstance(content, dict) and name in content)
+            captions = content[field]
     except UnicodeDecodeError:
         raise BrokenItemError("caption isn't UTF-8") from None
     except json.JSONDecodeError as error:
         raise BrokenItemError(f"json isn't valid: {error}") from None
+    except StopIteration:
+        raise BrokenItemError("no caption in its json (field caption or text)") from None
+    captions = [captions] if isinstance(captions, str) else captions
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise BrokenItemError(f"{field} in its json is neither a string nor a list of strings")
     usable = [caption.strip() for caption in captions if caption.strip()]
     if not usable:
         raise BrokenItemError("empty caption")
     return usable
 
 
-def _captions_in(content: Any) -> list[str]:
-    field = next((name for name in CAPTION_FIELDS if isinstance(content, dict) and name in content), None)
-    if field is None:
-        raise BrokenItemError("no caption in its json (field caption or text)")
-    captions = [content[field]] if isinstance(content[field], str) else content[field]
-    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(f"{field} in its json is neither a string nor a list of strings")
-    return captions
-
-
 def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: random.Random) -> Tensor:
-    """A clip as the model takes it: mono, at `sample_rate` (Hz), `num_samples` long.
+    """A clip as the model takes it: mono (the mean of the channels), at `sample_rate` (Hz), `num_samples` long.
 
-    Longer audio is cropped at a place drawn from `rng`; only that part is decoded. Shorter audio is repeated and padded, see
-    `repeat_pad`. Channels are averaged. Where the place drawn turns out to be silent, the crop is moved to the loudest sample.
+    Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent; only that part
+    is decoded. Shorter audio is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad").
 
     Args:
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
@@ -108,8 +100,7 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         (num_samples,) float32 in [-1, 1].
 
     Raises:
-        BrokenItemError: can't be decoded, or nothing in it could be heard: no samples, a single one, nothing but zeros, NaN or
-            infinite ones.
+        BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
     with open_audio(encoded) as file:
         ratio = _resampling_ratio(file.samplerate, sample_rate)
@@ -118,8 +109,10 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         if expected < file.frames and len(samples) and not samples.any():
             samples = _loudest_part(file, expected)
     check_samples(samples, expected)
-    waveform = resample(torch.from_numpy(_mix(samples)), ratio.denominator, ratio.numerator)
-    return repeat_pad(waveform[:num_samples], num_samples).clamp_(-1, 1)
+    mono = sum(samples.T) / np.float32(samples.shape[1])  # much sooner than a mean over so short an axis
+    waveform = resample(torch.from_numpy(mono), ratio.denominator, ratio.numerator)[:num_samples]
+    repeated = waveform.repeat(num_samples // len(waveform))
+    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated))).clamp_(-1, 1)
 
 
 @contextmanager
@@ -128,9 +121,8 @@ def open_audio(encoded: bytes) -> Iterator[soundfile.SoundFile]:
     try:
         with soundfile.SoundFile(io.BytesIO(encoded)) as file:
             if file.frames >= _UNKNOWN_LENGTH:
-                raise BrokenItemError(
-                    "audio doesn't state its length, as FLAC written to a pipe; encode it again to a file"
-                )
+                how = "as FLAC written to a pipe; encode it again to a file"
+                raise BrokenItemError(f"audio doesn't state its length, {how}")
             yield file
     except BrokenItemError:
         raise
@@ -140,11 +132,7 @@ def open_audio(encoded: bytes) -> Iterator[soundfile.SoundFile]:
 
 
 def check_samples(samples: NDArray[np.float32], expected: int) -> None:
-    """Refuse samples (frames, channels) that nothing could be learned from, or that are far fewer than `expected`.
-
-    Raises:
-        BrokenItemError: says what is wrong with them.
-    """
+    """BrokenItemError for samples (frames, channels) of no use to training, or far fewer than `expected`."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if len(samples) < max(1, expected // 2):
@@ -165,15 +153,6 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[
     return samples[lead_in:]
 
 
-def _mix(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(frames, channels) → (frames,), the channels' mean; of one or two, as there mostly are, without a general reduction."""
-    if samples.shape[1] == 1:
-        return samples[:, 0]
-    if samples.shape[1] == 2:
-        return np.asarray((samples[:, 0] + samples[:, 1]) * np.float32(0.5))
-    return np.asarray(samples.mean(axis=1, dtype=np.float32))
-
-
 def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
     """`num_frames` about the loudest frame of the whole file: (frames, channels)."""
     file.seek(0)
@@ -183,20 +162,10 @@ def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.floa
     return samples[start : start + num_frames]
 
 
-def repeat_pad(waveform: Tensor, num_samples: int) -> Tensor:
-    """Fill (num_samples,) with a shorter (T,): whole repetitions, as many as fit, then zeros (LAION-CLAP's "repeatpad")."""
-    assert 0 < len(waveform) <= num_samples
-    if len(waveform) == num_samples:
-        return waveform
-    repeated = waveform.repeat(num_samples // len(waveform))
-    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
-
-
 def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
-    ratio = Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM) if from_rate > 0 else Fraction(0)
-    if not ratio:
-        raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
-    return ratio
+    if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
+        return ratio
+    raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
 
 
 def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
@@ -205,7 +174,5 @@ def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
     return waveform if ratio == 1 else _resampler(ratio.denominator, ratio.numerator)(waveform)
 
 
-@functools.lru_cache(maxsize=32)
-def _resampler(from_rate: int, to_rate: int) -> Any:
-    """Windowed-sinc resampling; the filter is computed once per pair of rates."""
-    return torchaudio.transforms.Resample(from_rate, to_rate)
+# Windowed-sinc resampling, whose filter is computed once per pair of rates.
+_resampler = functools.lru_cache(maxsize=32)(torchaudio.transforms.Resample)

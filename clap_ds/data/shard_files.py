@@ -15,10 +15,8 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-ATTEMPTS = 5
-FIRST_WAIT_S = 0.5  # doubled after each failure
-_STREAM_BUFFER_BYTES = 2**20
-_HEADER_BUFFER_BYTES = 2**16
+ATTEMPTS, FIRST_WAIT_S = 5, 0.5  # the wait is doubled after each failure
+_STREAM_BUFFER_BYTES, _HEADER_BUFFER_BYTES = 2**20, 2**16
 
 T = TypeVar("T")
 
@@ -28,17 +26,11 @@ def is_remote(shard: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that can't be used, without connecting.
-
-    Raises:
-        ValueError: credentials in it, a protocol fsspec doesn't know, or one whose package isn't installed.
-    """
+    """ValueError for a URL with credentials, of a protocol fsspec doesn't know, or of one whose package isn't installed."""
     for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
-            raise ValueError(
-                f"the {address.scheme} URL of {address.hostname} carries credentials, which would end up in logs and records;"
-                " they are taken from the environment alone"
-            )
+            why = "which would end up in logs and records; they are taken from the environment alone"
+            raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
     for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
             fsspec.get_filesystem_class(protocol)
@@ -69,22 +61,18 @@ def problem_with(url: str) -> str | None:
 def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     """A shard for reading: a local file, seekable, or a remote stream, whose reads raise OSError after `ATTEMPTS` failures.
 
-    Args:
-        any_order: make a remote file seekable, too, and fetch little ahead.
+    With `any_order` a remote file is seekable, too, and little of it is fetched ahead.
     """
     if not is_remote(shard):
         return open(shard, "rb")
     buffer_bytes = _HEADER_BUFFER_BYTES if any_order else _STREAM_BUFFER_BYTES
-    options = {"block_size": buffer_bytes} if any_order else {}
-    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order, options), buffer_bytes))
+    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order), buffer_bytes))
 
 
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
     """The result of `attempt`, tried up to `ATTEMPTS` times with longer and longer waits between.
 
-    Raises:
-        FileNotFoundError, PermissionError, ImportError: at once.
-        OSError: it failed every time; says how the last time.
+    Raises FileNotFoundError, PermissionError and ImportError at once; OSError where it failed every time.
     """
     for number in range(ATTEMPTS):
         try:
@@ -100,21 +88,19 @@ def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) 
 
 
 class _RetriedStream(io.RawIOBase):
-    """A remote file, which fsspec opens with `options`."""
+    """A remote file."""
 
-    def __init__(self, url: str, seekable: bool, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, any_order: bool) -> None:
         self._url = url
-        self._seekable = seekable
-        self._options = options
-        self._position = 0
+        self._options = {"block_size": _HEADER_BUFFER_BYTES} if any_order else {}
+        self._position = self._file_position = 0
         self._file: Any = None
-        self._file_position = 0
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return self._seekable
+        return bool(self._options)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:

@@ -29,23 +29,15 @@ _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tars that are mixed with others by weight; weights of all sources add up to 1.
-
-    Attributes:
-        shards_per_pass: how many a worker draws for a pass with replacement; 0: each of `shards` once.
-    """
+    """Tars that are mixed with others by weight; weights of all sources add up to 1."""
 
     shards: list[str]
     weight: float
-    shards_per_pass: int = 0
+    shards_per_pass: int = 0  # drawn by a worker with replacement; 0: each of `shards` once
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """The tars that `clap.data.shards` names, with their weights; without weights they are one source.
-
-    Raises:
-        ValueError: see `expand_shards`.
-    """
+    """The tars that `clap.data.shards` names, with their weights; one source without them. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -55,25 +47,22 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 def expand_shards(shards: str | list[str]) -> list[str]:
     """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
 
-    Raises:
-        ValueError: nothing named, a pattern that can't be read or matches nothing, files that are missing or empty, a URL that
-            can't be used.
+    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing or empty files, an unusable URL.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     paths = [name for pattern in patterns for name in _expand(pattern.removeprefix("file://"))]
     if not paths:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
+    remote = list(filter(shard_files.is_remote, paths))
     local = [path for path in paths if not shard_files.is_remote(path)]
     missing = [path for path in local if not Path(path).is_file()]
     if missing:
-        raise ValueError(
-            f"{FIELD}: {len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there, the first: "
-            f"{missing[0]} (working folder: {Path.cwd()})"
-        )
+        found = f"{len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there"
+        raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
     for path in local:
-        if _is_empty_tar(Path(path)):
+        # Only small files are opened: every rank asks this of every shard.
+        if Path(path).stat().st_size <= tarfile.RECORDSIZE and not any(Path(path).read_bytes()[: tarfile.BLOCKSIZE]):
             raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
-    remote = [path for path in paths if shard_files.is_remote(path)]
     looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
     with ThreadPoolExecutor(8) as threads:
         for url, problem in zip(looked_up, threads.map(shard_files.problem_with, looked_up), strict=True):
@@ -87,14 +76,12 @@ def _expand(pattern: str) -> list[str]:
         names = list(braceexpand(pattern))
     except ValueError:  # braceexpand's UnbalancedBracesError
         raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
-    expanded: list[str] = []
-    for name in names:
-        matches = _matches(name)
+    expanded = {name: _matches(name) for name in names}
+    for name, matches in expanded.items():
         if not matches:
             where = "" if shard_files.is_remote(name) else f" (working folder: {Path.cwd()})"
             raise ValueError(f"{FIELD}: no file matches {name!r}{where}")
-        expanded += matches
-    return expanded
+    return [match for name in names for match in expanded[name]]
 
 
 def _matches(name: str) -> list[str]:
@@ -110,27 +97,16 @@ def _matches(name: str) -> list[str]:
         raise ValueError(f"{FIELD}: {name!r} can't be looked up: {type(error).__name__}: {error}") from None
 
 
-def _is_empty_tar(path: Path) -> bool:
-    # Only small files are opened: every rank asks this of every shard.
-    if path.stat().st_size > tarfile.RECORDSIZE:
-        return False
-    with path.open("rb") as file:
-        return not any(file.read(tarfile.BLOCKSIZE))
-
-
 def share_out(
-    sources: list[Source], *, sampling: Sampling, rank: int, world_size: int, num_workers: int
+    sources: list[Source], sampling: Sampling, rank: int, world_size: int, num_workers: int
 ) -> list[list[Source]]:
     """What each worker of a rank reads of every source.
 
     With `epochs` no shard is given twice, all are given, and no worker goes without: with too few for every worker of every
     rank, all ranks use fewer workers, and rank 0 says so. With `replacement` every worker draws from all shards.
 
-    Args:
-        num_workers: worker processes wanted per rank; 0 (decoding in the training process) counts as one.
-
-    Raises:
-        ValueError: a source has fewer shards than there are ranks (`epochs`).
+    `num_workers` are those wanted per rank; 0 (decoding in the training process) counts as one. ValueError where a source has
+    fewer shards than there are ranks (`epochs`).
     """
     wanted = num_used = max(num_workers, 1)
     if sampling == "replacement":
@@ -145,10 +121,10 @@ def share_out(
             )
         usable = min(wanted, number // world_size)
         if usable < wanted and rank == 0:
-            note(
-                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank "
-                f"({world_size * num_workers} shards would keep all busy)"
+            found = (
+                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank"
             )
+            note(f"{found} ({world_size * num_workers} shards would keep all busy)")
         num_used = min(num_used, usable)
     return [
         [replace(source, shards=source.shards[rank::world_size][worker::num_used]) for source in sources]

@@ -24,12 +24,12 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One tar. `seconds`: of audio in it; `sha256`: of the whole file, in hex."""
+    """One tar."""
 
     items: int
     bytes: int
-    seconds: float
-    sha256: str
+    seconds: float  # of audio
+    sha256: str  # of the whole file, in hex
 
 
 def write_manifest(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
@@ -48,8 +48,7 @@ def read_manifest(folder: str) -> dict[str, ShardRecord]:
         return {}
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+def digest(path: Path) -> str:  # SHA-256 of a file, in hex
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -58,10 +57,7 @@ def epoch_samples(data: ShardData | SyntheticData) -> int | None:
     """Audio–caption pairs in one epoch: all items of all sources once, broken ones included.
 
     From manifests where there are some; otherwise the headers of local tars are gone through. None where neither is possible:
-    synthetic data, and remote shards without a manifest.
-
-    Raises:
-        ValueError: see `clap_ds.data.shard_list.expand_shards`.
+    synthetic data, and remote shards without a manifest. Raises as `clap_ds.data.shard_list.expand_shards` does.
     """
     if isinstance(data, SyntheticData):
         return None

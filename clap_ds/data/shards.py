@@ -22,7 +22,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.items import Broken
 from clap_ds.data.shard_list import expand_sources, note, share_out
-from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, Position, ShardReader
+from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
 from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
@@ -41,20 +41,14 @@ class _Readers(IterableDataset[Piece]):
 
 
 class ShardPieces:
-    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`.
-
-    Attributes:
-        num_workers: processes that decode.
-        encoded_bytes: of audio files decoded so far.
-    """
+    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
 
     def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         sources = expand_sources(data.shards)
-        ranks = {"rank": spec.rank, "world_size": spec.world_size}
-        shares = share_out(sources, sampling=data.sampling, num_workers=data.num_workers, **ranks)
+        shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         contents = json.dumps([[source.shards, source.weight] for source in sources])
-        self._order = {
+        order = {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
             "rows in a piece": piece_size,
@@ -65,68 +59,59 @@ class ShardPieces:
         }
         self._micro_batch = spec.micro_batch
         self._num_shards = sum(len(source.shards) for source in sources)
-        self._restore(state, len(shares), spec)
+        # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.
+        self._state: dict[str, Any] = {"source": "shards", "order": order, "origin": 0, "samples": 0}
+        self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
+        if state is not None:
+            self._restore(state, spec)
+        next_worker, positions = self._state["next_worker"], self._state["positions"]
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
-        readers = []
-        for worker, (own, start) in enumerate(zip(shares, self._positions, strict=True)):
-            seed = f"seed {spec.seed}, after {self._origin}, rank {spec.rank}, worker {worker}"
-            readers.append(ShardReader(worker, own, data, spec, tokenizer, piece_size, seed, start))
+        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
+        readers = [
+            ShardReader(worker, own, data, spec, tokenizer, piece_size, f"{seed}{worker}", start)
+            for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
+        ]
         self.num_workers = len(shares) if data.num_workers else 0
-        self.encoded_bytes = 0
+        self.encoded_bytes = 0  # of audio files decoded so far
         self._broken: list[Broken] = []
         self._num_broken = 0
         self._piece: Piece | None = None
         # Two micro-batches in all wait ahead of the one in use.
         prefetch = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else None
-        self._received: Loader[Piece] = Loader(
-            # Workers are asked in turn, so the one whose turn it is comes first.
-            _Readers(readers[self._next_worker :] + readers[: self._next_worker]),
-            num_workers=self.num_workers,
-            section="clap.data",
-            batch_size=None,
-            prefetch_factor=prefetch,
-            pin_memory=spec.device.type == "cuda",
-        )
+        # Workers are asked in turn, so the one whose turn it is comes first.
+        dataset = _Readers(readers[next_worker:] + readers[:next_worker])
+        options = {"batch_size": None, "prefetch_factor": prefetch, "pin_memory": spec.device.type == "cuda"}
+        self._received: Loader[Piece] = Loader(dataset, num_workers=self.num_workers, section="clap.data", **options)
 
-    def _restore(self, state: dict[str, Any] | None, num_workers: int, spec: BatchSpec) -> None:
+    def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume where `state` stood; where that can't be exact, in a new order."""
-        self._origin = 0  # samples of all ranks before this order began
-        self._num_given = 0  # samples of this rank since
-        self._positions: list[Position] = [START] * num_workers
-        self._next_worker = 0
-        self._num_taken = 0  # rows of the next piece that were given before
-        if state is None:
-            return
-        before = state.get("order", {})
-        changed = [name for name, value in self._order.items() if before.get(name) != value]
+        order, before = self._state["order"], state.get("order", {})
+        changed = [name for name, value in order.items() if before.get(name) != value]
         if not changed:
-            self._origin, self._num_given = state["origin"], state["samples"]
-            self._positions = list(state["positions"])
-            self._next_worker, self._num_taken = state["next_worker"], state["rows_taken"]
+            self._state |= state
             return
-        self._origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
+        origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
+        self._state["origin"] = origin
         if spec.rank == 0:
-            differences = ", ".join(
-                name if name == "shards" else f"{name} (then {before.get(name)}, now {self._order[name]})"
-                for name in changed
-            )
-            note(f"resuming after {self._origin:,} samples in a new order, because of other {differences}")
+            details = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
+            other = ", ".join(name + details.get(name, "") for name in changed)
+            note(f"resuming after {origin:,} samples in a new order, because of other {other}")
 
     def __next__(self) -> list[Batch]:
-        rows, num_missing = [], self._micro_batch
+        rows, num_missing, state = [], self._micro_batch, self._state
         while num_missing:
-            if self._piece is None:
-                self._piece = self._receive()
-            batch = self._piece.batch
-            assert batch is not None
-            rows.append(batch.rows(self._num_taken, min(self._num_taken + num_missing, len(batch))))
-            self._num_taken += len(rows[-1])
+            piece = self._piece = self._piece or self._receive()
+            assert piece.batch is not None
+            taken = state["rows_taken"]
+            rows.append(piece.batch.rows(taken, min(taken + num_missing, len(piece.batch))))
+            state["rows_taken"] += len(rows[-1])
             num_missing -= len(rows[-1])
-            if self._num_taken == len(batch):
-                self._positions[self._piece.worker] = self._piece.after
-                self._next_worker = (self._piece.worker + 1) % len(self._positions)
-                self._piece, self._num_taken = None, 0
-        self._num_given += self._micro_batch
+            if state["rows_taken"] == len(piece.batch):
+                places = state["positions"]
+                places = [*places[: piece.worker], piece.after, *places[piece.worker + 1 :]]
+                state |= {"positions": places, "next_worker": (piece.worker + 1) % len(places), "rows_taken": 0}
+                self._piece = None
+        state["samples"] += self._micro_batch
         return rows
 
     def _receive(self) -> Piece:
@@ -143,15 +128,7 @@ class ShardPieces:
 
     def state(self) -> dict[str, Any]:
         """Where this rank stands after the last micro-batch."""
-        return {
-            "source": "shards",
-            "order": self._order,
-            "origin": self._origin,
-            "samples": self._num_given,
-            "positions": list(self._positions),
-            "next_worker": self._next_worker,
-            "rows_taken": self._num_taken,
-        }
+        return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
         """Broken items are counted once each, however often they are met; a damaged tar counts as one."""
@@ -164,5 +141,4 @@ class ShardPieces:
         }
 
     def close(self) -> None:
-        self._piece = None
         self._received.close()

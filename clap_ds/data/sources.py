@@ -7,31 +7,23 @@ micro-batch ahead on a stream of its own, so that the copy runs under the step b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
+from clap_ds.data.synthetic import SyntheticPieces
+
+_Copy = tuple[Batch, torch.cuda.Event, dict[str, Any]]  # on its way to the device; where its source stood after it
 
 
-class _Copy(NamedTuple):
-    """A batch on its way to the device, and where its source stood after it."""
-
-    batch: Batch
-    done: torch.cuda.Event
-    state: dict[str, Any]
-
-
-class BatchSource(Iterator[Batch]):
+class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Endless iterator of batches on the device. Use it as a context manager, or call `close()`.
 
-    Args:
-        pieces: where the rows come from.
-        device: where the batches are wanted.
-        copy_ahead: start copying the next batch, on a stream of its own, whenever one is handed out. CUDA only.
-        pack_captions: hand out batches with packed captions.
+    With `copy_ahead` (CUDA only) the next batch is copied on a stream of its own whenever one is handed out.
     """
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
@@ -42,26 +34,22 @@ class BatchSource(Iterator[Batch]):
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._ahead: _Copy | None = None
         self._state = pieces.state()
-        self._closed = False
 
     def __next__(self) -> Batch:
         """The next batch; work queued on the current stream afterwards sees it complete.
 
-        Raises:
-            ValueError: the shards hold nothing that can be used, and why, or a worker process died.
+        ValueError where the shards hold nothing that can be used, or a worker process died.
         """
-        assert not self._closed, "this BatchSource is closed"
         if self._copy_stream is None:
             batch = join(next(self._pieces), self._device, pack_captions=self._pack_captions)
             self._state = self._pieces.state()
             return batch
-        copy = self._ahead or self._start_copy(self._copy_stream)
+        batch, done, self._state = self._ahead or self._start_copy(self._copy_stream)
         compute_stream = torch.cuda.current_stream(self._device)
-        compute_stream.wait_event(copy.done)
-        copy.batch.record_stream(compute_stream)
-        self._state = copy.state
+        compute_stream.wait_event(done)
+        batch.record_stream(compute_stream)
         self._ahead = self._start_copy(self._copy_stream)
-        return copy.batch
+        return batch
 
     def _start_copy(self, stream: torch.cuda.Stream) -> _Copy:
         pieces = next(self._pieces)
@@ -69,7 +57,7 @@ class BatchSource(Iterator[Batch]):
         with torch.cuda.stream(stream):
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
             done.record(stream)
-        return _Copy(batch, done, self._pieces.state())
+        return batch, done, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
         """Where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
@@ -80,14 +68,9 @@ class BatchSource(Iterator[Batch]):
         return self._pieces.statistics()
 
     def close(self) -> None:
-        """Stop worker processes and let go of the batches. A second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._ahead = None
-            self._pieces.close()
-
-    def __enter__(self) -> BatchSource:
-        return self
+        """Stop worker processes and let go of the batches."""
+        self._ahead = None
+        self._pieces.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -109,29 +92,21 @@ def build_batches(
     """The batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
     Args:
-        model: gives the sample rate, the samples in a clip and the vocabulary.
         text_tokens: length of every row of `input_ids`.
-        micro_batch: rows in a batch.
-        pack_captions: hand out batches whose captions are packed as well.
         seed: of the run; ranks draw different data from it, and the same on every run.
         state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
             Exact where ranks, workers, settings and shards are the same, at whatever micro-batch pieces allow; otherwise the
             data continues in a new order, and rank 0 says why.
 
     Raises:
-        ValueError: settings that can't be met, naming the field: caption lengths that don't fit, missing or empty shards, too
-            few shards, a tokenizer that isn't there or doesn't fit the model. Raised on all ranks alike.
+        ValueError: settings that can't be met, naming the field: caption lengths, shards, tokenizer. On all ranks alike.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
     copy_ahead = device.type == "cuda"
-    pieces: Pieces
     if isinstance(data, SyntheticData):
-        from clap_ds.data.synthetic import SyntheticPieces
-
-        pieces = SyntheticPieces(data, spec, state)
+        pieces: Pieces = SyntheticPieces(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"
-    else:
-        # Imported here because synthetic runs have no use for audio decoders and tokenizers.
+    else:  # imported here because synthetic runs have no use for audio decoders and tokenizers
         from clap_ds.data.shards import ShardPieces
 
         pieces = ShardPieces(data, spec, state)

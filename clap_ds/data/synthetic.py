@@ -16,20 +16,15 @@ from clap_ds.config.model import PAD_TOKEN_ID
 from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec
 
-START_TOKEN_ID = 0  # <s>
-END_TOKEN_ID = 2  # </s>
-FIRST_WORD_ID = 4  # after <s>, <pad>, </s>, <unk>
-
+START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 FIELD = "clap.data.caption_lengths"
 
 
 class SyntheticPieces:
     """`num_batches` random batches, made once and handed out in turn.
 
-    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions.
-
-    Raises:
-        ValueError: caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
+    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions. ValueError
+    for caption lengths that aren't whole numbers from 2 to `text_tokens`, or whose weights are all 0.
     """
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
@@ -41,12 +36,11 @@ class SyntheticPieces:
             drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
             captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text.vocab_size, on_host)
             noise = torch.empty(spec.micro_batch, spec.model.audio.num_samples, device=spec.device)
-            noise.uniform_(-1, 1, generator=on_device)
+            batch = Batch(noise.uniform_(-1, 1, generator=on_device).cpu(), *captions)
             if data.placement == "device":
-                batch = Batch(noise, *captions).to(spec.device)
-            else:
-                batch = Batch(noise.cpu(), *captions)
-                batch = batch.pin_memory() if spec.device.type == "cuda" else batch
+                batch = batch.to(spec.device)
+            elif spec.device.type == "cuda":
+                batch = batch.pin_memory()
             self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)
 
@@ -64,8 +58,7 @@ class SyntheticPieces:
         return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}
 
 
-def _mix(*parts: int) -> int:
-    """A 63-bit seed in which every part matters."""
+def _mix(*parts: int) -> int:  # a 63-bit seed in which every part matters
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -76,9 +69,8 @@ def _length_histogram(setting: int | dict[str, float] | None, text_tokens: int) 
         if not (text.isascii() and text.isdigit()):
             raise ValueError(f"{FIELD}: a length is a whole number of tokens, found {text!r}")
         if not 2 <= int(text) <= text_tokens:
-            raise ValueError(
-                f"{FIELD}: expected lengths from 2 (<s> and </s>) to clap.text_tokens, {text_tokens}; found {text}"
-            )
+            most = f"clap.text_tokens, {text_tokens}"
+            raise ValueError(f"{FIELD}: expected lengths from 2 (<s> and </s>) to {most}; found {text}")
     weights = torch.tensor(list(weight_by_length.values()), dtype=torch.float64)
     if not (len(weights) and torch.isfinite(weights).all() and weights.sum() > 0):
         raise ValueError(f"{FIELD}: expected a weight above 0 for at least one length, found {weight_by_length}")
@@ -86,13 +78,11 @@ def _length_histogram(setting: int | dict[str, float] | None, text_tokens: int) 
 
 
 def _random_captions(
-    lengths_B: Tensor, text_tokens: int, vocab_size: int, generator: torch.Generator
+    lengths_B: Tensor, text_tokens: int, vocab: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, both (B, text_tokens) int64, of captions with the given numbers of real tokens."""
-    num_captions = len(lengths_B)
-    ids = torch.randint(FIRST_WORD_ID, vocab_size, (num_captions, text_tokens), generator=generator)
-    positions = torch.arange(text_tokens)
+    ids = torch.randint(FIRST_WORD_ID, vocab, (len(lengths_B), text_tokens), generator=generator)
     ids[:, 0] = START_TOKEN_ID
-    ids[torch.arange(num_captions), lengths_B - 1] = END_TOKEN_ID
-    mask = (positions < lengths_B[:, None]).long()
+    ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID
+    mask = (torch.arange(text_tokens) < lengths_B[:, None]).long()
     return ids.masked_fill(mask == 0, PAD_TOKEN_ID), mask

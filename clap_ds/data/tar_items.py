@@ -19,14 +19,9 @@ from webdataset.tariterators import group_by_keys
 from clap_ds.data.items import AUDIO_FORMATS, CAPTION_FORMATS
 from clap_ds.data.shard_files import is_remote, open_shard
 
-Item = dict[str, Any]
-"""Extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`."""
-
-Report = Callable[[str, str], None]
-"""Called for what can't be used, with its name and why."""
-
-DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)
-"""What reading a damaged tar, or one that is gone, raises."""
+Item = dict[str, Any]  # extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`
+Report = Callable[[str, str], None]  # called for what can't be used, with its name and why
+DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)  # what reading a damaged tar, or one that is gone, raises
 
 
 class Place(NamedTuple):
@@ -49,25 +44,20 @@ class _Header(tarfile.TarInfo):
 
 
 @contextmanager
-def _open_tar(shard: str, any_order: bool) -> Iterator[tarfile.TarFile]:
-    mode = "r:*" if any_order or not is_remote(shard) else "r|*"
-    with (
-        open_shard(shard, any_order=any_order) as stream,
-        tarfile.open(fileobj=stream, mode=mode, tarinfo=_Header) as tar,  # type: ignore[call-overload]
-    ):
+def _open_tar(shard: str, any_order: bool) -> Iterator[Any]:
+    mode: Any = "r:*" if any_order or not is_remote(shard) else "r|*"
+    with open_shard(shard, any_order=any_order) as stream, tarfile.open(None, mode, stream, tarinfo=_Header) as tar:
         yield tar
 
 
 def read_items(
     shard: str, report: Report, *, leave: Callable[[str], bool] = lambda member: False, any_order: bool = False
 ) -> Iterator[Item]:
-    """The items of a tar in order, compressed or not. A damaged tar gives what can be read of it.
+    """The items of a tar (path or URL) in order, compressed or not. A damaged tar gives what can be read of it.
 
     Args:
-        shard: path or URL.
-        leave: whether the content of a member of this name may stay in the tar, as a `Place`. Heeded where that is cheap (of
-            local, uncompressed tars), or everywhere with `any_order`.
-        any_order: open remote and compressed tars for reading out of order, too.
+        leave: whether the content of a member of this name may stay in the tar, as a `Place`. Heeded where that is cheap (in
+            local, uncompressed tars), or everywhere with `any_order`, which opens the others for reading out of order, too.
     """
 
     def group_error(error: Exception) -> bool:
@@ -81,9 +71,7 @@ def read_items(
         report(shard, f"tar can't be read: {words(error)}")
 
 
-def _members(
-    shard: str, tar: Any, report: Report, leave: Callable[[str], bool], any_order: bool
-) -> Iterator[dict[str, bytes | Place | str]]:
+def _members(shard: str, tar: Any, report: Report, leave: Callable[[str], bool], any_order: bool) -> Iterator[Item]:
     is_plain_file = isinstance(tar.fileobj, io.BufferedReader) and not is_remote(shard)
     size = os.stat(shard).st_size if is_plain_file else None
     try:
@@ -93,10 +81,8 @@ def _members(
                 continue
             if size is not None and member.offset_data + member.size > size:
                 raise tarfile.ReadError("unexpected end of data")
-            if (size is not None or any_order) and leave(member.name):
-                content: bytes | Place = Place(member.offset_data, member.size)
-            else:
-                content = tar.extractfile(member).read()
+            is_left = (size is not None or any_order) and leave(member.name)
+            content = Place(member.offset_data, member.size) if is_left else tar.extractfile(member).read()
             yield {"fname": member.name, "data": content, "__url__": shard}
         if not getattr(tar, "has_ended", False):
             raise EOFError("no end-of-archive mark")
@@ -146,7 +132,5 @@ def fetch(item: Item) -> None:
 
 def count_samples(shard: str) -> int:
     """Items of a tar that have audio and something a caption can be in; headers alone are read where that is possible."""
-    return sum(
-        any(name in item for name in AUDIO_FORMATS) and any(name in item for name in CAPTION_FORMATS)
-        for item in read_items(shard, lambda name, reason: None, leave=lambda member: True)
-    )
+    items = read_items(shard, lambda name, reason: None, leave=lambda member: True)
+    return sum(all(item.keys() & set(formats) for formats in (AUDIO_FORMATS, CAPTION_FORMATS)) for item in items)

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,12 +27,7 @@ class WorkerError(ValueError):
 class Loader(Iterator[T], Generic[T]):
     """What a `DataLoader` gives, with this project's conventions: each worker computes in one thread and leaves signals to the
     rank, torch's global generator stays as it is, and a worker's death shows where data is asked for, not wherever torch's
-    signal handler would raise it.
-
-    Args:
-        num_workers: processes that load; 0: this one.
-        section: of the settings that has `num_workers`, such as `clap.data`.
-        options: of `DataLoader`, such as batch_size, collate_fn, prefetch_factor, pin_memory.
+    signal handler would raise it. `section` of the settings has `num_workers`, `options` are the DataLoader's.
     """
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
@@ -63,11 +57,11 @@ class Loader(Iterator[T], Generic[T]):
         for worker in getattr(self._loaded, "_workers", []):
             worker.join(timeout=1)  # the end may show a little later than what it left undone
             if worker.exitcode:
-                how = f"ended with code {worker.exitcode}"
+                how, cause = f"ended with code {worker.exitcode}", None
                 if worker.exitcode < 0:
                     number = signal.Signals(-worker.exitcode)
-                    how = "; ".join([f"was ended by {number.name}", *filter(None, [_LIKELY_CAUSES.get(number)])])
-                return f"a data worker (process {worker.pid}) {how}"
+                    how, cause = f"was ended by {number.name}", _LIKELY_CAUSES.get(number)
+                return f"a data worker (process {worker.pid}) {how}" + (f"; {cause}" if cause else "")
         return None
 
     def close(self) -> None:
@@ -77,13 +71,7 @@ class Loader(Iterator[T], Generic[T]):
 
 
 def _start_worker(worker: int) -> None:
-    leave_signals_to_rank()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
-
-
-def leave_signals_to_rank() -> None:
-    """Call first in a worker process, whose forked handlers are the rank's.
+    """In a worker process, whose forked signal handlers are the rank's.
 
     Launchers send SIGTERM to a rank's whole process tree. A worker that obeyed would take the data from a rank that still has a
     step to finish, so it lets the first one pass and obeys the next.
@@ -91,8 +79,6 @@ def leave_signals_to_rank() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _obey_the_next)
-
-
-def _obey_the_next(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.model.tokenizer import train_tokenizer
-from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, Kind, Wordings, class_names
+from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 
 _SUBTYPES = {"flac": ("PCM_16", "PCM_24"), "wav": ("PCM_16", "FLOAT"), "ogg": ("VORBIS",), "mp3": ("MPEG_LAYER_III",)}
@@ -56,33 +56,29 @@ def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> tuple[Signal,
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    captions = [
-        kind.caption(variety.wordings, rng, quality=quality, loudness=loudness, seconds=seconds)
-        for _ in range(rng.choice((1, 1, 3)))
-    ]
+    number = rng.choice((1, 1, 3))
+    captions = [kind.caption(variety.wordings, rng, (loudness, quality), seconds) for _ in range(number)]
     return signal.reshape(len(time), -1), sample_rate, captions
 
 
 def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -> bytes:
     """A whole audio file. `waveform`: (T, channels)."""
     buffer = io.BytesIO()
-    channels = waveform.shape[1]
-    with soundfile.SoundFile(buffer, "w", sample_rate, channels, subtype, format=file_format.upper()) as file:
+    with soundfile.SoundFile(buffer, "w", sample_rate, waveform.shape[1], subtype, format=file_format.upper()) as file:
         # libsndfile's Vorbis encoder overflows its stack on long writes.
         for start in range(0, len(waveform), sample_rate):
             file.write(waveform[start : start + sample_rate])
     return buffer.getvalue()
 
 
-def write_sounds(directory: Path, *, num_clips: int, num_shards: int, seed: int, variety: Variety) -> list[Path]:
+def write_sounds(directory: Path, num_clips: int, num_shards: int, seed: int, variety: Variety) -> list[Path]:
     """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json` into `directory`. Returns the tars.
 
     The same arguments give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
     puts the time into floating-point WAVs. Kinds take turns, so that each shard has all of them when it has clips enough.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    digits = max(3, len(str(num_shards - 1)))
-    paths = [directory / f"sounds-{shard:0{digits}d}.tar" for shard in range(num_shards)]
+    paths = [directory / f"sounds-{shard:0{max(3, len(str(num_shards - 1)))}d}.tar" for shard in range(num_shards)]
     all_captions: list[str] = []
     with tqdm(total=num_clips, unit="clip", disable=None) as progress:
         for shard, path in enumerate(paths):
@@ -93,38 +89,35 @@ def write_sounds(directory: Path, *, num_clips: int, num_shards: int, seed: int,
                     waveform, sample_rate, captions = make_clip(kind, rng, variety)
                     all_captions += captions
                     encoding = rng.choice(variety.encodings)
-                    description: dict[str, object] = {"kind": kind.label}
-                    item = {"__key__": f"{number:06d}", encoding[0]: encode(waveform, sample_rate, *encoding)}
+                    audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
+                    described: dict[str, object] = {"kind": kind.label}
                     if rng.random() < 0.5:
-                        item["txt"] = captions[0].encode()
+                        audio["txt"] = captions[0].encode()
                     else:
-                        description["caption"] = captions[0] if len(captions) == 1 else captions
-                    tar.write({**item, "json": json.dumps(description).encode()})
+                        described["caption"] = captions[0] if len(captions) == 1 else captions
+                    tar.write({"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()})
                     progress.update()
     train_tokenizer(all_captions, directory / "tokenizer")
-    (directory / "classes.json").write_text(json.dumps(class_names(), indent=1) + "\n")
+    classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
+    (directory / "classes.json").write_text(json.dumps(classes, indent=1) + "\n")
     return paths
 
 
 def _seconds_range(text: str) -> tuple[float, float]:
+    low, _, high = text.partition("-")
     try:
-        bounds = [float(part) for part in text.split("-")]
+        if 0.1 <= float(low) <= float(high or low) <= 600:
+            return float(low), float(high or low)
     except ValueError:
-        bounds = []
-    if len(bounds) not in (1, 2) or not 0.1 <= bounds[0] <= bounds[-1] <= 600:
-        raise argparse.ArgumentTypeError(f"expected seconds such as 10 or 1-15, from 0.1 to 600, found {text!r}")
-    return bounds[0], bounds[-1]
+        pass
+    raise argparse.ArgumentTypeError(f"expected seconds such as 10 or 1-15, from 0.1 to 600, found {text!r}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.synthetic_sounds",
-        description="Make audio–caption shards of synthetic sounds, and a tokenizer.",
-    )
+    description = "Make audio–caption shards of synthetic sounds, and a tokenizer."
+    parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=description)
     add = parser.add_argument
-    wordings = (
-        "of the captions: to train on, held out for evaluation (the same words, newly combined), or all (default)"
-    )
+    wordings = "of the captions: to train on, held out for evaluation (the same words newly combined), or all (default)"
     formats = sorted(_SUBTYPES)
     add("directory", type=Path, metavar="DIR", help="new or empty folder to write to")
     add("--clips", type=whole_number(), default=256, metavar="N", help="sounds to make (default 256)")
@@ -152,15 +145,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
         wordings=options.wordings,
     )
     try:
-        paths = write_sounds(
-            directory, num_clips=options.clips, num_shards=options.shards, seed=options.seed, variety=variety
-        )
+        paths = write_sounds(directory, options.clips, options.shards, options.seed, variety)
     except (OSError, soundfile.SoundFileError) as error:
         parser.error(f"{directory} can't be written: {error}")
     size = sum(path.stat().st_size for path in paths) / 1e6
-    print(
-        f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s), {size:.1f} MB: {directory}"
-    )
+    made = f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s), {size:.1f} MB"
+    print(f"{made}: {directory}")
     places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}
     settings = json.dumps({"source": "shards", **places, "num_workers": min(len(paths), 2)}, indent=2)
     print(f'For a run\'s JSON, in "clap":\n"data": {settings}')

@@ -60,9 +60,9 @@ class Kind:
     nouns: dict[str, tuple[str, ...]]
     scale: Scale | None
 
-    def caption(self, wordings: Wordings, rng: random.Random, *, quality: str, loudness: str, seconds: float) -> str:
-        """A caption of a sound. Words for its pitch or tempo (none: empty) and for its loudness are said at times."""
-        words = [word for word in (loudness, quality) if word and rng.random() < 0.7]
+    def caption(self, wordings: Wordings, rng: random.Random, qualities: tuple[str, str], seconds: float) -> str:
+        """A caption of a sound. Words for its loudness and its pitch or tempo (none: empty) are said at times."""
+        words = [word for word in qualities if word and rng.random() < 0.7]
         rng.shuffle(words)
         sound = with_article(" ".join([*words, rng.choice(self.nouns[wordings])]))
         return rng.choice(TEMPLATES[wordings]).format(sound=sound, seconds=max(1, round(seconds)))
@@ -114,9 +114,6 @@ def with_article(sound: str) -> str:
     return f"{'an' if sound[0] in 'aeiou' else 'a'} {sound}"
 
 
-def class_names() -> dict[str, dict[str, list[str]]]:
-    """Wordings → class → its names with their articles, each as `clap.evaluation.zero_shot.classes` takes it."""
-    return {
-        wordings: {kind.label: [with_article(noun) for noun in kind.nouns[wordings]] for kind in KINDS}
-        for wordings in TEMPLATES
-    }
+def class_names(wordings: str) -> dict[str, list[str]]:
+    """Class → its names with their articles, as `clap.evaluation.zero_shot.classes` takes it."""
+    return {kind.label: [with_article(noun) for noun in kind.nouns[wordings]] for kind in KINDS}

@@ -33,9 +33,8 @@ def _struck(since: Signal, frequency: float, rate: float) -> Signal:
 
 def _bell(time: Signal, pitch: float) -> Signal:
     partials = ((1.0, 1.0), (2.76, 0.6), (5.4, 0.3))  # of a struck bar: frequency ratio, strength
-    return sum(
-        (gain * np.exp(-3 * k * (time % 2)) * _sine(time, min(pitch, 1400) * k) for k, gain in partials), 0 * time
-    )
+    rung = (gain * np.exp(-3 * k * (time % 2)) * _sine(time, min(pitch, 1400) * k) for k, gain in partials)
+    return sum(rung, 0 * time)
 
 
 def _plucked(time: Signal, pitch: float) -> Signal:
@@ -81,17 +80,9 @@ def _drum(noise: np.random.Generator, time: Signal, tempo: float) -> Signal:
     return _struck(since_beat, 110, 12) + 0.4 * noise.standard_normal(len(time)) * np.exp(-60 * since_beat)
 
 
-def _clicks(since_click: Signal) -> Signal:
-    return np.exp(-since_click * 800) * np.cos(2 * np.pi * 3000 * since_click)
-
-
 def _bouncing(since_drop: Signal) -> Signal:
     bounces = 0.5 * np.cumsum(0.8 ** np.arange(20)) - 0.5  # ever sooner, in s
     return _struck(since_drop - bounces[np.searchsorted(bounces, since_drop, side="right") - 1], 700, 60)
-
-
-def _laser(time: Signal, since_shot: Signal) -> Signal:
-    return _sine(time, 300 + 4500 * np.exp(-14 * since_shot)) * np.exp(-4 * since_shot)
 
 
 SIGNALS: dict[str, Callable[[np.random.Generator, Signal, float], Signal]] = {
@@ -106,7 +97,9 @@ SIGNALS: dict[str, Callable[[np.random.Generator, Signal, float], Signal]] = {
     "bell": lambda noise, time, pitch: _bell(time, pitch),
     "white noise": lambda noise, time, _: noise.standard_normal(len(time)),
     "pink noise": lambda noise, time, _: _pink(noise, time),
-    "clicks": lambda noise, time, tempo: _clicks(time % (1 / tempo)),
+    "clicks": lambda noise, time, tempo: (
+        np.exp(-(time % (1 / tempo)) * 800) * np.cos(2 * np.pi * 3000 * (time % (1 / tempo)))
+    ),
     "noise bursts": lambda noise, time, tempo: noise.standard_normal(len(time)) * (time * tempo % 1 < 0.3),
     "rumble": lambda noise, time, _: _coloured(noise, time, lambda frequency: np.exp(-frequency / 60)),
     "crackle": lambda noise, time, _: _crackle(noise, time),
@@ -121,6 +114,6 @@ SIGNALS: dict[str, Callable[[np.random.Generator, Signal, float], Signal]] = {
     "drum": _drum,
     "plucked string": lambda noise, time, pitch: _plucked(time, pitch),
     "bouncing ball": lambda noise, time, _: _bouncing(time % 1.8),
-    "laser": lambda noise, time, _: _laser(time, time % 0.4),
+    "laser": lambda noise, time, _: _sine(time, 300 + 4500 * np.exp(-14 * (time % 0.4))) * np.exp(-4 * (time % 0.4)),
     "beeping": lambda noise, time, pitch: _sine(time, max(pitch, 440)) * (time * 4 % 1 < 0.4),
 }

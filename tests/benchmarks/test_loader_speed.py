@@ -1,13 +1,12 @@
-from __future__ import annotations
-
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.loader_speed import Speed, main, needed_workers, report
-from tests.data.tars import marked_item, write_tar
+from benchmarks.loader_speed import Speed, main, verdict
+from tests.data.tars import marked_item, marked_tars
 
 SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
 
@@ -17,31 +16,20 @@ SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
 )
 def test_workers_needed(needed: float, workers: int) -> None:
     """A quarter more than the step needs; beyond 4 workers, 80 samples/s each."""
-    assert needed_workers(SPEEDS, needed) == workers
+    assert f" {workers} worker(s) per rank" in verdict(SPEEDS, needed=needed, ranks_per_host=1, cores=8)
 
 
-def test_report_says_whether_the_cores_suffice() -> None:
-    assert report(SPEEDS, needed=None, ranks_per_host=4, cores=8)[1].split() == [
-        "1",
-        "100.0",
-        "100.0",
-        "10.00",
-        "10.00",
-    ]
-    text = "\n".join(report(SPEEDS, needed=150, ranks_per_host=4, cores=12))
+def test_verdict_says_whether_the_cores_suffice() -> None:
+    text = verdict(SPEEDS, needed=150, ranks_per_host=4, cores=12)
     assert "takes 2 worker(s) per rank" in text
-    assert (
-        "4 rank(s) on this host make 8 workers beside 4 training process(es); it has 12 cores for them: enough" in text
-    )
-    assert "NOT enough" in "\n".join(report(SPEEDS, needed=150, ranks_per_host=4, cores=11))
-    assert "takes about 10 worker(s)" in "\n".join(report(SPEEDS, needed=640, ranks_per_host=1, cores=11))
+    assert "make 8 workers beside 4 training process(es); it has 12 cores for them: enough" in text
+    assert "NOT enough" in verdict(SPEEDS, needed=150, ranks_per_host=4, cores=11)
+    assert "takes about 10 worker(s)" in verdict(SPEEDS, needed=640, ranks_per_host=1, cores=11)
 
 
 @pytest.fixture
 def run_json(tmp_path: Path, tokenizer_dir: str, write_run: Callable[..., Path]) -> Path:
-    for tar in range(2):
-        write_tar(tmp_path / f"{tar}.tar", [member for number in range(8) for member in marked_item(number)])
-    data = {"source": "shards", "shards": str(tmp_path / "{0,1}.tar"), "tokenizer": tokenizer_dir}
+    data = {"source": "shards", "shards": marked_tars(tmp_path, 2, 8), "tokenizer": tokenizer_dir}
     return write_run(clap={"data": data})
 
 
@@ -53,6 +41,7 @@ def test_measures_up_to_as_many_workers_as_there_are_shards(
     arguments += ["--run_directory", str(tmp_path), "--json", str(tmp_path / "speeds.json")]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
+    assert re.search(r"^ +2( +[\d.]+){4}$", printed, re.MULTILINE)
     assert "3 workers: not measured: too few shards for 3 workers" in printed
     assert "the step needs 0.5 samples/s per rank; with a margin of 25% that takes 1 worker(s) per rank" in printed
     figures = json.loads((tmp_path / "speeds.json").read_text())
@@ -66,11 +55,7 @@ def test_measures_up_to_as_many_workers_as_there_are_shards(
     ("changes", "arguments", "message"),
     [
         ({"data": {"source": "synthetic"}}, [], "clap.data.source: expected shards, found synthetic"),
-        (
-            {"data": {"source": "shards", "shards": "nowhere.tar", "tokenizer": "x"}},
-            [],
-            "clap.data.shards: 1 of the 1 files",
-        ),
+        ({"data": {"source": "shards", "shards": "nowhere.tar", "tokenizer": "x"}}, [], "shards: 1 of the 1 files"),
         ({}, ["--run_directory", "nowhere"], "no such file"),
     ],
 )

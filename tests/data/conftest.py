@@ -1,7 +1,5 @@
 """What the data tests share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -20,31 +18,15 @@ OpenSource = Callable[..., BatchSource]
 def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
     """Opens the batches of a rank: of the shards named, or synthetic ones. More settings are those of `clap.data`."""
 
-    def open_data(
-        shards: str | list[str] | dict[str, float] | None = None,
-        state: dict[str, Any] | None = None,
-        *,
-        micro_batch: int = 4,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        **settings: Any,
-    ) -> BatchSource:
+    def open_data(shards: Any = None, state: dict[str, Any] | None = None, **settings: Any) -> BatchSource:
+        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "seed": 0}
+        spec |= {name: settings.pop(name) for name in spec.keys() & settings.keys()}
         if shards is None:
-            data: Any = SyntheticData.model_validate({"source": "synthetic", **settings})
+            data: Any = SyntheticData(source="synthetic", **settings)
         else:
             settings = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0, **settings}
             data = ShardData(source="shards", shards=shards, **settings)
-        return build_batches(
-            data,
-            model=micro,
-            text_tokens=12,
-            micro_batch=micro_batch,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            device=torch.device("cpu"),
-            state=None if state is None else json.loads(json.dumps(state)),
-        )
+        read = state and json.loads(json.dumps(state))
+        return build_batches(data, model=micro, text_tokens=12, device=torch.device("cpu"), state=read, **spec)
 
     return open_data

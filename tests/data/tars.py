@@ -1,9 +1,8 @@
 """Tars and items made by hand with the standard library, for tests of everything that reads them."""
 
-from __future__ import annotations
-
 import io
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,13 +20,10 @@ def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -
     return buffer.getvalue()
 
 
-def marked_item(number: int, suffix: str = "") -> list[tuple[str, bytes]]:
+def marked_item(number: int) -> list[tuple[str, bytes]]:
     """An item recognisable after loading by `number_of`: its 480 samples are all alike."""
-    name = f"{number:04d}{suffix}"
-    return [
-        (f"{name}.wav", wav(np.full(480, (number + 1) / 1000, dtype=np.float32))),
-        (f"{name}.txt", f"tone {number}".encode()),
-    ]
+    sound = wav(np.full(480, (number + 1) / 1000, dtype=np.float32))
+    return [(f"{number:04d}.wav", sound), (f"{number:04d}.txt", f"tone {number}".encode())]
 
 
 def marked_items(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
@@ -60,6 +56,18 @@ def marked_tars(directory: Path, num_tars: int, items_per_tar: int, first: int =
         start = first + tar * items_per_tar
         write_tar(directory / f"{tar:03d}.tar", marked_items(range(start, start + items_per_tar)))
     return str(directory / f"{{000..{num_tars - 1:03d}}}.tar")
+
+
+def items_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
+    """Members of all items of a folder's tars: key → extension → content."""
+    items: dict[str, dict[str, bytes]] = defaultdict(dict)
+    for path in sorted(folder.glob(pattern)):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, extension = member.name.split(".")
+                assert extension not in items[key]
+                items[key][extension] = tar.extractfile(member).read()
+    return items
 
 
 def put(url: str, content: bytes) -> str:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from clap_ds.data.batch import Batch, join
@@ -21,16 +19,11 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
     assert batch.num_tokens == expected.num_tokens
 
 
-def test_counts_rows_and_real_tokens() -> None:
-    batch = Batch(torch.zeros(2, 10), torch.zeros(2, 4).long(), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]))
-    assert (len(batch), batch.num_tokens) == (2, 5)
-    assert batch.rows(1, 2).num_tokens == 3
-
-
 def test_join_puts_pieces_together_in_order() -> None:
     whole = random_batch(10, seed=0)
     assert_equal(join([whole.rows(0, 3), whole.rows(3, 4), whole.rows(4, 10)], CPU), whole)
     assert_equal(join([whole], CPU), whole)
+    assert whole.num_tokens == whole.attention_mask.sum()
 
 
 def test_pieces_are_packed_together() -> None:
@@ -47,8 +40,7 @@ def test_pieces_are_packed_together() -> None:
     assert len(row) == packing.bounds[-1] == 16
     assert torch.equal(batch.input_ids, ids)
     assert join(pieces, CPU).model_inputs()[1].shape == (3, 4)
-
-
-def test_full_captions_have_no_mask() -> None:
-    full = Batch(torch.zeros(1, 8), torch.tensor([[0, 5, 2]]), torch.ones(1, 3, dtype=torch.long))
-    assert full.model_inputs()[2] is None
+    assert join(pieces[1:], CPU).model_inputs()[2] is None  # of full captions
+    again = [join(pieces[:1], CPU, pack_captions=True).model_inputs()[1] for _ in range(2)]
+    assert again[0][:5].tolist() == [0, 5, 2, 0, 2]
+    assert again[0] is again[1]

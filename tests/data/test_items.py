@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -29,41 +27,30 @@ def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray
     return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
 
 
-@pytest.mark.parametrize(
-    ("file_format", "subtype", "largest_error", "relative_error"),
-    [
-        ("WAV", "FLOAT", 1e-7, 1e-6),
-        ("WAV", "PCM_16", 2**-15, 1e-3),
-        ("FLAC", "PCM_16", 2**-15, 1e-3),
-        ("FLAC", "PCM_24", 2**-22, 1e-5),
-        ("OGG", "VORBIS", 0.1, 0.1),
-        ("MP3", "MPEG_LAYER_III", 0.1, 0.1),
-    ],
-)
-def test_round_trip(file_format: str, subtype: str, largest_error: float, relative_error: float) -> None:
+FORMATS = {"WAV": ("FLOAT", 1e-7), "FLAC": ("PCM_24", 2**-22), "OGG": ("VORBIS", 0.1), "MP3": ("MPEG_LAYER_III", 0.1)}
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_round_trip(file_format: str) -> None:
     original = tone(440, SECOND) + 0.2 * tone(1234, SECOND)
+    subtype, tolerance = FORMATS[file_format]
     decoded = decode(encode(original, SECOND, file_format, subtype)).numpy()
     assert decoded.dtype == np.float32
-    inner = slice(2000, -2000)  # lossy codecs smear the abrupt ends
-    error = (decoded - original)[inner]
-    assert np.abs(error).max() <= largest_error
-    assert np.linalg.norm(error) <= relative_error * np.linalg.norm(original)
+    error = (decoded - original)[2000:-2000]  # lossy codecs smear the abrupt ends
+    assert np.abs(error).max() <= tolerance
+    assert np.linalg.norm(error) <= min(10 * tolerance, 0.1) * np.linalg.norm(original)
 
 
-@pytest.mark.parametrize("sample_rate", [8000, 11025, 16000, 22050, 32000, 44100, 96000, 47999])
+@pytest.mark.parametrize("sample_rate", [8000, 22050, 44100, 96000, 47999])
 def test_resampling_keeps_pitch_and_loudness(sample_rate: int) -> None:
     decoded = decode(encode(tone(1000, sample_rate), sample_rate, "WAV", "FLOAT"))
     assert decoded.shape == (SECOND,)
     spectrum = np.abs(np.fft.rfft(decoded.numpy() * np.hanning(SECOND)))
     assert spectrum.argmax() == 1000  # one second: bins of 1 Hz
     assert decoded[5000:-5000].abs().max() == pytest.approx(0.5, rel=0.02)
-
-
-def test_long_audio_at_another_rate_fills_the_clip() -> None:
-    for seed in range(5):
-        decoded = decode(encode(tone(1000, 44100, 2.5), 44100, "FLAC"), seed=seed)
-        assert decoded.shape == (SECOND,)
-        assert decoded[-2000:].abs().max() > 0.4
+    longer = decode(encode(tone(1000, sample_rate, 2.5), sample_rate, "FLAC"))
+    assert longer.shape == (SECOND,)
+    assert longer[-2000:].abs().max() > 0.4
 
 
 @pytest.mark.parametrize(("num_samples", "repeats", "padding"), [(8, 2, 2), (6, 2, 0), (5, 1, 2), (3, 1, 0)])
@@ -96,11 +83,11 @@ def test_crops_of_lossy_files_match_the_whole(file_format: str) -> None:
         np.testing.assert_allclose(crop, whole[start : start + SECOND], atol=1e-5)
 
 
-@pytest.mark.parametrize("num_channels", [2, 7])
-def test_channels_are_averaged(num_channels: int) -> None:
-    samples = np.random.default_rng(0).uniform(-1, 1, (SECOND, num_channels)).astype(np.float32)
-    decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
-    np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
+def test_channels_are_averaged_and_what_is_too_loud_clipped() -> None:
+    for num_channels in (1, 2, 7):
+        samples = np.random.default_rng(0).uniform(-3, 3, (SECOND, num_channels)).astype(np.float32)
+        decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
+        np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1).clip(-1, 1), atol=1e-6)
 
 
 def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
@@ -112,14 +99,12 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
 
 
-def test_loud_float_audio_is_clipped() -> None:
-    assert decode(encode(np.array([2.5, -3.0]), SECOND, "WAV", "FLOAT"), num_samples=2).tolist() == [1, -1]
+FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on count its samples
 
 
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (b"", "can't be decoded"),
         (b"not audio at all" * 100, "can't be decoded"),
         (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (encode(np.zeros(0), 16000, "WAV"), "no samples"),
@@ -128,28 +113,16 @@ def test_loud_float_audio_is_clipped() -> None:
         (encode(np.zeros((3 * SECOND, 7)), SECOND, "WAV"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
         (encode(np.array([0.1, -np.inf]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
+        (encode(tone(440, SECOND), 10**9, "WAV"), "sample rate of 1000000000 Hz"),
+        (FLAC[:21] + bytes([FLAC[21] & 0xF0, 0, 0, 0, 0]) + FLAC[26:], "doesn't state its length"),
+        # An MP3's length stands at its start, so a part of a file still promises all of it.
+        (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),
     ],
     ids=itertools.count(),  # encoded audio may hold the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
     with pytest.raises(BrokenItemError, match=reason):
-        decode(encoded)
-
-
-def test_flac_of_unstated_length_is_refused() -> None:
-    streamed = bytearray(encode(tone(440, SECOND), SECOND, "FLAC"))
-    streamed[21] &= 0xF0  # the 36 bits that count samples, in its STREAMINFO
-    streamed[22:26] = bytes(4)
-    with pytest.raises(BrokenItemError, match="doesn't state its length"):
-        decode(bytes(streamed))
-
-
-def test_mp3_that_breaks_off_is_refused() -> None:
-    """An MP3's length stands at its start, so half a file still promises all of it."""
-    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND)
-    encoded = encode(noise, SECOND, "MP3")
-    with pytest.raises(BrokenItemError, match="breaks off"):
-        decode(encoded[: len(encoded) // 3], num_samples=4 * SECOND)
+        decode(encoded, num_samples=4 * SECOND)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +131,6 @@ def test_mp3_that_breaks_off_is_refused() -> None:
         ({"txt": b"  a bell\n"}, {"a bell"}),
         ({"txt": "\ufeffein Glöckchen".encode()}, {"ein Glöckchen"}),
         ({"json": json.dumps({"caption": "a bell"}).encode()}, {"a bell"}),
-        ({"json": json.dumps({"text": "a bell"}).encode()}, {"a bell"}),
         ({"json": json.dumps({"text": ["a bell", "", "a gong"]}).encode()}, {"a bell", "a gong"}),
         ({"txt": b"a bell", "json": json.dumps({"kind": "bell"}).encode()}, {"a bell"}),
     ],
@@ -174,7 +146,6 @@ def test_captions_are_found(members: dict[str, bytes], captions: set[str]) -> No
         ({"json": b'{"kind": "bell"}'}, "no caption"),
         ({"json": b'["a bell"]'}, "no caption"),
         ({"json": b'{"caption": '}, "json isn't valid"),
-        ({"json": b'{"caption": 7}'}, "neither a string nor a list"),
         ({"json": b'{"caption": ["a", null]}'}, "neither a string nor a list"),
         ({"json": b'{"caption": []}'}, "empty caption"),
         ({"txt": b" \n"}, "empty caption"),

@@ -1,9 +1,8 @@
-from __future__ import annotations
-
 import sys
 import tarfile
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -19,14 +18,11 @@ def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return [write_tar(tmp_path / f"a-{number:02d}.tar", marked_item(number)) for number in range(9, 12)]
 
 
-@pytest.mark.parametrize(
-    "shards",
-    ["{root}/a-{{09..11}}.tar", ["{root}/a-09.tar", "{root}/a-{{10,11}}.tar"], "{root}/a-*.tar", "a-{{09..11}}.tar"],
-)
+@pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
 def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
-    root = three_tars[0].parent
-    filled = shards.format(root=root) if isinstance(shards, str) else [pattern.format(root=root) for pattern in shards]
-    assert [Path(path).resolve() for path in expand_shards(filled)] == three_tars
+    assert [Path(path).resolve() for path in expand_shards(shards)] == three_tars
+    absolute = [str(three_tars[0].parent / shard) for shard in ([shards] if isinstance(shards, str) else shards)]
+    assert expand_shards(absolute) == list(map(str, three_tars))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +33,6 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
         ("a-{09..11.tar", "unbalanced braces"),
         (".", "1 of the 1"),
-        ([], "empty list"),
-        ("", "1 of the 1"),
         ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
@@ -67,17 +61,14 @@ def test_empty_tars_are_refused(tmp_path: Path) -> None:
             expand_shards(str(path))
 
 
-def test_unreachable_hosts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object, path: str, **options: object) -> None:
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(MemoryFileSystem, "info", fail)
+def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("info", "glob"):
+        monkeypatch.setattr(MemoryFileSystem, name, Mock(side_effect=TimeoutError("no answer")))
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
     with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: OSError: failed 5 times, .*no answer"):
         expand_shards("memory://a.tar")
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
+        expand_shards("memory://*.tar")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=r"the package for s3:// is not installed: .*s3fs"):
         expand_shards("s3://bucket/a.tar")
@@ -96,10 +87,7 @@ def test_every_shard_goes_to_one_worker(
 ) -> None:
     """And where they are too few for all workers, all ranks use fewer, and rank 0 says so."""
     sources = [Source(numbered(num_shards), 1.0)]
-    shared = [
-        share_out(sources, sampling="epochs", rank=rank, world_size=world_size, num_workers=num_workers)
-        for rank in range(world_size)
-    ]
+    shared = [share_out(sources, "epochs", rank, world_size, num_workers) for rank in range(world_size)]
     assert [len(workers) for workers in shared] == [used] * world_size
     given = [source.shards for workers in shared for (source,) in workers]
     assert sorted(chain(*given)) == sources[0].shards
@@ -108,10 +96,10 @@ def test_every_shard_goes_to_one_worker(
     assert capsys.readouterr().err.count(note) == (used < num_workers)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_fewer_shards_than_ranks_is_refused_on_every_rank(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"clap\.data\.shards: 3 shard\(s\) for 4 ranks.*at least 4, and 32"):
-        share_out([Source(numbered(3), 1.0)], sampling="epochs", rank=rank, world_size=4, num_workers=8)
+def test_fewer_shards_than_ranks_is_refused_on_every_rank() -> None:
+    for rank in (0, 3):
+        with pytest.raises(ValueError, match=r"clap\.data\.shards: 3 shard\(s\) for 4 ranks.*at least 4, and 32"):
+            share_out([Source(numbered(3), 1.0)], "epochs", rank, world_size=4, num_workers=8)
 
 
 def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(tmp_path: Path) -> None:
@@ -119,7 +107,7 @@ def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(tmp_path: Pat
         write_tar(tmp_path / name, marked_item(0))
     sources = expand_sources({str(tmp_path / "a*.tar"): 1, str(tmp_path / "b*.tar"): 3})
     assert [source.weight for source in sources] == [0.25, 0.75]
-    shared = [share_out(sources, sampling="epochs", rank=rank, world_size=2, num_workers=4) for rank in range(2)]
+    shared = [share_out(sources, "epochs", rank, world_size=2, num_workers=4) for rank in range(2)]
     assert [len(workers) for workers in shared] == [2, 2]
     for number, source in enumerate(sources):
         given = [shard for workers in shared for own in workers for shard in own[number].shards]
@@ -128,7 +116,5 @@ def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(tmp_path: Pat
 
 def test_with_replacement_every_worker_draws_from_all_shards() -> None:
     sources = [Source(numbered(4), 0.5), Source(numbered(50), 0.5)]
-    workers = share_out(sources, sampling="replacement", rank=1, world_size=2, num_workers=2)
-    assert [[(own.shards, own.shards_per_pass) for own in worker] for worker in workers] == 2 * [
-        [(numbered(4), 8), (numbered(50), 13)]
-    ]
+    drawn = [Source(numbered(4), 0.5, shards_per_pass=8), Source(numbered(50), 0.5, shards_per_pass=13)]
+    assert share_out(sources, "replacement", rank=1, world_size=2, num_workers=2) == [drawn, drawn]

@@ -1,11 +1,10 @@
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
 import signal
 import tarfile
 import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -54,14 +53,10 @@ def test_ranks_and_workers_see_disjoint_and_complete_sets(tmp_path: Path, open_s
     assert set(multiprocessing.active_children()) == others
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_same_seed_same_order(tmp_path: Path, open_source: OpenSource, num_workers: int) -> None:
+def test_same_seed_same_order(tmp_path: Path, open_source: OpenSource) -> None:
     pattern = marked_tars(tmp_path, 4, 10)
-    orders = []
-    for seed in (0, 0, 1):
-        with open_source(pattern, seed=seed, num_workers=num_workers, shuffle_buffer=20) as source:
-            orders.append(numbers_in(source, 20))
-    assert orders[0] == orders[1] != orders[2]
+    first, again, other = (numbers_in(open_source(pattern, seed=seed, shuffle_buffer=20), 20) for seed in (0, 0, 1))
+    assert first == again != other
 
 
 def test_crops_and_captions_are_drawn_anew_in_each_pass(
@@ -98,21 +93,19 @@ def test_broken_items_are_skipped_counted_and_named_once(
     with open_source(str(tmp_path / "mixed.tar"), num_workers=num_workers) as source:
         assert numbers_in(source, 20) == [1, 2] * 40
         statistics = json.loads(json.dumps(source.statistics()))
-    named = statistics.pop("broken_items")
+    listed = statistics.pop("broken_items")
     assert statistics == {"source": "shards", "num_shards": 1, "num_workers": num_workers, "num_broken_items": 4}
-    assert named[0]["name"].endswith("mixed.tar: garbage")
-    assert "can't be decoded" in named[0]["reason"]
     stderr = capsys.readouterr().err.splitlines()
-    for name, _, reason in BROKEN_ITEMS:
-        (line,) = [line for line in stderr if f"mixed.tar: {name}:" in line]
-        assert reason in line
+    for item, line, (name, _, reason) in zip(listed, stderr, BROKEN_ITEMS, strict=True):
+        assert item["name"].endswith(f"mixed.tar: {name}")
+        assert reason in item["reason"]
+        assert f"{item['name']}: {item['reason']}" in line
 
 
 @pytest.mark.parametrize(
     ("first", "num_workers", "message"),
     [
         (GARBAGE, 0, r"2 shard\(s\) gave no usable item; 2 broken, .*garbage: audio can't"),
-        (GARBAGE, 2, r"1 shard\(s\) gave no usable item; 1 broken, .*00\d\.tar: garbage"),
         (marked_items(range(20)), 2, r"1 shard\(s\) gave no usable item; 1 broken, .*001\.tar: garbage"),
         (b"this is a text file\n" * 2000, 0, r"2 broken, .*000\.tar: tar can't be read"),
     ],
@@ -121,12 +114,12 @@ def test_a_worker_without_a_usable_item_stops_the_run(
     tmp_path: Path, open_source: OpenSource, first: list[tuple[str, bytes]] | bytes, num_workers: int, message: str
 ) -> None:
     others = set(multiprocessing.active_children())
+    shards = [tmp_path / "000.tar", write_tar(tmp_path / "001.tar", GARBAGE)]
     if isinstance(first, bytes):
-        (tmp_path / "000.tar").write_bytes(first)
+        shards[0].write_bytes(first)
     else:
-        write_tar(tmp_path / "000.tar", first)
-    write_tar(tmp_path / "001.tar", GARBAGE)
-    source = open_source(str(tmp_path / "{000..001}.tar"), num_workers=num_workers)
+        write_tar(shards[0], first)
+    source = open_source(list(map(str, shards)), num_workers=num_workers)
     with pytest.raises(ValueError, match=rf"(?s)^clap\.data\.shards: .*{message}") as error:
         numbers_in(source, 100)
     assert "Traceback" not in str(error.value)
@@ -161,22 +154,14 @@ def test_truncated_tar_is_named_and_its_readable_items_used(
 
 
 def test_half_an_item_does_not_reach_the_next_tar(tmp_path: Path, open_source: OpenSource) -> None:
-    """The cut leaves audio without its caption, and the next tar starts with an item of the same name."""
-    first = write_tar(tmp_path / "first.tar", [*marked_item(1), *marked_item(2)])
-    with tarfile.open(first) as tar:
-        cut = tar.getmember("0002.txt").offset_data + 3
-    first.write_bytes(first.read_bytes()[:cut])
+    """A tar ends with audio without its caption, and the next, of three, starts with an item of the same name; one vanishes."""
+    first = write_tar(tmp_path / "first.tar", [*marked_item(1), marked_item(2)[0]])
     second = write_tar(tmp_path / "second.tar", [("0002.txt", b"tone 3"), ("0002.wav", wav(np.full(480, 0.004)))])
-    with open_source([str(first), str(second)], micro_batch=2) as source:
+    third = write_tar(tmp_path / "third.tar", marked_item(5))
+    with open_source([str(first), str(second), str(third)], micro_batch=2) as source:
+        third.unlink()
         assert numbers_in(source, 2) == [1, 3, 1, 3]
-        assert source.statistics()["num_broken_items"] == 2  # the tar, and the item that lost its caption
-
-
-def test_shard_that_vanishes_is_named_and_the_rest_used(tmp_path: Path, open_source: OpenSource) -> None:
-    with open_source(marked_tars(tmp_path, 2, 2), micro_batch=2) as source:
-        (tmp_path / "000.tar").unlink()
-        assert numbers_in(source, 10)[-6:] == [2, 3] * 3
-        assert source.statistics()["num_broken_items"] == 1
+        assert source.statistics()["num_broken_items"] == 2  # the item that has no caption, and the tar that is gone
 
 
 def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSource) -> None:
@@ -184,14 +169,11 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
     mixture = {marked_tars(tmp_path / "a", 2, 25): 1.0, marked_tars(tmp_path / "b", 2, 5, first=100): 3.0}
     with open_source(mixture, micro_batch=50, num_workers=2, shuffle_buffer=8) as source:
         numbers = numbers_in(source, 16)
-    heavy = [number for number in numbers if number >= 100]
-    five_sigma = 5 * (0.25 * 0.75 / len(numbers)) ** 0.5
-    assert abs(len(heavy) / len(numbers) - 0.75) < five_sigma
-    counts = [heavy.count(number) for number in range(100, 110)]
-    assert max(counts) - min(counts) <= 6  # two workers, up to a pass apart at times
-    light = [number for number in numbers if number < 100]
-    assert set(light) == set(range(50))
-    assert max(light.count(number) for number in range(50)) <= 6
+    heavy = [numbers.count(number) for number in range(100, 110)]
+    assert abs(sum(heavy) / len(numbers) - 0.75) < 5 * (0.25 * 0.75 / len(numbers)) ** 0.5  # 5 sigma
+    assert max(heavy) - min(heavy) <= 6  # two workers, up to a pass apart at times
+    light = [numbers.count(number) for number in range(50)]
+    assert 1 <= min(light) <= max(light) <= 6
 
 
 def test_drawn_with_replacement_shards_differ_between_ranks_and_workers(
@@ -212,9 +194,8 @@ def test_drawn_with_replacement_shards_differ_between_ranks_and_workers(
 def test_int16_waveforms_arrive_as_floats(tmp_path: Path, open_source: OpenSource) -> None:
     audio = np.random.default_rng(0).uniform(-1, 1, (20, 480)).astype(np.float32)
     audio[0, :2] = 1, -1
-    write_tar(
-        tmp_path / "a.tar", [m for n, row in enumerate(audio) for m in ((f"{n}.wav", wav(row)), (f"{n}.txt", b"x"))]
-    )
+    items = [((f"{n}.wav", wav(row)), (f"{n}.txt", b"x")) for n, row in enumerate(audio)]
+    write_tar(tmp_path / "a.tar", list(chain(*items)))
     for micro_batch in (20, 5):  # of several pieces, and of one
         with open_source(str(tmp_path / "a.tar"), micro_batch=micro_batch, waveforms="int16") as source:
             waveforms = next(source).waveforms
@@ -224,13 +205,12 @@ def test_int16_waveforms_arrive_as_floats(tmp_path: Path, open_source: OpenSourc
         assert waveforms[0, :2].tolist() == [1, -1]
 
 
-@pytest.mark.parametrize("pattern", ["memory://streamed/{000..001}.tar", "memory://streamed/*.tar"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("pattern", "num_workers"), [("{000..001}.tar", 0), ("*.tar", 2)])
 def test_remote_shards_are_streamed(tmp_path: Path, open_source: OpenSource, pattern: str, num_workers: int) -> None:
     marked_tars(tmp_path, 2, 4)
     for tar in tmp_path.glob("*.tar"):
         put(f"memory://streamed/{tar.name}", tar.read_bytes())
-    with open_source(pattern, num_workers=num_workers, micro_batch=8) as source:
+    with open_source(f"memory://streamed/{pattern}", num_workers=num_workers, micro_batch=8) as source:
         assert sorted(numbers_in(source, 2)) == sorted(2 * list(range(8)))
 
 
@@ -260,7 +240,8 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source:
         worker = (set(multiprocessing.active_children()) - others).pop()
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(0.5)
-        death = rf"clap\.data\.num_workers: a data worker \(process {worker.pid}\) was ended by SIGKILL; .*memory"
-        with pytest.raises(ValueError, match=death):
+        with pytest.raises(
+            ValueError, match=rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
+        ):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 from collections.abc import Callable
+from itertools import combinations, islice
 
 import pytest
 import torch
@@ -17,12 +16,7 @@ Draw = Callable[..., list[Batch]]
 @pytest.fixture
 def draw(open_source: OpenSource) -> Draw:
     """The first batches of a source."""
-
-    def first(count: int = 1, **settings: object) -> list[Batch]:
-        with open_source(**{"micro_batch": 6, **settings}) as source:
-            return [next(source) for _ in range(count)]
-
-    return first
+    return lambda count=1, **settings: list(islice(open_source(**{"micro_batch": 6, **settings}), count))
 
 
 def differ_everywhere(first: Batch, second: Batch) -> bool:
@@ -35,28 +29,16 @@ def test_same_seed_same_batches_wherever_they_are_placed(draw: Draw) -> None:
         assert all(torch.equal(*pair) for pair in zip(first.tensors(), second.tensors(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({}, {"rank": 1}),
-        ({}, {"seed": 1}),
-        ({}, {"rank": 3, "seed": 5}),
-        ({"rank": 1, "seed": 2}, {"rank": 2, "seed": 1}),
-    ],
-)
-def test_ranks_and_seeds_see_different_batches(draw: Draw, one: dict[str, int], other: dict[str, int]) -> None:
-    assert differ_everywhere(draw(**one)[0], draw(**other)[0])
-
-
-def test_distinct_batches_take_turns(draw: Draw) -> None:
-    first, second, third, again = draw(4, num_batches=3)
-    assert differ_everywhere(first, second)
-    assert differ_everywhere(second, third)
-    assert torch.equal(first.waveforms, again.waveforms)
+def test_batches_ranks_and_seeds_differ_and_batches_take_turns(draw: Draw) -> None:
+    *batches, again = draw(4, num_batches=3)
+    assert torch.equal(batches[0].waveforms, again.waveforms)
+    batches += [draw(rank=rank, seed=seed)[0] for rank, seed in [(1, 0), (0, 1), (1, 2), (2, 1)]]
+    assert all(differ_everywhere(*pair) for pair in combinations(batches, 2))
 
 
 def test_waveforms_are_uniform_noise(draw: Draw) -> None:
     waveforms = draw(micro_batch=100)[0].waveforms
+    assert (waveforms.shape, waveforms.dtype) == ((100, 480), torch.float32)
     assert abs(waveforms.mean()) < 0.02
     assert abs(waveforms.std() - 3**-0.5) < 0.01
     assert -1 <= waveforms.min() < -0.99
@@ -71,6 +53,7 @@ def test_captions_are_framed_as_roberta_frames_them(
     draw: Draw, micro: ClapConfig, setting: object, lengths: set[int]
 ) -> None:
     (batch,) = draw(micro_batch=50, caption_lengths=setting)
+    assert batch.input_ids.shape == batch.attention_mask.shape == (50, TEXT_TOKENS)
     assert batch.input_ids.max() < micro.text.vocab_size
     assert set(batch.attention_mask.sum(1).tolist()) == lengths
     assert batch.num_tokens == batch.attention_mask.sum()
@@ -83,12 +66,13 @@ def test_captions_are_framed_as_roberta_frames_them(
 
 
 def test_lengths_follow_the_histogram(draw: Draw) -> None:
-    weights = {"3": 1.0, "8": 6.0, "12": 3.0}
-    lengths = draw(micro_batch=4000, caption_lengths=weights)[0].attention_mask.sum(1)
-    for text, weight in weights.items():
+    weights = {3: 1.0, 8: 6.0, 12: 3.0}
+    lengths = draw(micro_batch=4000, caption_lengths={str(length): weight for length, weight in weights.items()})[
+        0
+    ].attention_mask.sum(1)
+    for length, weight in weights.items():
         share = weight / 10
-        five_sigma = 5 * (share * (1 - share) / 4000) ** 0.5
-        assert abs((lengths == int(text)).double().mean() - share) < five_sigma
+        assert abs((lengths == length).double().mean() - share) < 5 * (share * (1 - share) / 4000) ** 0.5  # 5 sigma
 
 
 @pytest.mark.parametrize(

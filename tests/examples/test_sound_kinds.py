@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import random
+import re
 
 import numpy as np
 import pytest
@@ -30,6 +29,9 @@ def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
     every = [noun for kind in KINDS for noun in kind.nouns["all"]]
     assert len(every) == len(set(every))
     assert not set(TEMPLATES["train"]) & set(TEMPLATES["held_out"])
+    said = " ".join(noun for kind in KINDS for noun in kind.nouns["train"])
+    words = {wordings: set(re.findall(r"\w+", " ".join(TEMPLATES[wordings]))) for wordings in TEMPLATES}
+    assert words["held_out"] <= words["train"] | set(said.split())
 
 
 def signal_of(label: str, value: float) -> np.ndarray:
@@ -42,10 +44,10 @@ def centroid(signal: np.ndarray) -> float:
     return float((power * np.fft.rfftfreq(len(signal), 1 / RATE)).sum() / power.sum())
 
 
-@pytest.mark.parametrize("label", ["pure tone", "square wave", "sawtooth wave", "tremolo", "bell"])
-def test_pitched_sounds_have_their_pitch(label: str) -> None:
-    for pitch in (150.0, 600.0):
-        assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1)
+def test_pitched_sounds_have_their_pitch() -> None:
+    for label in ("pure tone", "square wave", "sawtooth wave", "tremolo", "bell"):
+        for pitch in (150.0, 600.0):
+            assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1), label
 
 
 def test_chirps_go_their_way_and_pink_noise_is_darker_than_white() -> None:
@@ -56,7 +58,7 @@ def test_chirps_go_their_way_and_pink_noise_is_darker_than_white() -> None:
     assert centroid(signal_of("pink noise", 0)) < RATE / 8
 
 
-@pytest.mark.parametrize("tempo", [2.0, 10.0])
-def test_clicks_come_at_their_tempo(tempo: float) -> None:
-    onsets = np.flatnonzero(np.abs(signal_of("clicks", tempo)) > 0.7)
-    assert (np.diff(onsets, prepend=-RATE) > RATE / 100).sum() == 2 * tempo
+def test_clicks_come_at_their_tempo() -> None:
+    for tempo in (2.0, 10.0):
+        onsets = np.flatnonzero(np.abs(signal_of("clicks", tempo)) > 0.7)
+        assert (np.diff(onsets, prepend=-RATE) > RATE / 100).sum() == 2 * tempo

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import io
 import json
 import random
-import re
-import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -18,24 +14,13 @@ from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.model.tokenizer import load_tokenizer
 from examples.synthetic_sounds.__main__ import Variety, encode, main, make_clip
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS
+from tests.data.tars import items_in
 
 NUM_CLIPS = 52
-
-Items = dict[str, dict[str, bytes]]
 
 
 def run(directory: Path, *arguments: str) -> int:
     return main([str(directory), "--clips", str(NUM_CLIPS), "--shards", "3", "--seconds", "0.2-0.6", *arguments])
-
-
-def items_in(directory: Path) -> Items:
-    items: Items = {}
-    for path in sorted(directory.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                key, extension = member.name.split(".")
-                items.setdefault(key, {})[extension] = tar.extractfile(member).read()
-    return items
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +46,8 @@ def test_clips_are_real_audio_of_every_sort_with_their_captions(sounds: Path) ->
     assert Counter(kinds) == {kind.label: 2 for kind in KINDS}
     nouns = {kind.label: kind.nouns["all"] for kind in KINDS}
     captions = [captions_of(item) for item in items]
-    assert all(
-        any(noun in each for noun in nouns[kind]) for kind, own in zip(kinds, captions, strict=True) for each in own
-    )
+    for kind, own in zip(kinds, captions, strict=True):
+        assert all(any(noun in each for noun in nouns[kind]) for each in own)
     assert len({own[0] for own in captions}) > 0.9 * NUM_CLIPS
     tokenizer = load_tokenizer(str(sounds / "tokenizer"), vocab_size=512)  # the micro preset's
     assert max(len(ids) for own in captions for ids in tokenizer(own)["input_ids"]) <= 40
@@ -91,12 +75,9 @@ def test_same_seed_same_sounds_and_captions(sounds: Path, tmp_path: Path, capsys
     [
         ([], "exists and isn't an empty folder"),
         (["--clips", "2", "--shards", "3"], "a shard would be empty"),
-        (["--clips", "0"], "a whole number of at least 1, found '0'"),
         (["--seconds", "5-1"], "found '5-1'"),
-        (["--seconds", "0"], "found '0'"),
+        (["--seconds", "a"], "found 'a'"),
         (["--seconds", "1-2-3"], "found '1-2-3'"),
-        (["--wordings", "other"], "invalid choice: 'other'"),
-        (["--format", "aac"], "invalid choice: 'aac'"),
         (["--sample_rate", "400"], "from 8000 to 48000, found '400'"),
     ],
 )
@@ -124,19 +105,16 @@ def test_long_vorbis_files_are_written_whole() -> None:
     assert soundfile.info(io.BytesIO(encode(noise, 48000, "ogg", "VORBIS"))).frames == len(noise)
 
 
-def test_held_out_wordings_are_new_and_made_of_known_words(tmp_path: Path) -> None:
-    captions, words = {}, {}
+def test_wordings_format_and_rate_are_as_wanted(tmp_path: Path) -> None:
+    captions = []
     for wordings in ("train", "held_out"):
-        arguments = ["--clips", "520", "--seconds", "0.1", "--format", "wav", "--sample_rate", "8000"]
+        arguments = ["--clips", "260", "--seconds", "0.1", "--format", "wav", "--sample_rate", "8000"]
         assert main([str(tmp_path / wordings), *arguments, "--wordings", wordings]) == 0
         items = items_in(tmp_path / wordings).values()
         assert {extension for item in items for extension in item} == {"wav", "txt", "json"}
         assert {decoded(item)[1] for item in items} == {8000}
-        captions[wordings] = [caption for item in items for caption in captions_of(item)]
-        words[wordings] = set(re.findall(r"[\w-]+", " ".join(captions[wordings])))
-    assert len(captions["held_out"]) >= 520
-    assert not set(captions["train"]) & set(captions["held_out"])
-    assert words["held_out"] <= words["train"]
+        captions.append({caption for item in items for caption in captions_of(item)})
+    assert not captions[0] & captions[1]
 
 
 def test_classes_file_has_the_names_of_all_kinds(sounds: Path) -> None:

@@ -25,16 +25,15 @@ import torch
 from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import USER_ERROR, UserError
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.data.build.caption_lists import Entry, read_entries
 from clap_ds.data.build.shard_building import (
-    RECORDS,
     BuiltShard,
     Encoding,
     PlannedShard,
     build_shard,
-    fingerprint,
+    claim,
     finished,
     plan_shards,
 )
@@ -48,14 +47,12 @@ BROKEN = "broken.jsonl"
 def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> list[BuiltShard]:
     """Build all shards that aren't there yet; then the manifest and the list of broken items.
 
-    Raises:
-        UserError: the folder holds something else, or no item can be used.
-        OSError: the folder can't be written, or the disk is full; what is finished stays.
+    UserError where the folder holds something else or no item can be used; OSError where it can't be written, or the disk is
+    full: what is finished stays.
     """
     encoding = Encoding(options.to_flac, options.sample_rate, options.mono)
-    sizes = {"shard_bytes": round(options.shard_mb * 1e6), "num_shards": options.shards}
-    planned = plan_shards(entries, held_out=options.held_out, seed=options.seed, **sizes)
-    _claim(folder, fingerprint(planned, encoding))
+    planned = plan_shards(entries, options.held_out, round(options.shard_mb * 1e6), options.shards, options.seed)
+    claim(folder, planned, encoding)
     built = {shard.name: there for shard in planned if (there := finished(folder, shard.name))}
     waiting = [shard for shard in planned if shard.name not in built]
     if built:
@@ -71,24 +68,6 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> li
         examples = "; ".join(f"{item['file']}: {item['reason']}" for item in broken[:3])
         raise UserError(f"none of {len(broken)} items can be used, the first: {examples}")
     return in_order
-
-
-def _claim(folder: Path, plan: str) -> None:
-    """Make the folder, or make sure that it is this build's."""
-    mark = folder / RECORDS / "plan"
-    try:
-        if mark.is_file():
-            if mark.read_text() != plan:
-                raise UserError(
-                    f"{folder} holds shards of another list, other audio or other options; name a new folder, or empty it"
-                )
-            return
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
-        mark.parent.mkdir(parents=True)
-        write_atomically(mark, plan)
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
 
 def _build_all(
@@ -112,11 +91,7 @@ def _build_all(
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare the shards of a folder with its manifest. Returns what is wrong.
-
-    Raises:
-        UserError: there is no manifest.
-    """
+    """Compare the shards of a folder with its manifest. Returns what is wrong; UserError where there is no manifest."""
     manifest = read_manifest(str(folder))
     if not manifest:
         raise UserError(f"{folder}: no {MANIFEST} in it that can be read: not a finished build")
@@ -133,33 +108,28 @@ def verify(folder: Path) -> list[str]:
 
 
 def _report(folder: Path, built: list[BuiltShard], with_tokenizer: bool) -> list[str]:
-    records = [(shard.name, shard.record) for shard in built if shard.record]
     lines = []
+    tokenizer = str(folder / "tokenizer") if with_tokenizer else "FacebookAI/roberta-base"
+    settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
     for part in ("train", "held_out"):
-        own = [
-            (record.items, record.bytes / 1e6, record.seconds / 3600)
-            for name, record in records
-            if name.startswith(part)
-        ]
+        own = [shard.record for shard in built if shard.record and shard.name.startswith(part)]
         if own:
-            items, megabytes, hours = map(sum, zip(*own, strict=True))
-            lines.append(f"{part}: {items} items in {len(own)} shard(s), {megabytes:.1f} MB, {hours:.2f} h")
+            items, size, seconds = (
+                sum(column) for column in zip(*((r.items, r.bytes, r.seconds) for r in own), strict=True)
+            )
+            lines.append(f"{part}: {items} items in {len(own)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h")
+            if part == "held_out":
+                settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     if num_broken := sum(len(shard.broken) for shard in built):
         lines.append(f"{num_broken} items left out, listed with reasons in {folder / BROKEN}")
-    tokenizer = str(folder / "tokenizer") if with_tokenizer else "FacebookAI/roberta-base"
-    settings = {"source": "shards", "shards": str(folder / "train-*.tar"), "tokenizer": tokenizer}
-    lines.append(f'For a run\'s JSON, in "clap":\n"data": {json.dumps(settings, indent=2)}')
-    if any(name.startswith("held_out") for name, _ in records):
-        evaluation = {"retrieval": {"shards": str(folder / "held_out-*.tar")}}
-        lines.append(f'"evaluation": {json.dumps(evaluation, indent=2)}')
-    return lines
+    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    return [*lines, 'For a run\'s JSON, in "clap":', *sections]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m clap_ds.data.build", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="CSV, JSONL or folder (see the module)")
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("python -m clap_ds.data.build", description=description, allow_abbrev=False)
+    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     parser.add_argument("--verify", action="store_true", help="check FOLDER against its manifest, and build nothing")
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
@@ -181,8 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mono", action="store_true", help="average the channels, as FLAC")
     more = "train a tokenizer of so many tokens (256 bytes, 5 special ones, …) on the captions, for use without a hub"
     parser.add_argument("--train_tokenizer", type=whole_number(261), metavar="VOCABULARY", help=more)
-    cores = len(os.sched_getaffinity(0))
-    more = f"shards built at a time (default {cores})"
+    more, cores = "shards built at a time (default: one for each core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     return parser
 
@@ -204,10 +173,9 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """The command after its arguments are parsed. Returns the exit code; errors: see `build` and `read_entries`."""
     if options.verify:
         problems = verify(options.folder)
-        print("\n".join(problems) if problems else f"{options.folder}: all shards are as they were built")
+        print("\n".join(problems) or f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
     entries = read_entries(options.source, options)
     if options.shards and options.shards > len(entries):
@@ -224,10 +192,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Returns the exit code: 0, 1 (stopped, or a shard is not as it was built) or 2 (a mistake of the user's)."""
     options = _parse(arguments)
     try:
-        return run_build(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return exit_code_of(lambda: run_build(options), (UserError,))
     except OSError as error:
         reason = error.strerror or error
         print(f"error: {options.folder} can't be written: {reason}; the same command resumes", file=sys.stderr)

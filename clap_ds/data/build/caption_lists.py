@@ -27,13 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Entry:
-    """One audio file of a data set.
-
-    Attributes:
-        captions: at least one, unless there is a problem.
-        more: everything else that is said of it.
-        problem: why it can't be used.
-    """
+    """One audio file of a data set: its captions, everything else that is said of it, and why it can't be used, if so."""
 
     path: Path
     captions: list[str]
@@ -49,18 +43,13 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same file are one
     entry with all their captions.
 
-    Args:
-        options: how to read them; None: found out. `audio_column`, `caption_columns`: of a CSV, or fields of a JSONL;
-            `delimiter`: of a CSV; `encoding`: of the list and of caption files; `audio_root`: what its paths are relative to.
-
-    Raises:
-        UserError: the source is missing, empty, of another kind, in another encoding, or lacks a column.
+    `options` say how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
+    `audio_root`). UserError for a source that is missing, empty, of another kind, in another encoding, or lacks a column.
     """
     if source.is_dir():
-        entries = list(_read_folder(source, options))
-        if not entries:
-            raise UserError(f"{source}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
-        return entries
+        if entries := list(_read_folder(source, options)):
+            return entries
+        raise UserError(f"{source}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
     suffix = source.suffix.lower()
@@ -70,8 +59,7 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     rows = list(_jsonl_rows(source, text) if suffix in (".jsonl", ".ndjson") else _csv_rows(source, text, options))
     if not rows:
         raise UserError(f"{source}: no rows in it")
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
-    audio, captions = _columns(source, names, options)
+    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
     merged: dict[Path, Entry] = {}
     for line, row in rows:
         entry = _entry_of(line, row, options.audio_root or source.parent, audio, captions)
@@ -93,10 +81,8 @@ def _decode(path: Path, encoding: str | None) -> str:
         raise UserError(f"--encoding: Python knows no encoding {encoding!r}") from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{path}:{line}: byte 0x{content[error.start]:02x} isn't {encoding or 'UTF-8'}; name the file's encoding by"
-            " --encoding, such as cp1252"
-        ) from None
+        found = f"byte 0x{content[error.start]:02x} isn't {encoding or 'UTF-8'}"
+        raise UserError(f"{path}:{line}: {found}; name the file's encoding by --encoding, such as cp1252") from None
 
 
 def _csv_rows(source: Path, text: str, options: Namespace) -> Iterator[tuple[int, Row]]:
@@ -127,11 +113,9 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     """The column of paths, and those of captions."""
     audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "of audio files")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names)) or ["of captions"]
-    for column, option in (
-        (audio, "it by --audio_column"),
-        *((name, "them by --caption_columns") for name in captions),
-    ):
+    for column in (audio, *captions):
         if column not in names:
+            option = "it by --audio_column" if column == audio else "them by --caption_columns"
             raise UserError(f"{source}: no column {column!r}; there are {', '.join(names)}; name {option}")
     return audio, captions
 
@@ -155,22 +139,18 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() not in AUDIO_SUFFIXES or not path.is_file():
             continue
-        text, description = path.with_suffix(".txt"), path.with_suffix(".json")
+        text, described = path.with_suffix(".txt"), path.with_suffix(".json")
         try:
             if text.is_file():
                 yield Entry(path, _texts(_decode(text, options.encoding).splitlines()))
-            elif description.is_file():
-                yield _described(path, _decode(description, options.encoding), options)
+            elif described.is_file():
+                content = json.loads(_decode(described, options.encoding))
+                if not isinstance(content, dict):
+                    raise UserError("expected an object")
+                columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, content))
+                more = {name: value for name, value in content.items() if name not in columns}
+                yield Entry(path, _texts(map(content.get, columns)), more)
             else:
-                yield Entry(path, [], problem=f"no caption file ({text.name} or {description.name}) beside it")
+                yield Entry(path, [], problem=f"no caption file ({text.name} or {described.name}) beside it")
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"its caption file can't be read: {error}")
-
-
-def _described(path: Path, text: str, options: Namespace) -> Entry:
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        return Entry(path, [], problem="its json is no object")
-    columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, content))
-    more = {name: value for name, value in content.items() if name not in columns}
-    return Entry(path, _texts(content.get(name) for name in columns), more)

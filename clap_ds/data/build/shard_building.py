@@ -14,20 +14,19 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import soundfile
 import torch
-from torch import Tensor
 from webdataset.writer import TarWriter
 
+from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
 from clap_ds.data.shard_manifest import ShardRecord, digest
 
 RECORDS = ".build"  # folder of finished shards' records, beside them
-
-Numbered = tuple[int, Entry]  # an entry with its number in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +38,28 @@ class Encoding:
     mono: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedShard:
+class PlannedShard(NamedTuple):
     """A shard to build: its file name and its items."""
 
     name: str
-    items: list[Numbered]
+    items: list[tuple[int, Entry]]  # with their numbers in the list
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltShard:
-    """A finished shard.
-
-    Attributes:
-        record: None where none of its items could be used, so that there is no tar.
-        broken: path and reason of items left out.
-    """
+class BuiltShard(NamedTuple):
+    """A finished shard."""
 
     name: str
-    record: ShardRecord | None
-    broken: list[tuple[str, str]]
+    record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
+    broken: list[tuple[str, str]]  # path and reason of items left out
 
 
 def plan_shards(
-    entries: list[Entry], *, held_out: float, shard_bytes: int, num_shards: int | None, seed: int
+    entries: list[Entry], held_out: float, shard_bytes: int, num_shards: int | None, seed: int
 ) -> list[PlannedShard]:
     """Entries in random order, divided into shards for training and, before them, a share for evaluation.
 
-    Args:
-        held_out: share of the entries that goes into `held_out-….tar`; the others go into `train-….tar`.
-        shard_bytes: of encoded audio in a shard, about.
-        num_shards: of the training shards; None: by `shard_bytes`.
+    The share `held_out` goes into `held_out-….tar`, the others into `num_shards` of `train-….tar`. Where that is None, and of
+    what is held out, a shard gets about `shard_bytes` of encoded audio.
     """
     numbered = list(enumerate(entries))
     random.Random(seed).shuffle(numbered)
@@ -78,14 +68,11 @@ def plan_shards(
         number_held_out = min(max(1, number_held_out), len(numbered) - 1)
     planned = []
     for part, items in (("held_out", numbered[:number_held_out]), ("train", numbered[number_held_out:])):
-        number = num_shards if part == "train" else None
-        if number is None:
-            total = sum(_size(entry) for _, entry in items)
-            number = min(len(items), max(1, round(total / shard_bytes)))
-        digits = max(5, len(str(number)))
+        by_size = min(len(items), max(1, round(sum(_size(entry) for _, entry in items) / shard_bytes)))
+        number = num_shards if num_shards and part == "train" else by_size
         for k in range(number):
             group = items[k * len(items) // number : (k + 1) * len(items) // number]
-            planned.append(PlannedShard(f"{part}-{k:0{digits}d}.tar", group))
+            planned.append(PlannedShard(f"{part}-{k:0{max(5, len(str(number)))}d}.tar", group))
     return planned
 
 
@@ -96,15 +83,26 @@ def _size(entry: Entry) -> int:
         return 0
 
 
-def fingerprint(planned: list[PlannedShard], encoding: Encoding) -> str:
-    """Stands for everything the shards will hold, short of the audio itself, of which the sizes count."""
+def claim(folder: Path, planned: list[PlannedShard], encoding: Encoding) -> None:
+    """Make the folder, or make sure that it is this build's: of the same list, options and sizes of files; else UserError."""
     state = hashlib.sha256(repr(encoding).encode())
     for shard in planned:
         state.update(shard.name.encode())
         for number, entry in shard.items:
             parts = [number, str(entry.path), _size(entry), entry.captions, entry.more, entry.problem]
             state.update(json.dumps(parts, default=str).encode())
-    return state.hexdigest()
+    mark = folder / RECORDS / "plan"
+    try:
+        if not mark.is_file():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
+            mark.parent.mkdir(parents=True)
+            write_atomically(mark, state.hexdigest())
+        elif mark.read_text() != state.hexdigest():
+            other = "holds shards of another list, other audio or other options"
+            raise UserError(f"{folder} {other}; name a new folder, or empty it")
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
 
 def finished(folder: Path, name: str) -> BuiltShard | None:
@@ -120,16 +118,11 @@ def finished(folder: Path, name: str) -> BuiltShard | None:
 
 
 def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: Callable[[], None]) -> BuiltShard:
-    """Write one shard and its record.
+    """Write one shard and its record; OSError where the folder can't be written, or the disk is full.
 
-    Args:
-        on_item: called after each item, usable or not; what it raises ends the work.
-
-    Raises:
-        OSError: the folder can't be written, or the disk is full.
+    `on_item` is called after each item, usable or not; what it raises ends the work.
     """
-    partial = folder / f"{shard.name}.partial"
-    broken: list[tuple[str, str]] = []
+    partial, broken = folder / f"{shard.name}.partial", []
     num_items, seconds = 0, 0.0
     with partial.open("wb") as file:
         with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
@@ -159,11 +152,7 @@ def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: 
 
 
 def load_audio(entry: Entry, encoding: Encoding) -> tuple[str, bytes, float]:
-    """An entry's audio as it goes into the shard: extension, encoded file, and its length in seconds.
-
-    Raises:
-        BrokenItemError: it can't be used, see `clap_ds.data.items.decode_audio`.
-    """
+    """An entry's audio as it goes into the shard: extension, encoded file, and its seconds; or BrokenItemError."""
     if entry.problem:
         raise BrokenItemError(entry.problem)
     try:
@@ -177,14 +166,11 @@ def load_audio(entry: Entry, encoding: Encoding) -> tuple[str, bytes, float]:
     extension = entry.path.suffix.lower().removeprefix(".")
     wanted_rate = encoding.sample_rate or rate
     if extension not in AUDIO_FORMATS or encoding.to_flac or encoding.mono or wanted_rate != rate:
-        extension, content = "flac", _to_flac(torch.from_numpy(samples.T.copy()), rate, wanted_rate, encoding.mono)
+        waveform = torch.from_numpy(samples.T.copy())
+        if encoding.mono or len(waveform) > 8:  # FLAC's most channels
+            waveform = waveform.mean(dim=0, keepdim=True)
+        flac = io.BytesIO()
+        converted = resample(waveform, rate, wanted_rate).clamp_(-1, 1).T.numpy()
+        soundfile.write(flac, converted, wanted_rate, format="FLAC", subtype="PCM_16")
+        extension, content = "flac", flac.getvalue()
     return extension, content, len(samples) / rate
-
-
-def _to_flac(waveform: Tensor, rate: int, wanted_rate: int, mono: bool) -> bytes:
-    if mono or len(waveform) > 8:  # FLAC's most channels
-        waveform = waveform.mean(dim=0, keepdim=True)
-    waveform = resample(waveform, rate, wanted_rate).clamp_(-1, 1)
-    buffer = io.BytesIO()
-    soundfile.write(buffer, waveform.T.numpy(), wanted_rate, format="FLAC", subtype="PCM_16")
-    return buffer.getvalue()

@@ -1,14 +1,6 @@
-from __future__ import annotations
-
 import hashlib
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
-import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +12,10 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
 from clap_ds.data.build import __main__ as build_shards
 from clap_ds.data.build import shard_building
+from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.data.sources import build_batches
-from tests.data.tars import wav
+from tests.data.tars import items_in, wav
 
 RATE = 16000
 
@@ -32,7 +25,7 @@ def tone(number: int, seconds: float = 0.05) -> np.ndarray:
 
 
 def write_clips(folder: Path, number: int) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     names = [f"clip {n:02d}.wav" for n in range(number)]
     for n, name in enumerate(names):
         (folder / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
@@ -51,24 +44,17 @@ def run(*arguments: object) -> int:
     return build_shards.main([str(argument) for argument in [*arguments, "--workers", 1]])
 
 
-def items_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
+def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
     """Members of all tars by the name of the file they came from."""
-    items = {}
-    for path in sorted(folder.glob(pattern)):
-        by_key: dict[str, dict[str, bytes]] = {}
-        with tarfile.open(path) as tar:
-            for member in tar:
-                key, extension = member.name.split(".")
-                by_key.setdefault(key, {})[extension] = tar.extractfile(member).read()
-        for item in by_key.values():
-            source = json.loads(item["json"])["source"]
-            assert source not in items
-            items[source] = item
-    return items
+    items = list(items_in(folder, pattern).values())
+    by_source = {json.loads(item["json"])["source"]: item for item in items}
+    assert len(by_source) == len(items)
+    return by_source
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize(
+    ("delimiter", "encoding"), [(",", "utf-8"), (";", "utf-8-sig"), ("\t", "utf-16"), (",", "cp1252"), ("|", "utf-8")]
+)
 def test_csv_becomes_shards(tmp_path: Path, delimiter: str, encoding: str) -> None:
     names = write_clips(tmp_path / "audio", 5)
     rows = [["file", "caption_1", "kind", "caption_2"]]
@@ -78,7 +64,7 @@ def test_csv_becomes_shards(tmp_path: Path, delimiter: str, encoding: str) -> No
     path.write_text("\n".join(delimiter.join(row) for row in rows) + "\n", encoding=encoding)
     options = ["--encoding", encoding] if encoding == "cp1252" else []
     assert run(path, tmp_path / "out", *options) == 0
-    items = items_in(tmp_path / "out")
+    items = items_by_source(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.partial"))
     assert sorted(items) == names
     for n, name in enumerate(names):
@@ -92,38 +78,29 @@ def test_csv_becomes_shards(tmp_path: Path, delimiter: str, encoding: str) -> No
 def test_jsonl_and_folder_give_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "audio"
     names = write_clips(folder, 4)
-    lines = []
+    captions = {name: [f"tone {n}", f"sine {n}"] for n, name in enumerate(names)}
     for n, name in enumerate(names):
-        captions = [f"tone {n}", f"sine {n}"]
-        lines.append(json.dumps({"path": str(folder / name), "captions": captions}))
         if n % 2:
-            (folder / name).with_suffix(".txt").write_text("\n".join([*captions, ""]))
+            (folder / name).with_suffix(".txt").write_text("\n".join([*captions[name], ""]))
         else:
-            (folder / name).with_suffix(".json").write_text(json.dumps({"captions": captions}))
+            (folder / name).with_suffix(".json").write_text(json.dumps({"captions": captions[name]}))
+    lines = [json.dumps({"path": str(folder / name), "captions": captions[name]}) for name in names]
     (tmp_path / "list.jsonl").write_text("\n".join(lines))
     assert run(tmp_path / "list.jsonl", tmp_path / "a") == 0
     assert run(folder, tmp_path / "b") == 0
-    first, second = items_in(tmp_path / "a"), items_in(tmp_path / "b")
-    assert len(first) == 4
-    assert {name: json.loads(item["json"])["caption"] for name, item in first.items()} == {
-        name: [f"tone {n}", f"sine {n}"] for n, name in enumerate(names)
-    }
-    assert {name: (item["wav"], item["json"]) for name, item in first.items()} == {
-        name: (item["wav"], item["json"]) for name, item in second.items()
-    }
+    items = items_by_source(tmp_path / "a")
+    assert {name: json.loads(item["json"])["caption"] for name, item in items.items()} == captions
+    assert items == items_by_source(tmp_path / "b")
 
 
 def test_a_newcomer_can_train_on_the_result(
     tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed settings load; held-out items are apart; the manifest's counts are those of an epoch."""
-    arguments = [write_list(tmp_path, 20), tmp_path / "out"]
-    arguments += ["--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300]
-    assert run(*arguments) == 0
     out = tmp_path / "out"
-    train, held_out = items_in(out, "train-*.tar"), items_in(out, "held_out-*.tar")
-    assert (len(train), len(held_out)) == (15, 5)
-    assert len({**train, **held_out}) == 20
+    assert run(write_list(tmp_path, 20), out, "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300) == 0
+    train, held_out = items_by_source(out, "train-*.tar"), items_by_source(out, "held_out-*.tar")
+    assert (len(train), len(held_out), len({**train, **held_out})) == (15, 5, 20)
     assert len(list(out.glob("train-*.tar"))) == 3
     printed = capsys.readouterr().out
     settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
@@ -147,11 +124,11 @@ def test_audio_is_converted_as_wanted(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "audio" / "b.aiff", tone(5, 1.0), RATE)
     (tmp_path / "list.csv").write_text("path,caption\naudio/a.wav,x\naudio/b.aiff,y\n")
     assert run(tmp_path / "list.csv", tmp_path / "plain") == 0
-    plain = items_in(tmp_path / "plain")
+    plain = items_by_source(tmp_path / "plain")
     assert "wav" in plain["a.wav"]
     np.testing.assert_allclose(soundfile.read(io.BytesIO(plain["b.aiff"]["flac"]))[0], tone(5, 1.0), atol=1e-4)
     assert run(tmp_path / "list.csv", tmp_path / "small", "--sample_rate", 8000, "--mono") == 0
-    samples, rate = soundfile.read(io.BytesIO(items_in(tmp_path / "small")["a.wav"]["flac"]), always_2d=True)
+    samples, rate = soundfile.read(io.BytesIO(items_by_source(tmp_path / "small")["a.wav"]["flac"]), always_2d=True)
     assert (samples.shape, rate) == ((8000, 1), 8000)
     spectrum = np.abs(np.fft.rfft(samples[:, 0]))
     assert spectrum.argmax() == 200
@@ -161,27 +138,27 @@ def test_audio_is_converted_as_wanted(tmp_path: Path) -> None:
 def test_broken_items_are_listed_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "audio"
     folder.mkdir()
-    broken = {
-        "garbage.wav": (b"no audio", "can't be decoded"),
-        "one_sample.wav": (wav(np.ones(1)), "a single sample"),
-        "no_caption.wav": (wav(tone(1)), "no caption file"),
-        "blank.wav": (wav(tone(1)), "empty caption"),
+    files = {  # name: audio, name and content of a caption file, why it is left out
+        "garbage": (b"no audio", "txt", "a sound", "can't be decoded"),
+        "one_sample": (wav(np.ones(1)), "txt", "a sound", "a single sample"),
+        "no_caption": (wav(tone(1)), "text", "a sound", "no caption file (no_caption.txt or no_caption.json)"),
+        "blank": (wav(tone(1)), "txt", "", "empty caption"),
+        "list": (wav(tone(1)), "json", "[]", "its caption file can't be read: expected an object"),
+        "cut": (wav(tone(1)), "json", "{", "its caption file can't be read: Expecting property name"),
+        "good": (wav(tone(1)), "txt", "звук колокола", None),
+        "8kHz": (wav(tone(1), 8000), "txt", "a sound", None),
+        "seven": (wav(np.ones((99, 7))), "json", '{"text": "a sound"}', None),
     }
-    for name, (content, _) in broken.items():
-        (folder / name).write_bytes(content)
-        if name != "no_caption.wav":
-            (folder / name).with_suffix(".txt").write_text("" if name == "blank.wav" else "a sound")
-    fine = {"good.wav": wav(tone(1)), "8kHz.wav": wav(tone(1), 8000), "seven.wav": wav(np.ones((99, 7)))}
-    for name, content in fine.items():
-        (folder / name).write_bytes(content)
-        (folder / name).with_suffix(".txt").write_text("звук колокола")
+    for name, (audio, suffix, text, _) in files.items():
+        (folder / f"{name}.wav").write_bytes(audio)
+        (folder / f"{name}.{suffix}").write_text(text)
     assert run(folder, tmp_path / "out") == 0
-    assert "4 items left out" in capsys.readouterr().out
-    assert set(items_in(tmp_path / "out")) == set(fine)
+    assert "6 items left out" in capsys.readouterr().out
+    assert set(items_by_source(tmp_path / "out")) == {"good.wav", "8kHz.wav", "seven.wav"}
     listed = [json.loads(line) for line in (tmp_path / "out" / "broken.jsonl").read_text().splitlines()]
-    assert len(listed) == len(broken)
+    assert len(listed) == 6
     for item in listed:
-        assert broken[Path(item["file"]).name][1] in item["reason"]
+        assert files[Path(item["file"]).stem][-1] in item["reason"]
 
 
 @pytest.mark.parametrize(
@@ -189,20 +166,16 @@ def test_broken_items_are_listed_and_left_out(tmp_path: Path, capsys: pytest.Cap
     [
         ("", "csv", "", "empty; expected a line of column names"),
         ("path,caption\n", "csv", "", "no rows"),
-        (
-            "url,caption\nx,y\n",
-            "csv",
-            "",
-            "no column 'of audio files'; there are url, caption; name it by --audio_column",
-        ),
+        ("url,caption\nx,y\n", "csv", "", "no column 'of audio files'; there are url, caption; name it by --audio_col"),
         ("path,words\nx,y\n", "csv", "", "no column 'of captions'"),
         ("path,caption\nx,y\n", "csv", "--caption_columns titel", "no column 'titel'"),
         ('{"path": "x"\n', "jsonl", "", "a.jsonl:1: not valid JSON"),
+        ("\n[1]\n", "jsonl", "", "a.jsonl:2: expected an object"),
         ("x", "xlsx", "", "expected a folder, or a list"),
         ("path,caption\nx,y\n", "csv", "--encoding klingon", "no encoding 'klingon'"),
         ("path,caption\nx,Gl\u00f6ckchen\n", "csv", "", "a.csv:2: byte 0xf6 isn't UTF-8; name the file's encoding"),
         ("path,caption\nx,y\n", "csv", "--shards 2", "--shards 2 is more than the 1 items"),
-        ("path,caption\nnowhere.wav,x\n", "csv", "", "none of 1 items can be used"),
+        ("path,caption\nnowhere.wav,x\n,y\n", "csv", "", "none of 2 items can be used"),
     ],
 )
 def test_lists_that_cannot_be_used(
@@ -224,6 +197,19 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     assert "1 of 1 shards are there already" in capsys.readouterr().out
     assert run(path, tmp_path / "out", "--mono") == 2
     assert "shards of another list, other audio or other options" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(path, tmp_path / "file" / "out") == 2
+    assert "can't be written: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--held_out", 1, "a share from 0"), ("--shard_mb", 0, "above 0"), ("--delimiter", "ab", "one character, or")],
+)
+def test_impossible_options(capsys: pytest.CaptureFixture[str], option: str, value: object, message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("list.csv", "out", option, value)
+    assert message in capsys.readouterr().err
 
 
 def test_verify_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,43 +235,23 @@ def test_full_disk_is_reported_and_the_same_command_resumes(
     path = write_list(tmp_path, 6)
     load, loaded = shard_building.load_audio, []
 
-    def fail(entry: object, encoding: object) -> object:
+    def fail(entry: Entry, encoding: shard_building.Encoding) -> tuple[str, bytes, float]:
         loaded.append(entry)
         if len(loaded) == 5:
             raise OSError(28, "No space left on device")
-        return load(entry, encoding)  # type: ignore[arg-type]
+        return load(entry, encoding)
 
     monkeypatch.setattr(shard_building, "load_audio", fail)
     assert run(path, tmp_path / "out", "--shards", 3) == 1
     assert "No space left on device; the same command resumes" in capsys.readouterr().err
-    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
-    assert len(finished) == 2
-    assert run(path, tmp_path / "out", "--shards", 3) == 0
-    assert len(loaded) == 5 + 2
-    assert len(items_in(tmp_path / "out")) == 6
-    for name, time_ns in finished.items():
-        assert (tmp_path / "out" / name).stat().st_mtime_ns == time_ns
-
-
-@pytest.mark.end_to_end
-def test_killed_build_resumes(tmp_path: Path) -> None:
-    """With two shards at a time, killed after the first shard is there."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "clap_ds.data.build", str(write_list(tmp_path, 400)), str(out)]
-    command += ["--shards", "80", "--workers", "2"]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not list(out.glob("*.tar")) and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    assert 1 <= len(before) < 80
+    finished = {path: path.stat().st_mtime_ns for path in sorted(out.glob("*.tar"))}
+    assert len(finished) == len(list(out.glob("*.partial"))) + 1 == 2
     assert not (out / "manifest.json").exists()
-    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
-    assert build_shards.main([str(out), "--verify"]) == 0
+    (out / ".build" / "train-00001.tar.json").unlink()  # as if killed between a shard and its record
+    assert run(path, out, "--shards", 3) == 0
+    assert len(loaded) == 5 + 2 + 2
+    assert len(items_by_source(out)) == 6
     assert not list(out.glob("*.partial"))
-    assert len(items_in(out)) == 400
-    unchanged = sum((out / name).stat().st_mtime_ns == time_ns for name, time_ns in before.items())
-    assert unchanged >= len(before) - 2  # a tar can have its name but not yet its record
+    assert run(out, "--verify") == 0
+    assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
