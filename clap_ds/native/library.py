@@ -57,12 +57,12 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _why_not_this_processor(needed: tuple[str, ...] = NEEDED) -> str:
+def _why_not_this_processor() -> str:
     """What it lacks; empty where it can run the kernels."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in needed if name not in features]
-    if AMX in needed and (not has_tiles() if has_tiles else AMX in lacking):
+    lacking = [name for name in NEEDED if name not in features]
+    if AMX in NEEDED and (not has_tiles() if has_tiles else AMX in lacking):
         return "this CPU has no bf16 matrix units (AMX)"
     return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
 
