@@ -71,14 +71,12 @@ def native_segment_attention(
         assert tensor.ndim == 2
         assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (tensor.shape, heads)
     assert k.shape == v.shape
-    for places in segments:
-        assert places.dtype == torch.int32
-        assert places.shape == (len(segments.query_start),)
-        assert places.is_contiguous()
+    places = torch.stack(segments)
+    assert places.dtype == torch.int32
     assert scale > 0
     assert 0 <= dropout < 1
-    weighting = float(scale), float(dropout), draw_seed() if dropout > 0 else 0
-    return _SegmentAttention.apply((heads, segments, weighting), *tensors)
+    sizes = places.shape[1], len(q), len(k), heads, q.shape[1] // heads, draw_seed() if dropout > 0 else 0
+    return _SegmentAttention.apply((places, torch.tensor(sizes), float(scale), float(dropout)), *tensors)
 
 
 def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -87,20 +85,17 @@ def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [part for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True) for part in tensor.chunk(count, 1)]
 
 
-def _run(name: str, tensors: list[Tensor], log_sums_AT: Tensor, heads: int, segments: Segments, weighting: Any) -> None:
-    """A kernel with q, k, v and its other tensors, each with the distance of its rows."""
-    query, key, *_ = tensors
-    places = [argument for tensor in tensors for argument in (tensor, tensor.stride(0))]
-    sizes = len(segments.query_start), len(query), len(key), heads, query.shape[1] // heads
-    kernel(name)(*places, log_sums_AT, *segments, *sizes, *weighting)
+def _run(name: str, tensors: list[Tensor], *call: Any) -> None:
+    """A kernel, its first argument a table of q, k, v and its other tensors, each with the distance of its rows."""
+    kernel(name)(torch.tensor([[each.data_ptr(), each.stride(0)] for each in tensors]), *call)
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[int, Segments, Any], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: tuple[Tensor, Tensor, float, float], *tensors: Tensor) -> Tensor:
         tensors = tuple(_with_whole_rows(tensor) for tensor in tensors)
         query, key, value = _parts(tensors)
-        output, log_sums_AT = _new_rows(query, call[1]), torch.empty(call[0], len(query))
+        output, log_sums_AT = _new_rows(query, call), torch.empty(int(call[1][3]), len(query))
         _run("clap_segment_attention_forward", [query, key, value, output], log_sums_AT, *call)
         ctx.save_for_backward(log_sums_AT, *tensors)
         ctx.call = call
@@ -110,7 +105,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_sums_AT, *tensors = ctx.saved_tensors
-        gradients = [_new_rows(tensor, ctx.call[1]) for tensor in tensors]
+        gradients = [_new_rows(tensor, ctx.call) for tensor in tensors]
         given = [*_parts(tensors), _with_whole_rows(grads[0]), *_parts(gradients)]
         _run("clap_segment_attention_backward", given, log_sums_AT, *ctx.call)
         return None, *gradients
@@ -120,7 +115,7 @@ def _with_whole_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _new_rows(like: Tensor, segments: Segments) -> Tensor:
+def _new_rows(like: Tensor, call: Any) -> Tensor:
     """For the kernel to write, which with no segment at all writes nothing."""
-    make = torch.empty if len(segments.query_start) else torch.zeros
+    make = torch.empty if call[0].numel() else torch.zeros
     return make(like.shape, dtype=like.dtype)

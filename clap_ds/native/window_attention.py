@@ -50,8 +50,6 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
 
 
 class _WindowAttention(torch.autograd.Function):
-    """Keeps qkv, the bias in fp32 and one number per token and head for the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
         qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()

@@ -11,28 +11,15 @@ from torch import Tensor
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
+from clap_ds.model.window_attention import Kernel
 from clap_ds.weights.formats import load_transformers
 from clap_ds.weights.names import transformers_names
 from tests.model.reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip
 
-CASES = [("htsat_tiny_roberta_base", 0), ("htsat_base_roberta_base", 1), *(("micro", seed) for seed in range(4))]
-
-
-@pytest.fixture(scope="module")
-def pairs():
-    """Ours and its reference by preset, built once: only the last full-size pair is kept."""
-    built: dict[str, tuple[ClapModel, torch.nn.Module]] = {}
-
-    def get(preset: str) -> tuple[ClapModel, torch.nn.Module]:
-        if preset not in built:
-            built.clear()
-            with no_initialisation():
-                built[preset] = ClapModel(load_preset(preset)).eval(), REFERENCES[preset]()
-        return built[preset]
-
-    return get
+FULL_SIZE = [("htsat_tiny_roberta_base", "sdpa", 0), ("htsat_base_roberta_base", "sdpa", 1)]
+CASES = [*FULL_SIZE, *(("micro", attention, seed) for attention in ("sdpa", "auto") for seed in range(3))]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
@@ -44,9 +31,10 @@ def reference_features(waveforms: Tensor, preset: str) -> Tensor:
     return extractor(list(waveforms.numpy()), sampling_rate=48000, return_tensors="pt")["input_features"].float()
 
 
-@pytest.mark.parametrize(("preset", "seed"), CASES)
-def test_embeddings_and_gradients_agree_with_transformers(pairs, preset: str, seed: int) -> None:
-    ours, reference = pairs(preset)
+@pytest.mark.parametrize(("preset", "attention", "seed"), CASES)
+def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention: Kernel, seed: int) -> None:
+    with no_initialisation():
+        ours, reference = ClapModel(load_preset(preset), attention=attention).eval(), REFERENCES[preset]()
     weights = reference.named()
     randomise(weights, seed)
     load_transformers({k: v.detach() for k, v in weights.items()}, ours.config).load_into(ours)
@@ -64,8 +52,6 @@ def test_embeddings_and_gradients_agree_with_transformers(pairs, preset: str, se
 
     probe = torch.Generator().manual_seed(100 + seed)
     probe_audio, probe_text = torch.randn(audio.shape, generator=probe), torch.randn(text.shape, generator=probe)
-    ours.zero_grad()
-    reference.zero_grad()
     ((audio * probe_audio).sum() + (text * probe_text).sum()).backward()
     ((expected_audio * probe_audio).sum() + (expected_text * probe_text).sum()).backward()
     compare_gradients(ours, weights)

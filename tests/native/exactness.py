@@ -17,10 +17,10 @@ def numbers(*shape: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> Te
 
 
 def results(function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: Tensor) -> list[Tensor]:
-    """Outputs and the inputs' gradients, in fp32."""
+    """As many outputs as there are upstream gradients, and the inputs' gradients, in fp32."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves)
-    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs[: len(upstream)]
     gradients = torch.autograd.grad(outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
     return [each.detach().float() for each in (*outputs, *gradients)]
 

@@ -187,7 +187,8 @@ def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     mean = torch.stack([tower.train()(*inputs).float() for _ in range(200)]).mean(dim=0)
     assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
     alone = native(text_tower())  # of attention weights
-    still = alone(*inputs)
+    state, still = torch.get_rng_state(), alone(*inputs)
+    assert torch.equal(torch.get_rng_state(), state), "without dropout nothing is drawn"
     for layer in alone.roberta.encoder.layer:
         layer.attention.self.dropout.p = 0.5
     assert not torch.equal(alone(*inputs), still)

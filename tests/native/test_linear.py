@@ -26,14 +26,6 @@ SHAPES = [
 """Rows, inputs and outputs."""
 
 
-def linear(x: Tensor, *parameters: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    return native_linears(x, *parameters, residual=residual)[0]
-
-
-def mlp(x: Tensor, *others: Tensor) -> Tensor:
-    return native_mlp(x, *others)[0]
-
-
 def by_torch(x: Tensor, *parameters: Tensor, residual: Tensor | None = None) -> Tensor:
     layers = zip(parameters[::2], parameters[1::2], strict=True)
     y = torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
@@ -56,19 +48,19 @@ def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) ->
     x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
-    pair = [lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0]) for f in (linear, by_torch)]
+    pair = [lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0]) for f in (native_linears, by_torch)]
     assert_as_exact_as_torch(*pair, [*first, *added], numbers(rows, outputs, seed=4))
     second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
     added = [numbers(rows, inputs, seed=5)] * residual
-    assert_as_exact_as_torch(mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
+    assert_as_exact_as_torch(native_mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
 
 
 def test_leading_dimensions_layouts_no_bias_and_no_rows() -> None:
     for x in (numbers(2, 3, 5, 64, seed=0), numbers(64, 70, seed=0).T):
         inputs, upstream = [x, numbers(96, 64, seed=1)], numbers(96, *x.shape[:-1], seed=2).movedim(0, -1)
-        assert_as_exact_as_torch(lambda x, weight: linear(x, weight, None), F.linear, inputs, upstream)
+        assert_as_exact_as_torch(lambda x, weight: native_linears(x, weight, None), F.linear, inputs, upstream)
     output, *gradients = results(
-        linear, [numbers(0, 64, seed=0), *inputs[1:], numbers(96, seed=2)], numbers(0, 96, seed=3)
+        native_linears, [numbers(0, 64, seed=0), *inputs[1:], numbers(96, seed=2)], numbers(0, 96, seed=3)
     )
     assert output.shape == (0, 96)
     assert not any(gradient.any() for gradient in gradients), "there are no rows"
@@ -80,7 +72,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
     one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
-    y = mlp(x, one, zero, one, zero)
+    y = native_mlp(x, one, zero, one, zero)[0]
     (slope,) = torch.autograd.grad(y.sum(), x)
     double = x.detach().double().requires_grad_()
     exact = F.gelu(double)
@@ -88,7 +80,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=3e-5)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=2**-8, atol=3e-5)
     x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
-    y = mlp(x.requires_grad_(), one, zero, one, zero)
+    y = native_mlp(x.requires_grad_(), one, zero, one, zero)[0]
     (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
     assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
     assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
@@ -98,7 +90,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
 def test_frozen_inputs_in_any_combination(kind: str) -> None:
     """The others' gradients are what they are with nothing frozen; hooks see them, and a second backward pass adds to them."""
     tensors = five()[: 3 if kind == "linear" else 5]
-    ours, reference = (mlp, mlp_by_torch) if kind == "mlp" else (linear, by_torch)
+    ours, reference = (native_mlp, mlp_by_torch) if kind == "mlp" else (native_linears, by_torch)
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
     _, *wanted = results(reference, [x.float() for x in tensors], upstream)
     for trained in [*itertools.product((False, True), repeat=len(tensors))][1:]:
@@ -107,7 +99,7 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
         seen: list[Tensor] = []
         for leaf in learning:
             leaf.register_post_accumulate_grad_hook(seen.append)
-        output = ours(*leaves)
+        output = ours(*leaves)[0]
         output.backward(upstream, retain_graph=True)
         assert sorted(map(id, seen)) == sorted(map(id, learning))
         output.backward(upstream)
@@ -120,7 +112,7 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
 def test_input_is_passed_on_with_its_gradient(function: Callable) -> None:
     inputs = five()
     upstream, passed = numbers(40, function(*inputs)[0].shape[1], seed=5), numbers(40, 64, seed=6)
-    alone = results(lambda *given: function(*given)[0], inputs, upstream)
+    alone = results(function, inputs, upstream)
     both = results(function, inputs, upstream, passed)
     assert torch.equal(both[1], inputs[0].float())
     torch.testing.assert_close(both[2], alone[1] + passed.float(), rtol=0.02, atol=0.02)
@@ -131,7 +123,7 @@ def test_what_is_not_finite_shows(value: float) -> None:
     """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
     inputs = five(35, scale=1.0)
     inputs[0][33, 5] = value
-    mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (mlp, mlp_by_torch))
+    mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (native_mlp, mlp_by_torch))
     assert torch.equal(mine[0].isfinite().all(1), theirs[0].isfinite().all(1))
     assert not any(mine[index].isfinite().all() for index in (2, 4))
     if math.isnan(value):
@@ -146,8 +138,8 @@ def test_any_number_of_threads(rows: int, inputs: int, outputs: int, count: int)
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
     upstream = numbers(rows, outputs, seed=3)
     with threads(count):
-        assert_as_exact_as_torch(linear, by_torch, tensors, upstream)
-        assert_equal(results(linear, tensors, upstream), results(linear, tensors, upstream))
+        assert_as_exact_as_torch(native_linears, by_torch, tensors, upstream)
+        assert_equal(results(native_linears, tensors, upstream), results(native_linears, tensors, upstream))
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -159,6 +151,6 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     biases = [(x, weight, numbers(64, seed=2)), (x, weight, numbers(96, seed=2).float())]
     for wrong in (*((*each, None) for each in layouts), *biases):
         with pytest.raises(AssertionError):
-            linear(*wrong)
+            native_linears(*wrong)
     with pytest.raises(AssertionError):
-        linear(x, weight, None, residual=numbers(8, 64, seed=3))
+        native_linears(x, weight, None, residual=numbers(8, 64, seed=3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -181,19 +180,6 @@ def test_masks_of_heads_segments_rows_and_calls_are_unrelated() -> None:
         correlation = each.corrcoef().fill_diagonal_(0.0)
         assert correlation.abs().max() < 6.5 / each.shape[1] ** 0.5
         assert abs(correlation.square().mean() * each.shape[1] - 1) < 0.1
-
-
-def test_each_call_draws_another_mask_and_none_without_dropout() -> None:
-    rows, _, segments = CASES["packed"]
-    attend = functools.partial(native_segment_attention, draw(rows, rows)[:3], HEADS, segments, 64**-0.5)
-    torch.manual_seed(10)
-    before = torch.get_rng_state()
-    assert torch.equal(attend(dropout=0.0), attend())
-    assert torch.equal(torch.get_rng_state(), before)
-    first, second = attend(dropout=0.1), attend(dropout=0.1)
-    assert not torch.equal(first, second)
-    torch.manual_seed(10)
-    assert_equal([attend(dropout=0.1), attend(dropout=0.1)], [first, second])
 
 
 def test_rows_of_no_segment_have_no_influence_and_others_none_but_on_their_own() -> None:
