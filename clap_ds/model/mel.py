@@ -22,8 +22,7 @@ MIN_POWER = 1e-10
 
 class LogMel(nn.Module):
     """Log-mel spectrogram in dB: centred, reflect-padded STFT with a periodic Hann window, squared, Slaney mel filters with
-    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end).
-    """
+    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end)."""
 
     window: Tensor
     mel_filters: Tensor

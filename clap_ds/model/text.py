@@ -39,10 +39,9 @@ class FirstTokenAttention(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> tuple[Tensor, None]:
         """(batch, tokens, C) → (batch, 1, C); packed, (1, tokens, C) → (1, captions, C)."""
-        if layout is None:
-            mixed = self.self(hidden, *args, **kwargs)[0]
-            return self.output(mixed[:, :1], hidden[:, :1]), None
         mixed = self.self(hidden, *args, layout=layout, **kwargs)[0]
+        if layout is None:
+            return self.output(mixed[:, :1], hidden[:, :1]), None
         first = layout.packing.bounds[: layout.packing.num_captions]
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 

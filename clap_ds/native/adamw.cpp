@@ -12,9 +12,7 @@ struct Parameter {
     int64_t size;
 };
 
-struct Coefficients {
-    float scale, rate1, beta2, rate2, bias, eps, step, keep;
-};
+struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
 
 constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use

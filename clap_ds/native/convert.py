@@ -1,8 +1,8 @@
 """The door to this project's CPU kernels: `convert` has a model use them, which itself knows nothing of them.
 
 Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as
-a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone,
-and less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
+a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone, and
+less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def report(setting: Literal["auto", "off"]) -> str:
 
 
 def convert(model: nn.Module) -> None:
-    """Have a model run by CPU kernels, in place: modules for which there are kernels become subclasses of what they were, with
-    the same parameters, names and hooks. Nothing changes where kernels can't run."""
+    """Have a model run by CPU kernels, in place, as far as there are kernels. Nothing changes where they can't run."""
     if unavailable():
         return
     native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
@@ -82,11 +81,10 @@ class NativeLogMel(LogMel):
         return True
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
-        wants_gradient = spectrum_BKT.requires_grad and torch.is_grad_enabled()
         known = spectrum_BKT.dtype == torch.complex64 and spectrum_BKT.is_cpu and not torch.compiler.is_compiling()
-        if wants_gradient or not known:
-            return super().mel_power(spectrum_BKT)
-        return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+        if known and not (spectrum_BKT.requires_grad and torch.is_grad_enabled()):
+            return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+        return super().mel_power(spectrum_BKT)
 
 
 class NativePatchEmbed(NativeModule, PatchEmbed):

@@ -1,8 +1,7 @@
 """What takes one pass over memory on CPUs by this project's kernels: layer norm, dropout, mel power.
 
-A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum. Written with torch's
-operations either takes one more pass over the activations in each direction; here it takes none. Dropout's mask is drawn by all
-threads, torch's by one. Each mel filter sums the few frequencies it has.
+A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum: with torch's operations
+one more pass over the activations in each direction. Dropout's mask is drawn by all threads, torch's by one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-// Softmax attention of segments of rows over other segments of rows, backward.
-//
-// Scores are (keys × queries), which is how the gradients of values and keys take them as a left operand, and sums over keys go
+// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), which is how the gradients of values and keys take them as a left operand, and sums over keys go
 // down the columns.
 
 #include "segments.h"

@@ -1,6 +1,4 @@
-// Softmax attention of segments of rows over other segments of rows, forward.
-//
-// One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
+// Softmax attention of segments of rows over other segments of rows, forward. One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
 // (queries × keys), 16 queries at a time, which leaves the first cache to keys and values.
 
 #include <cmath>

@@ -2,8 +2,6 @@
 // of any number of rows, which are padded with zeros to whole tiles in scratch memory. D is the width of a head.
 #pragma once
 
-#include <cstring>
-
 #include "memory.h"
 #include "packing.h"
 

@@ -1,6 +1,4 @@
-// The one operation on tiles that the kernels are made of, by AMX or AVX-512's bf16 instructions, as the compiler's target has.
-//
-// A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
+// The one operation on tiles that the kernels are made of, by AMX or, for tests, AVX-512's bf16 instructions. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
 // holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are added up pair by pair.
 #pragma once
 
@@ -108,7 +106,6 @@ struct Tiles {
     Tiles() {}  // nothing to set up; not trivial, as compilers warn of variables that do nothing
 };
 
-// As above.
 template <int M, int N, Reuse = KEEPS, Reuse = KEEPS>
 INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
     for (int tile = 0; tile < M * N; tile++) {
