@@ -91,29 +91,19 @@ class ClapModel(nn.Module):
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def encode_audio(self, waveforms: Tensor) -> Tensor:
-        """(batch, num_samples) at the preset's sample rate → (batch, joint_dim), fp32 rows of length 1."""
+        """(batch, num_samples) at the preset's sample rate, full scale ±1 → (batch, joint_dim), fp32 rows of length 1."""
         return self.audio_projection(self.audio(self.mel(waveforms)))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """(batch, tokens) ids and mask (None: nothing is padded), or (tokens,) ids and their packing → (batch, joint_dim), fp32
-        rows of length 1."""
+        """(batch, tokens) ids and mask, 1 at real tokens (None: nothing is padded), or (tokens,) ids and where those packed
+        captions lie → (batch, joint_dim), fp32 rows of length 1."""
         return self.text_projection(self.text(input_ids, attention_mask, packing))
 
     def forward(
         self, waveforms: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, ...]:
-        """Both embeddings of a batch of pairs, the logit scale and, where it is learned, the logit bias.
-
-        Args:
-            waveforms: (batch, num_samples), floating, full scale ±1.
-            input_ids: (batch, tokens) int64; (tokens,) when packed.
-            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded, or all are packed.
-            packing: where packed captions lie.
-
-        Returns:
-            audio features (batch, joint_dim), text features (batch, joint_dim), logit scale (1,) and, if there is one, logit
-            bias (1,), all fp32.
-        """
+        """Both embeddings, (batch, joint_dim) each, of what `encode_audio` and `encode_text` take, the logit scale (1,) and,
+        where it is learned, the logit bias (1,), all fp32."""
         features = self.encode_audio(waveforms), self.encode_text(input_ids, attention_mask, packing)
         bias = () if self.logit_bias is None else (self.logit_bias.float(),)
         return *features, self.logit_scale.float().exp(), *bias

@@ -30,6 +30,7 @@ class MelBatchNorm(nn.BatchNorm1d):
 
     running_mean: Tensor
     running_var: Tensor
+    num_batches_tracked: Tensor
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         return super()._apply(at_least_fp32(fn), recurse)
@@ -38,19 +39,12 @@ class MelBatchNorm(nn.BatchNorm1d):
         """(B, T, F) dB → (B, F, T) normalised, in the dtype of the statistics."""
         dtype = self.running_mean.dtype
         assert self.momentum is not None
-        if self.training and self.num_batches_tracked is not None:
+        if self.training:
             self.num_batches_tracked.add_(1)
         with torch.autocast(log_mel_BTF.device.type, enabled=False):
-            return F.batch_norm(
-                log_mel_BTF.transpose(1, 2).to(dtype),
-                self.running_mean,
-                self.running_var,
-                self.weight.to(dtype),
-                self.bias.to(dtype),
-                training=self.training,
-                momentum=self.momentum,
-                eps=self.eps,
-            )
+            log_mel_BFT, affine = log_mel_BTF.transpose(1, 2).to(dtype), (self.weight.to(dtype), self.bias.to(dtype))
+            statistics = self.running_mean, self.running_var
+            return F.batch_norm(log_mel_BFT, *statistics, *affine, self.training, self.momentum, self.eps)
 
 
 class SpecAugment(nn.Module):
@@ -60,19 +54,18 @@ class SpecAugment(nn.Module):
     def forward(self, mel_BFT: Tensor) -> Tensor:
         if not self.training:
             return mel_BFT
-        num_clips, num_mels, num_frames = mel_BFT.shape
-        keep_mel_BF = self._keep(num_clips, num_mels, MAX_MEL_STRIPE, mel_BFT)
-        keep_time_BT = self._keep(num_clips, num_frames, MAX_TIME_STRIPE, mel_BFT)
-        return mel_BFT * (keep_mel_BF[:, :, None] * keep_time_BT[:, None, :])
+        keep_BF, keep_BT = _keep(mel_BFT, 1, MAX_MEL_STRIPE), _keep(mel_BFT, 2, MAX_TIME_STRIPE)
+        return mel_BFT * (keep_BF[:, :, None] * keep_BT[:, None, :])
 
-    @staticmethod
-    def _keep(num_clips: int, size: int, width_limit: int, like: Tensor) -> Tensor:
-        """(num_clips, size): 0 inside the stripes, 1 elsewhere."""
-        width = torch.randint(min(width_limit, size), (num_clips, NUM_STRIPES, 1), device=like.device)
-        start = (torch.rand(num_clips, NUM_STRIPES, 1, device=like.device) * (size - width)).long()
-        position = torch.arange(size, device=like.device)
-        inside = (position >= start) & (position < start + width)
-        return (~inside.any(dim=1)).to(like.dtype)
+
+def _keep(mel_BFT: Tensor, dim: int, width_limit: int) -> Tensor:
+    """(B, size of the dimension): 0 inside the stripes, 1 elsewhere."""
+    shape, size, device = (len(mel_BFT), NUM_STRIPES, 1), mel_BFT.shape[dim], mel_BFT.device
+    width = torch.randint(min(width_limit, size), shape, device=device)
+    start = (torch.rand(shape, device=device) * (size - width)).long()
+    position = torch.arange(size, device=device)
+    inside = (position >= start) & (position < start + width)
+    return (~inside.any(dim=1)).to(mel_BFT.dtype)
 
 
 class FoldToImage(nn.Module):
@@ -126,13 +119,8 @@ class HeldLayer(nn.Module):
 class HTSAT(nn.Module):
     """Audio tower: log-mel spectrograms to one vector per clip.
 
-    `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded and saved, zero until loaded, never computed.
-
-    Args:
-        config: sizes.
-        drop_path: stochastic depth of the last block; grows linearly from 0 at the first.
-        spec_augment: mask stripes while training.
-        attention: kernel of the window attention.
+    `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded and saved, zero until loaded, never computed. Stochastic
+    depth grows linearly from 0 at the first block to `drop_path` at the last.
     """
 
     def __init__(

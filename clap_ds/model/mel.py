@@ -22,27 +22,17 @@ MIN_POWER = 1e-10
 
 class LogMel(nn.Module):
     """Log-mel spectrogram in dB: centred, reflect-padded STFT with a periodic Hann window, squared, Slaney mel filters with
-    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end).
-    """
+    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end)."""
 
     window: Tensor
     mel_filters: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.num_samples = config.num_samples
-        self.num_fft = config.stft_window
-        self.hop_size = config.hop_size
+        self.num_samples, self.num_fft, self.hop_size = config.num_samples, config.stft_window, config.hop_size
+        sizes = self.num_fft // 2 + 1, float(config.fmin), float(config.fmax), config.mel_bins, config.sample_rate
         with torch.device("cpu"):  # torchaudio can't build filters on the meta device
-            filters = torchaudio.functional.melscale_fbanks(
-                n_freqs=config.stft_window // 2 + 1,
-                f_min=float(config.fmin),
-                f_max=float(config.fmax),
-                n_mels=config.mel_bins,
-                sample_rate=config.sample_rate,
-                norm="slaney",
-                mel_scale="slaney",
-            )
+            filters = torchaudio.functional.melscale_fbanks(*sizes, norm="slaney", mel_scale="slaney")
         self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
         self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
 
@@ -50,13 +40,7 @@ class LogMel(nn.Module):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        """Log-mel spectrograms of a batch of clips.
-
-        Args:
-            waveforms: (batch, num_samples), floating, full scale ±1.
-
-        Returns:
-            (batch, num_frames, mel_bins) in dB relative to power 1, fp32.
+        """(batch, num_samples), floating, full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1, fp32.
 
         Raises:
             ValueError: clips of another length than the model's.
@@ -64,13 +48,9 @@ class LogMel(nn.Module):
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
         with torch.autocast(waveforms.device.type, enabled=False):
+            padded = _reflect(waveforms.to(self.window.dtype), self.num_fft // 2)
             spectrum_BKT = torch.stft(
-                _reflect(waveforms.to(self.window.dtype), self.num_fft // 2),
-                n_fft=self.num_fft,
-                hop_length=self.hop_size,
-                window=self.window,
-                center=False,
-                return_complex=True,
+                padded, self.num_fft, self.hop_size, window=self.window, center=False, return_complex=True
             )
             return 10.0 * self.mel_power(spectrum_BKT).clamp(min=MIN_POWER).log10()
 

@@ -92,14 +92,12 @@ def lay_out(packing: Packing, num_tokens: int) -> Layout:
     lengths = bounds.diff()
     on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
     longest = int(lengths.max()) if on_cpu else packing.max_tokens
-    token = torch.arange(num_tokens, device=bounds.device)
+    token, column = (torch.arange(count, device=bounds.device) for count in (num_tokens, longest))
     caption = torch.searchsorted(bounds[1:], token.int(), right=True)
     place = token - bounds[caption]
-    column = torch.arange(longest, device=bounds.device)
     to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
     keep = (column < lengths[:, None])[:, None, None, :]
-    position_ids = (place + FIRST_POSITION)[None]
-    return Layout(packing, position_ids, to_padded, caption * longest + place, keep, caption, longest)
+    return Layout(packing, (place + FIRST_POSITION)[None], to_padded, caption * longest + place, keep, caption, longest)
 
 
 class Rearrange(torch.autograd.Function):

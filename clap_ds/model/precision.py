@@ -7,16 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Convert = Callable[[Tensor], Tensor]
 
-
-def at_least_fp32(convert: Convert) -> Convert:
+def at_least_fp32(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`convert` (what `nn.Module._apply` is given) without its rounding: floating tensors move but keep 32 bits or more."""
 
     def apply(tensor: Tensor) -> Tensor:
         converted = convert(tensor)
-        if converted.dtype in (torch.bfloat16, torch.float16):
-            return tensor.to(converted.device)
-        return converted
+        return tensor.to(converted.device) if converted.dtype in (torch.bfloat16, torch.float16) else converted
 
     return apply

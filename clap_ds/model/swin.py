@@ -1,8 +1,8 @@
 """Swin transformer stages on square token grids (arXiv 2103.14030): what HTSAT is made of between patch embedding and pooling.
 
-Knows nothing of audio. Only the relative position biases are initialised here; `htsat.py` does the rest.
-The attention itself is `window_attention.py`'s.
-Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, C channels.
+Knows nothing of audio. Only the relative position biases are initialised here; `htsat.py` does the rest. The attention itself
+is `window_attention.py`'s. Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window,
+A attention heads, C channels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class DropPath(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         if self.probability == 0.0 or not self.training:
             return branch
-        keep = 1.0 - self.probability
-        shape = (branch.shape[0],) + (1,) * (branch.ndim - 1)
+        keep, shape = 1.0 - self.probability, (len(branch), *[1] * (branch.ndim - 1))
         return branch * branch.new_empty(shape).bernoulli_(keep).div_(keep)
 
 
@@ -50,16 +49,12 @@ class WindowAttention(nn.Module):
 
     def position_bias(self) -> Tensor:
         """(A, N, N)."""
-        num_tokens = self.relative_position_index.shape[0]
-        flat = self.relative_position_bias[self.relative_position_index.flatten()]
-        return flat.unflatten(0, (num_tokens, num_tokens)).permute(2, 0, 1)
+        index_NN = self.relative_position_index
+        return self.relative_position_bias[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
         qkv_BHWE = self.qkv(tokens_BHWC)
-        mixed_BHWC = attend_windows(
-            qkv_BHWE, self.position_bias(), mask_GNN, window=self.window, shift=shift, kernel=self.kernel
-        )
-        return self.proj(mixed_BHWC)
+        return self.proj(attend_windows(qkv_BHWE, self.position_bias(), mask_GNN, self.window, shift, self.kernel))
 
 
 class Mlp(nn.Module):

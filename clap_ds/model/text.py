@@ -19,15 +19,13 @@ from transformers import RobertaConfig, RobertaModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
 TextAttention = Literal["auto", "sdpa"]
-_SIZES = {
-    "vocab_size": "vocab_size",
+_SAME = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "layer_norm_eps")}
+_OTHER = {
     "max_positions": "max_position_embeddings",
-    "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "layer_norm_eps": "layer_norm_eps",
 }
+_SIZES = _SAME | _OTHER
 """Our field → RoBERTa's."""
 
 
@@ -41,10 +39,9 @@ class FirstTokenAttention(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> tuple[Tensor, None]:
         """(batch, tokens, C) → (batch, 1, C); packed, (1, tokens, C) → (1, captions, C)."""
-        if layout is None:
-            mixed = self.self(hidden, *args, **kwargs)[0]
-            return self.output(mixed[:, :1], hidden[:, :1]), None
         mixed = self.self(hidden, *args, layout=layout, **kwargs)[0]
+        if layout is None:
+            return self.output(mixed[:, :1], hidden[:, :1]), None
         first = layout.packing.bounds[: layout.packing.num_captions]
         return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
 
@@ -68,13 +65,10 @@ class TextTower(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.roberta = (
-            _pretrained(config, dropout)
-            if from_hub
-            else RobertaModel(roberta_config(config, dropout), add_pooling_layer=self.pooling == "cls_pooler")
-        )
+        with_pooler = self.pooling == "cls_pooler"
+        self.roberta = (_pretrained if from_hub else _untrained)(config, dropout, with_pooler)
         self.roberta.config._attn_implementation = text_attention.NAME if attention == "auto" else attention
-        if self.pooling == "cls_pooler":
+        if with_pooler:
             last: Any = self.roberta.encoder.layer[-1]
             last.attention = FirstTokenAttention(last.attention)
 
@@ -91,16 +85,12 @@ class TextTower(nn.Module):
             (enable or self.roberta.gradient_checkpointing_enable)()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """One vector per caption.
+        """One vector per caption, (batch, hidden_size) in the parameters' dtype.
 
         Args:
             input_ids: (batch, tokens) int64, padded with RoBERTa's padding index on the right.
-            attention_mask: (batch, tokens), 1 at real tokens and 0 at padding; None when no caption is padded, which leaves
-                attention kernels a wider choice.
+            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded: a wider choice of kernels.
             packing: for packed captions: `input_ids` is then (tokens,), without a mask.
-
-        Returns:
-            (batch, hidden_size) in the parameters' dtype.
         """
         if packing is not None:
             return self._forward_packed(input_ids, packing)
@@ -139,27 +129,21 @@ def mean_over_packed_tokens(hidden_TC: Tensor, layout: Layout) -> Tensor:
     return (sums_SC[:num_captions] / lengths_B1).to(hidden_TC.dtype)
 
 
-def roberta_config(config: TextConfig, dropout: float) -> RobertaConfig:
-    """The `transformers` configuration of these sizes."""
-    return RobertaConfig(
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        type_vocab_size=1,
-        pad_token_id=PAD_TOKEN_ID,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+def _untrained(config: TextConfig, dropout: float, with_pooler: bool) -> RobertaModel:
+    options: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
+    options |= {"type_vocab_size": 1, "pad_token_id": PAD_TOKEN_ID, "bos_token_id": 0, "eos_token_id": 2}
+    options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return RobertaModel(RobertaConfig(**options), add_pooling_layer=with_pooler)
 
 
-def _pretrained(config: TextConfig, dropout: float) -> RobertaModel:
+def _pretrained(config: TextConfig, dropout: float, with_pooler: bool) -> RobertaModel:
     if not config.hub_name:
         raise ValueError("text_from_hub: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
     try:
         _check_sizes(config, RobertaConfig.from_pretrained(config.hub_name))
         return RobertaModel.from_pretrained(
             config.hub_name,
-            add_pooling_layer=config.pooling == "cls_pooler",
+            add_pooling_layer=with_pooler,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
             dtype=torch.float32,
@@ -173,10 +157,7 @@ def _pretrained(config: TextConfig, dropout: float) -> RobertaModel:
 
 
 def _check_sizes(config: TextConfig, found: RobertaConfig) -> None:
-    wrong = [
-        f"{ours} {getattr(found, theirs)} (expected {getattr(config, ours)})"
-        for ours, theirs in _SIZES.items()
-        if getattr(found, theirs) != getattr(config, ours)
-    ]
+    sizes = [(ours, getattr(found, theirs), getattr(config, ours)) for ours, theirs in _SIZES.items()]
+    wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
     if wrong:
         raise ValueError(f"text_from_hub: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")

@@ -29,11 +29,10 @@ def attend(
     attention_mask: Tensor | None,
     *,
     dropout: float = 0.0,
-    scaling: float | None = None,
     layout: Layout | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`transformers`' attention interface.
+    """`transformers`' attention interface; scores are scaled by D^-1/2, as RoBERTa's are.
 
     Args:
         query, key, value: (batch, heads, tokens, D); with a `layout` the batch is 1, of packed captions.
@@ -43,16 +42,14 @@ def attend(
     Returns:
         (batch, tokens, heads, D), and None for the attention weights, which are not kept.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is None:
-        return _attend_padded(query, key, value, attention_mask, dropout, scale).transpose(1, 2), None
+        return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _attend_varlen(query, key, value, layout, scale), None
+        return _attend_varlen(query, key, value, layout), None
     q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))
-    mixed_SALD = _attend_padded(q, k, v, layout.keep, dropout, scale)
-    rows = mixed_SALD.transpose(1, 2).flatten(2).flatten(0, 1)
-    mixed_TC = rows.index_select(0, layout.to_row)
-    return mixed_TC.unflatten(1, (query.shape[1], -1))[None], None
+    mixed_SALD = _attend_padded(q, k, v, layout.keep, dropout)
+    mixed_TAD = mixed_SALD.transpose(1, 2).flatten(0, 1).index_select(0, layout.to_row)
+    return mixed_TAD[None], None
 
 
 def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
@@ -62,25 +59,22 @@ def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
     return padded.unflatten(0, (-1, layout.longest)).unflatten(2, (packed_1ATD.shape[1], -1)).transpose(1, 2)
 
 
-def _attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float, scale: float
-) -> Tensor:
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float) -> Tensor:
     if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, keep, dropout_p=dropout, scale=scale)
-    scores = torch.matmul(query * scale, key.transpose(-1, -2))
+        return F.scaled_dot_product_attention(query, key, value, keep, dropout_p=dropout)
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
     if keep is not None:
         # Not minus infinity: a caption of padding alone would become NaN.
         scores = scores.masked_fill_(~keep, torch.finfo(scores.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return torch.matmul(weights, value)
+    return torch.matmul(F.dropout(scores.softmax(dim=-1), dropout), value)
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = layout.packing.bounds, layout.packing.max_tokens
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale)
+    mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest)
     assert isinstance(mixed, Tensor)
     return mixed[None]
 

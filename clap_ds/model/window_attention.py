@@ -41,7 +41,7 @@ def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 def attend_windows(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, *, window: int, shift: int, kernel: Kernel
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: Kernel
 ) -> Tensor:
     """Softmax attention of every token over its window's tokens.
 
@@ -70,10 +70,8 @@ def attend_windows(
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     if shift:
         qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))
-    grid, heads = qkv_BHWE.shape[1], bias_ANN.shape[0]
-    windows = partition_windows(qkv_BHWE, window)
-    mixed = _sdpa(windows.unflatten(3, (3, heads, -1)), bias_ANN, mask_GNN)
-    mixed_BHWC = merge_windows(mixed, grid)
+    windows = partition_windows(qkv_BHWE, window).unflatten(3, (3, len(bias_ANN), -1))
+    mixed_BHWC = merge_windows(_sdpa(windows, bias_ANN, mask_GNN), qkv_BHWE.shape[1])
     return mixed_BHWC.roll((shift, shift), dims=(1, 2)) if shift else mixed_BHWC
 
 
@@ -93,9 +91,8 @@ def _shifted_pieces(window: int, shift: int) -> list[tuple[tuple[slice, slice], 
     tokens. Together they cover the axis."""
     everything, late, early = slice(None), slice(window - shift, None), slice(0, shift)
     pieces = [((everything, slice(0, window - shift)), (everything, slice(shift, None)))]
-    if shift:
-        pieces += [((slice(0, -1), late), (slice(1, None), early)), ((slice(-1, None), late), (slice(0, 1), early))]
-    return pieces
+    pieces += [((slice(0, -1), late), (slice(1, None), early)), ((slice(-1, None), late), (slice(0, 1), early))]
+    return pieces if shift else pieces[:1]
 
 
 def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, to_windows: bool) -> None:
@@ -105,10 +102,7 @@ def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, t
     inside = windows.unflatten(2, (count, count)).unflatten(5, (window, window)).permute(0, 1, 2, 5, 3, 6, 4, 7)
     for (row, grid_row), (column, grid_column) in itertools.product(_shifted_pieces(window, shift), repeat=2):
         ours, theirs = inside[:, :, *row, *column], tiles[:, :, *grid_row, *grid_column]
-        if to_windows:
-            ours.copy_(theirs)
-        else:
-            theirs.copy_(ours)
+        ours.copy_(theirs) if to_windows else theirs.copy_(ours)
 
 
 class MatmulWindowAttention(torch.autograd.Function):
@@ -144,14 +138,13 @@ class MatmulWindowAttention(torch.autograd.Function):
         d_mixed = windows.new_empty(1, B, G, A, N, D)
         _copy_windows(d_mixed, grads[0].view(B, H, W, 1, A, D), window, shift, to_windows=True)
         d_mixed = d_mixed.flatten(0, 3)
-        d_windows = torch.empty_like(windows)
-        d_q, d_k, d_v = d_windows.flatten(1, 3)
+        d_q, d_k, d_v = d_windows = torch.empty_like(windows).flatten(1, 3)
         torch.bmm(weights.transpose(1, 2), d_mixed, out=d_v)
         d_weights = torch.bmm(d_mixed, v.transpose(1, 2))
         d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
         torch.bmm(d_scores, k, out=d_q).mul_(D**-0.5)
         torch.bmm(d_scores.transpose(1, 2), q, out=d_k).mul_(D**-0.5)
         d_qkv = windows.new_empty(B, H, W, 3, A, D)
-        _copy_windows(d_windows, d_qkv, window, shift, to_windows=False)
+        _copy_windows(d_windows.view_as(windows), d_qkv, window, shift, to_windows=False)
         d_bias = d_scores.view(B * G, A, N, N).sum(dim=0) if ctx.needs_input_grad[1] else None
         return d_qkv.view(B, H, W, 3 * C), d_bias, None, None, None

@@ -158,17 +158,10 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
     dim = qkv_BHWE.shape[3] // (3 * heads)
     assert num_tokens == window**2
     assert qkv_BHWE.shape[1] == qkv_BHWE.shape[2]
-    return {
-        "GRID": qkv_BHWE.shape[1],
-        "WINDOW": window,
-        "SHIFT": shift,
-        "HEADS": heads,
-        "DIM": dim,
-        "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
-        # The interpreter multiplies bf16 as if its bits were integers. Products of 16-bit numbers are exact in fp32.
-        "WIDEN": qkv_BHWE.device.type == "cpu",
-        "num_warps": NUM_WARPS,
-    }
+    # The interpreter multiplies bf16 as if its bits were integers. Products of 16-bit numbers are exact in fp32.
+    compiling = {"WIDEN": qkv_BHWE.device.type == "cpu", "num_warps": NUM_WARPS}
+    sizes = {"HEADS": heads, "DIM": dim, "BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
+    return {"GRID": qkv_BHWE.shape[1], "WINDOW": window, "SHIFT": shift, **sizes, **compiling}
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())

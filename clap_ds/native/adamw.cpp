@@ -7,14 +7,12 @@ namespace {
 // What one parameter consists of; laid out as rows of six 64-bit integers, which the caller passes.
 struct Parameter {
     bf16* low;
-    const void* gradient;
+    const bf16* gradient;
     float *master, *exp_avg, *exp_avg_sq;
     int64_t size;
 };
 
-struct Coefficients {
-    float scale, rate1, beta2, rate2, bias, eps, step, keep;
-};
+struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
 
 constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
@@ -23,28 +21,20 @@ constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
 // a half gives its results to the bit.
 __m512 times(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-template <bool LOW_GRADIENT>
 void prefetch_lines(const Parameter& p, int64_t i) {
     auto line = [](const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); };
-    for (int64_t half = i; half < i + 32; half += 16) {
-        line(p.master + half);
-        line(p.exp_avg + half);
-        line(p.exp_avg_sq + half);
-        if (!LOW_GRADIENT) line((const float*)p.gradient + half);
-    }
-    if (LOW_GRADIENT) line((const bf16*)p.gradient + i);
+    for (int64_t half = i; half < i + 32; half += 16)
+        for (const float* each : {p.master, p.exp_avg, p.exp_avg_sq}) line(each + half);
+    line(p.gradient + i);
 }
 
 // Updates master and moments of the valid elements from i on; returns the new parameters.
-template <bool LOW_GRADIENT>
 inline __m256i sixteen(const Parameter& p, const Coefficients& c, int64_t i, __mmask16 valid) {
     const auto load = [=](const float* from) { return _mm512_maskz_loadu_ps(valid, from + i); };
-    const __m512 given = LOW_GRADIENT ? from_bf16(_mm256_maskz_loadu_epi16(valid, (const bf16*)p.gradient + i))
-                                      : load((const float*)p.gradient);
+    const __m512 given = from_bf16(_mm256_maskz_loadu_epi16(valid, p.gradient + i));
     const __m512 gradient = given / splat(c.scale), before = load(p.exp_avg);
     const __m512 average = fma(splat(c.rate1), gradient - before, before);
-    const __m512 square =
-        fma(times(splat(c.rate2), gradient), gradient, times(load(p.exp_avg_sq), splat(c.beta2)));
+    const __m512 square = fma(times(splat(c.rate2), gradient), gradient, times(load(p.exp_avg_sq), splat(c.beta2)));
     const __m512 deviation = _mm512_sqrt_ps(square) / splat(c.bias) + splat(c.eps);
     const __m512 master = times(load(p.master), splat(c.keep)) - times(splat(c.step), average) / deviation;
     _mm512_mask_storeu_ps(p.exp_avg + i, valid, average);
@@ -53,13 +43,12 @@ inline __m256i sixteen(const Parameter& p, const Coefficients& c, int64_t i, __m
     return to_bf16(master);
 }
 
-template <bool LOW_GRADIENT>
 void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t end) {
     const bool aligned = (uintptr_t)p.low % 64 == 0;
     int64_t i = begin;
     for (; i + 32 <= end; i += 32) {
-        prefetch_lines<LOW_GRADIENT>(p, i + AHEAD);
-        const __m256i first = sixteen<LOW_GRADIENT>(p, c, i, 0xffff), second = sixteen<LOW_GRADIENT>(p, c, i + 16, 0xffff);
+        prefetch_lines(p, i + AHEAD);
+        const __m256i first = sixteen(p, c, i, 0xffff), second = sixteen(p, c, i + 16, 0xffff);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
         if (aligned)
             _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step: spares reading it first
@@ -68,7 +57,7 @@ void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t en
     }
     for (; i < end; i += 16) {
         const __mmask16 valid = first_lanes(end - i);
-        _mm256_mask_storeu_epi16(p.low + i, valid, sixteen<LOW_GRADIENT>(p, c, i, valid));
+        _mm256_mask_storeu_epi16(p.low + i, valid, sixteen(p, c, i, valid));
     }
 }
 
@@ -78,11 +67,9 @@ int64_t blocks_of(const Parameter& p) { return divide_up(p.size, BLOCK); }
 
 // One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient / scale;
 // master = keep · master − step · average / (√square / bias + eps), and low = master rounded.
-// parameters: `count` of them. `low_gradients`: gradients are bf16, else fp32.
-//
-// The blocks of all parameters, counted on end, are dealt out to the threads in equal runs.
-extern "C" void clap_adamw(const Parameter* parameters, int64_t count, int64_t low_gradients, float scale, float rate1,
-                           float beta2, float rate2, float bias, float eps, float step, float keep) {
+// parameters: `count` of them, whose blocks, counted on end, are dealt out to the threads in equal runs.
+extern "C" void clap_adamw(const Parameter* parameters, int64_t count, float scale, float rate1, float beta2, float rate2,
+                           float bias, float eps, float step, float keep) {
     int64_t blocks = 0;
     for (int64_t n = 0; n < count; n++) blocks += blocks_of(parameters[n]);
 #pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), blocks)))
@@ -94,7 +81,7 @@ extern "C" void clap_adamw(const Parameter* parameters, int64_t count, int64_t l
             const Parameter& p = parameters[n];
             const int64_t begin = std::max<int64_t>(0, own.begin - passed) * BLOCK;
             const int64_t end = std::min(p.size, (own.end - passed) * BLOCK);
-            if (begin < end) (low_gradients ? update<true> : update<false>)(p, coefficients, begin, end);
+            if (begin < end) update(p, coefficients, begin, end);
             passed += blocks_of(p);
         }
         _mm_sfence();

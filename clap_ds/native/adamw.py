@@ -11,19 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clap_ds.native.library import kernel, unavailable
+from clap_ds.native.library import is_ready, kernel, unavailable
 
 
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
-    """Whether `native_adamw` takes these here: `low` bf16, `gradient` bf16 or fp32, the others fp32, all contiguous and of one
-    size on the CPU."""
-    return (
-        low.dtype == torch.bfloat16
-        and gradient.dtype in (torch.bfloat16, torch.float32)
-        and all(each.dtype == torch.float32 for each in fp32)
-        and all(each.is_cpu and each.is_contiguous() and each.numel() == low.numel() for each in (low, gradient, *fp32))
-        and not unavailable()
-    )
+    """Whether `native_adamw` takes these here: bf16, bf16 and fp32, all contiguous, on the CPU and of one size."""
+    sizes = {each.numel() for each in (low, gradient, *fp32)}
+    contiguous = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in fp32)
+    return is_ready(low, gradient) and contiguous and len(sizes) == 1 and not unavailable()
 
 
 def native_adamw(
@@ -44,24 +39,18 @@ def native_adamw(
 
     Args:
         low: the parameters, bf16; their values aren't read.
-        gradients: one dtype, bf16 or fp32.
-        masters: fp32, as the moments in `exp_avgs` and `exp_avg_sqs`.
         step: this update's number, from 1.
         scale: what the gradients are to be divided by.
 
     Raises:
-        ValueError: `supports` doesn't hold of some parameter, or the gradients' dtypes differ.
+        ValueError: `supports` doesn't hold of some parameter.
     """
-    if not low:
-        return
     rows = list(zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True))
-    if not all(supports(*row) and row[1].dtype == gradients[0].dtype for row in rows):
-        raise ValueError(
-            "native AdamW takes contiguous CPU tensors: bf16 parameters, gradients of one dtype, the rest fp32"
-        )
+    if not all(supports(*row) for row in rows):
+        raise ValueError("native AdamW takes contiguous CPU tensors: bf16 parameters and gradients, the rest fp32")
     table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
     numbers = (scale, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(bias2), eps, lr / bias1, 1.0 - lr * weight_decay)
-    kernel("clap_adamw")(table, len(rows), int(gradients[0].dtype == torch.bfloat16), *map(float, numbers))
+    kernel("clap_adamw")(table, len(rows), *map(float, numbers))
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])

@@ -1,8 +1,8 @@
 """The door to this project's CPU kernels: `convert` has a model use them, which itself knows nothing of them.
 
 Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as
-a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone,
-and less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
+a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone, and
+less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def report(setting: Literal["auto", "off"]) -> str:
 
 
 def convert(model: nn.Module) -> None:
-    """Have a model run by CPU kernels, in place: modules for which there are kernels become subclasses of what they were, with
-    the same parameters, names and hooks. Nothing changes where kernels can't run."""
+    """Have a model run by CPU kernels, in place, as far as there are kernels. Nothing changes where they can't run."""
     if unavailable():
         return
     native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
@@ -64,7 +63,7 @@ def reverted(model: nn.Module) -> Iterator[None]:
 
 class NativeModule(nn.Module):
     """A module by kernels (`run`) where its weights are bf16 on a CPU; as it was in other dtypes and where torch.compile traces
-    it. What it was is its last base. `fits` says whether there are kernels for such a one of its sizes and options."""
+    it. What it was is its last base. `fits`, of such a one, says whether there are kernels for its sizes and options."""
 
     run: Callable[..., Tensor]
 
@@ -78,24 +77,21 @@ class NativeModule(nn.Module):
 class NativeLogMel(LogMel):
     """The mel filters by a kernel, which takes fp32 whatever the model is in."""
 
-    @staticmethod
-    def fits(module: LogMel) -> bool:
+    def fits(self) -> bool:
         return True
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
-        wants_gradient = spectrum_BKT.requires_grad and torch.is_grad_enabled()
         known = spectrum_BKT.dtype == torch.complex64 and spectrum_BKT.is_cpu and not torch.compiler.is_compiling()
-        if wants_gradient or not known:
-            return super().mel_power(spectrum_BKT)
-        return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+        if known and not (spectrum_BKT.requires_grad and torch.is_grad_enabled()):
+            return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
+        return super().mel_power(spectrum_BKT)
 
 
 class NativePatchEmbed(NativeModule, PatchEmbed):
     """The convolution as a matrix product, then the kernels' layer norm."""
 
-    @staticmethod
-    def fits(module: PatchEmbed) -> bool:
-        return fits_norm(module.proj.out_channels)
+    def fits(self) -> bool:
+        return fits_norm(self.proj.out_channels)
 
     def run(self, image_B1HW: Tensor) -> Tensor:
         size = self.proj.kernel_size[0]
@@ -104,24 +100,22 @@ class NativePatchEmbed(NativeModule, PatchEmbed):
 
 
 class NativePatchMerging(NativeModule, PatchMerging):
-    @staticmethod
-    def fits(module: PatchMerging) -> bool:
-        return fits_norm(module.reduction.in_features) and fits_linears(module.reduction)
+    def fits(self) -> bool:
+        return fits_norm(self.reduction.in_features) and fits_linears(self.reduction)
 
     def run(self, tokens_BHWC: Tensor) -> Tensor:
         return native_linears(_norm(self.squares(tokens_BHWC), self.norm)[0], self.reduction.weight, None)[0]
 
 
 class NativeSwinBlock(NativeModule, SwinBlock):
-    @staticmethod
-    def fits(module: SwinBlock) -> bool:
+    def fits(self) -> bool:
         """Not where a kernel of the window attention has been asked for by name."""
-        attention, channels = module.attention, module.attention.proj.in_features
+        attention, channels = self.attention, self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
             attention.kernel == "auto"
             and fits_norm(channels)
-            and fits_linears(attention.proj, module.mlp.fc1)
+            and fits_linears(attention.proj, self.mlp.fc1)
             and fits_windows(attention.window, channels // num_heads)
         )
 
@@ -140,41 +134,33 @@ class NativeSwinBlock(NativeModule, SwinBlock):
 class NativeRobertaLayer(NativeModule, RobertaLayer):
     """With `FirstTokenAttention`, what follows the attention is computed of each caption's first token alone, as there."""
 
-    @staticmethod
-    def fits(module: RobertaLayer) -> bool:
+    def fits(self) -> bool:
         """Not where attention has been asked to be SDPA."""
-        attention: Any = module.attention.self
+        attention: Any = self.attention.self
         return (
             attention.config._attn_implementation == text_attention.NAME
             and fits_norm(attention.query.in_features)
-            and fits_linears(attention.query, module.intermediate.dense)
+            and fits_linears(attention.query, self.intermediate.dense)
             and attention.attention_head_size in HEAD_DIMS
         )
 
     def run(
-        self,
-        hidden_BLC: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: Any,
-        layout: Layout | None = None,
-        **kwargs: Any,
+        self, hidden_BLC: Tensor, attention_mask: Any = None, *args: Any, layout: Any = None, **kwargs: Any
     ) -> Tensor:
-        """`transformers`' arguments and, of packed captions, (1, tokens, C), the layout."""
+        """`transformers`' arguments and, of packed captions, (1, tokens, C), their `Layout`."""
         first_only = isinstance(self.attention, FirstTokenAttention)
         segments = _segments(hidden_BLC, attention_mask, layout, first_only=first_only)
         attention: Any = self.attention.self
         query, *others = ((each.weight, each.bias) for each in (attention.query, attention.key, attention.value))
         hidden_TC = hidden_BLC.flatten(0, 1)
+        projected, hidden_TC = native_linears(hidden_TC, *([] if first_only else query), *others[0], *others[1])
+        tensors = [projected]
         if first_only:
-            kv_TE, hidden_TC = native_linears(hidden_TC, *others[0], *others[1])
             hidden_TC = hidden_TC.index_select(0, segments.key_start)
-            projected = [native_linears(hidden_TC, *query)[0], kv_TE]
-        else:
-            qkv_TE, hidden_TC = native_linears(hidden_TC, *query, *others[0], *others[1])
-            projected = [qkv_TE]
+            tensors = [native_linears(hidden_TC, *query)[0], projected]
         heads, scale = attention.num_attention_heads, attention.attention_head_size**-0.5
         dropout = attention.dropout.p if attention.training else 0.0
-        mixed = native_segment_attention(projected, heads, segments, scale, dropout)
+        mixed = native_segment_attention(tensors, heads, segments, scale, dropout)
         output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
         branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
         hidden_TC = _add_and_norm(branch, hidden_TC, output)

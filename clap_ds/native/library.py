@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, run
-from types import NoneType
 from typing import IO, Any
 
 import torch
@@ -34,35 +33,28 @@ AMX = "amx_tile"
 NEEDED = (AMX, "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 """Of the processor's features, by their names in /proc/cpuinfo."""
 
-_C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float, NoneType: ctypes.c_void_p}
+_C_TYPES: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_float}
 log = logging.getLogger(__name__)
-
-
-class UnavailableError(Exception):
-    """Why there are no native kernels here."""
 
 
 def cache_directory() -> Path:
     """Where compiled libraries are kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "clap_ds"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
 def _processor() -> str:
     """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _why_not_this_processor(needed: tuple[str, ...] = NEEDED) -> str:
+def _why_not_this_processor() -> str:
     """What it lacks; empty where it can run the kernels."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in needed if name not in features]
-    if AMX in needed and (not has_tiles() if has_tiles else AMX in lacking):
+    lacking = [name for name in NEEDED if name not in features]
+    if AMX in NEEDED and (not has_tiles() if has_tiles else AMX in lacking):
         return "this CPU has no bf16 matrix units (AMX)"
     return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
 
@@ -71,7 +63,7 @@ def _compiler() -> list[str]:
     """The compiler's command, which `$CXX` may give with arguments."""
     command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
     if not shutil.which(command[0]):
-        raise UnavailableError("no C++ compiler found (g++, or what $CXX names)")
+        raise RuntimeError("no C++ compiler found (g++, or what $CXX names)")
     return command
 
 
@@ -81,19 +73,18 @@ def _build() -> Path:
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
     parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     directory = cache_directory()
-    library = directory / f"native-{digest}.so"
-    if _is_whole(library):
-        return library
+    library = directory / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     try:
+        if _is_whole(library):
+            return library
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"native-{digest}.lock").open("w") as lock:
+        with library.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
             if not _is_whole(library):
                 _compile(compiler, library)
     except OSError as error:
-        raise UnavailableError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
+        raise RuntimeError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
     return library
 
 
@@ -106,7 +97,7 @@ def _wait_for(lock: IO[str]) -> None:
             time.sleep(0.05)
         except OSError:
             return None
-    raise UnavailableError(f"another process still compiles them (it holds {lock.name})")
+    raise RuntimeError(f"another process still compiles them (it holds {lock.name})")
 
 
 def _compile(compiler: list[str], library: Path) -> None:
@@ -119,7 +110,7 @@ def _compile(compiler: list[str], library: Path) -> None:
         if done.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
-            raise UnavailableError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
+            raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(library)
@@ -127,10 +118,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 def _is_whole(library: Path) -> bool:
     """Whether it is all that `_compile` wrote, which ends in a checksum of the rest: opening another file may crash."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
+    content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
@@ -141,13 +129,11 @@ def _load() -> ctypes.CDLL | str:
         if problem := _why_not_this_processor():
             return problem
         library = ctypes.CDLL(str(_build()))  # its OpenMP is torch's: loaded before, under the same name
-        if library.clap_request_amx() != 0:
-            return "the kernel doesn't let processes use AMX"
+        return "the kernel doesn't let processes use AMX" if library.clap_request_amx() else library
     except Exception as error:  # whatever it is, torch can do without
         problem = str(error) or type(error).__name__
         log.warning("no CPU kernels, torch's operations instead: %s", problem)
         return problem
-    return library
 
 
 def unavailable() -> str:
@@ -176,9 +162,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Tensor | int | float | None) -> None:
         if function.argtypes is None:
-            function.argtypes = [
-                ctypes.c_void_p if isinstance(each, Tensor) else _C_TYPES[type(each)] for each in arguments
-            ]
+            function.argtypes = [_C_TYPES.get(type(each), ctypes.c_void_p) for each in arguments]
         torch.get_num_threads()  # has a thread that is new to torch take over torch's number
         function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 

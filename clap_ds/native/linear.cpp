@@ -1,6 +1,4 @@
-// Linear layers on tiles: forward, both gradients, and what follows each in the same pass (bias, GELU, residual).
-//
-// Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The
+// Linear layers on tiles: forward, the input's gradient, and what follows each in the same pass (bias, GELU, residual). Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The
 // weight's rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
 
 #include "linear.h"

@@ -42,16 +42,15 @@ def native_linears(x: Tensor, *parameters: Tensor | None, residual: Tensor | Non
 def native_mlp(
     x: Tensor, weight1_NK: Tensor, bias1_N: Tensor, weight2_KN: Tensor, bias2_K: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, by the exact GELU; and `x` itself, as in `native_linears`.
-
-    Args:
-        x: (…, K).
-        residual: like the output, (…, K).
-    """
+    """gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, (…, K) all, by the exact GELU; and `x` itself, as in
+    `native_linears`."""
     return _Mlp.apply(x, residual, weight1_NK, bias1_N, weight2_KN, bias2_K)
 
 
-def _three(parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+Parts = Sequence[Tensor | None]
+
+
+def _three(parts: Parts) -> list[Tensor | None]:
     return [*parts, None, None][:3]
 
 
@@ -60,13 +59,8 @@ def _sizes(rows: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     return rows.numel() // rows.shape[-1], sum(map(len, weights)), weights[0].shape[1]
 
 
-def _forward(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    residual: Tensor | None,
-    activated: Tensor | None = None,
-) -> Tensor:
+def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any, activated: Any = None) -> Tensor:
+    """`residual` and `activated`, which gets the layers' output after GELU, are tensors like it or None."""
     M, N, K = _sizes(x, weights)
     y, residual = x.new_empty(*x.shape[:-1], N), _contiguous(residual)
     assert is_ready(x, residual, *weights, *biases)
@@ -74,7 +68,7 @@ def _forward(
     assert residual is None or residual.shape == y.shape
     assert {weight.shape for weight in weights} == {weights[0].shape}
     assert all(bias is None or bias.shape == weights[0].shape[:1] for bias in biases)
-    assert not any(size % BLOCK for size in weights[0].shape)
+    assert N // len(weights) % BLOCK == K % BLOCK == 0
     kernel("clap_linear")(x, *_three(weights), *_three(biases), residual, y, activated, M, N, K)
     return y
 

@@ -1,7 +1,5 @@
 // The gradients of a linear layer's weight and bias (linear.cpp).
 
-#include <cstring>
-
 #include "linear.h"
 
 namespace {
@@ -71,9 +69,8 @@ class WeightGradient {
 
 }  // namespace
 
-// dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null.
-//
-// Threads share the longer side of dweight, so that none waits for another and sums have one order. There may be no rows.
+// dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null. Threads share the longer side of dweight, so
+// that none waits for another and sums have one order. There may be no rows.
 extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight0, bf16* dweight1, bf16* dweight2,
                                             bf16* dbias0, bf16* dbias1, bf16* dbias2, int64_t M, int64_t N, int64_t K) {
     const Joined<bf16> dweight{{dweight0, dweight1, dweight2}, N, K}, dbias{{dbias0, dbias1, dbias2}, N, 1};

@@ -1,8 +1,7 @@
 """What takes one pass over memory on CPUs by this project's kernels: layer norm, dropout, mel power.
 
-A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum. Written with torch's
-operations either takes one more pass over the activations in each direction; here it takes none. Dropout's mask is drawn by all
-threads, torch's by one. Each mel filter sums the few frequencies it has.
+A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum: with torch's operations
+one more pass over the activations in each direction. Dropout's mask is drawn by all threads, torch's by one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def native_layer_norm(
 
     Args:
         x: (..., C) bf16 on the CPU; the kernels fit C.
-        weight, bias: (C,), both bf16 or both fp32.
+        weight, bias: (C,) bf16.
         eps: added to the variance.
         residual: as `x`.
 
@@ -50,17 +49,14 @@ class _LayerNorm(torch.autograd.Function):
         given = x
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         channels = x.shape[-1]
-        assert is_ready(x, residual)
+        assert is_ready(x, residual, weight, bias)
         assert residual is None or residual.shape == x.shape
         assert fits_norm(channels)
         assert weight.shape == bias.shape == (channels,)
-        assert weight.dtype == bias.dtype
-        assert weight.dtype == torch.float32 or is_ready(weight, bias)
         y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
         statistics = torch.empty(2, x.numel() // channels)
-        low = int(weight.dtype == torch.bfloat16)
         sizes = x.numel() // channels, channels
-        kernel("clap_layer_norm")(x, residual, total, weight, bias, low, y, statistics, *sizes, float(eps))
+        kernel("clap_layer_norm")(x, residual, total, weight, bias, y, statistics, *sizes, float(eps))
         ctx.save_for_backward(x if total is None else total, weight, statistics)
         ctx.has_residual = residual is not None
         return y, given.view_as(given) if total is None else total
@@ -71,8 +67,8 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, statistics = ctx.saved_tensors
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         given = dy.contiguous(), None if passed is None else passed.contiguous(), x, weight
-        low, sizes = int(weight.dtype == torch.bfloat16), (x.numel() // x.shape[-1], x.shape[-1])
-        kernel("clap_layer_norm_backward")(*given, low, statistics, dx, dweight, dbias, *sizes)
+        sizes = x.numel() // x.shape[-1], x.shape[-1]
+        kernel("clap_layer_norm_backward")(*given, statistics, dx, dweight, dbias, *sizes)
         return dx, dx if ctx.has_residual else None, dweight, dbias, None
 
 
@@ -85,39 +81,27 @@ def native_dropout(x: Tensor, probability: float) -> Tensor:
     """`F.dropout` while training, of a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
     assert x.numel() % 16 == 0
     assert 0 <= probability < 1
-    return x if probability == 0.0 else _Dropout.apply(x, probability, draw_seed())
-
-
-def _masked(x: Tensor, probability: float, seed: int) -> Tensor:
-    x = x.contiguous()
-    assert is_ready(x)
-    y = torch.empty_like(x)
-    kernel("clap_dropout")(x, y, x.numel(), seed, float(probability))
-    return y
+    return x if probability == 0.0 else _Dropout.apply(x, draw_seed(), float(probability))
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
-        ctx.mask = probability, seed
-        return _masked(x, probability, seed)
+    def forward(ctx: Any, x: Tensor, *mask: int | float) -> Tensor:
+        x, ctx.mask = x.contiguous(), mask
+        assert is_ready(x)
+        y = torch.empty_like(x)
+        kernel("clap_dropout")(x, y, x.numel(), *mask)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _masked(grads[0], *ctx.mask), None, None
+        return _Dropout.apply(grads[0], *ctx.mask), None, None
 
 
 def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
-    """Squared magnitudes times the filters, without gradients.
-
-    Args:
-        spectrum_BTK: (batch, frames, frequencies) complex64 on the CPU.
-        filters_FK: (mel bins, frequencies) fp32.
-
-    Returns:
-        (batch, frames, mel bins) fp32.
-    """
+    """Squared magnitudes of complex64 spectra times the filters, without gradients: (batch, frames, frequencies) and (mel bins,
+    frequencies) fp32, on the CPU → (batch, frames, mel bins) fp32."""
     spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
     B, T, K = spectrum_BTK.shape
     assert spectrum_BTK.dtype == torch.complex64

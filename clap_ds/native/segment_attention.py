@@ -6,7 +6,7 @@ reads q, k and v where a projection left them. Shape letters: S segments, T rows
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,9 @@ PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
 
 
 class Segments(NamedTuple):
-    """Which rows attend to which; each (S,) int32 on CPU. Segments follow one another in the queries and in the keys without
-    overlap, perhaps with gaps, and lie inside the tensors: the kernel doesn't look.
-
-    Attributes:
-        query_start, query_rows: segment s's queries are `query_rows[s]` rows from row `query_start[s]` on; may be none.
-        key_start, key_rows: the rows of keys and values they attend to, likewise.
+    """Which rows attend to which; each (S,) int32 on CPU: segment s's queries are `query_rows[s]` rows, perhaps none, from row
+    `query_start[s]` on; the keys and values they attend to likewise. Segments follow one another in the queries and in the keys
+    without overlap, perhaps with gaps, and lie inside the tensors: the kernel doesn't look.
     """
 
     query_start: Tensor
@@ -37,11 +34,8 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_captions(cls, start: Tensor, rows: Tensor, keys: Tensor | None = None, *, first_only: bool) -> Segments:
-        """Those of captions with `rows` rows each from `start` on, of which the first `keys` are keys; all by default.
-
-        Args:
-            first_only: the queries are (captions, C), one row per caption; else every row is one.
-        """
+        """Those of captions with `rows` rows each from `start` on, of which the first `keys` are keys; all by default. With
+        `first_only` the queries are (captions, C), one row per caption; else every row is one."""
         keys = rows if keys is None else keys
         if first_only:
             return cls(torch.arange(len(start), dtype=torch.int32), torch.ones_like(start), start, keys)
@@ -49,7 +43,7 @@ class Segments(NamedTuple):
 
 
 def native_segment_attention(
-    tensors: Iterable[Tensor], heads: int, segments: Segments, scale: float, dropout: float = 0.0
+    tensors: Sequence[Tensor], heads: int, segments: Segments, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """dropout(softmax(q kᵀ · scale)) v of each segment and head.
 
@@ -63,44 +57,37 @@ def native_segment_attention(
     Returns:
         bf16 (rows of the queries, A·D). Zeros where a segment has no keys and in rows of no segment.
     """
-    tensors = list(tensors)
-    assert len(tensors) in PARTS
     q, k, v = _parts(tensors)
     for tensor in (q, k, v):
         assert is_ready(tensor[:0])
         assert tensor.ndim == 2
         assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (tensor.shape, heads)
     assert k.shape == v.shape
-    for places in segments:
-        assert places.dtype == torch.int32
-        assert places.shape == (len(segments.query_start),)
-        assert places.is_contiguous()
+    places = torch.stack(segments)
+    assert places.dtype == torch.int32
+    assert places.numel()
     assert scale > 0
     assert 0 <= dropout < 1
-    weighting = float(scale), float(dropout), draw_seed() if dropout > 0 else 0
-    return _SegmentAttention.apply((heads, segments, weighting), *tensors)
+    sizes = places.shape[1], len(q), len(k), heads, q.shape[1] // heads, draw_seed() if dropout > 0 else 0
+    return _SegmentAttention.apply((places, torch.tensor(sizes), float(scale), float(dropout)), *tensors)
 
 
-def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """q, k and v; of their gradients likewise."""
-    tensors = list(tensors)
     return [part for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True) for part in tensor.chunk(count, 1)]
 
 
-def _run(name: str, tensors: list[Tensor], log_sums_AT: Tensor, heads: int, segments: Segments, weighting: Any) -> None:
-    """A kernel with q, k, v and its other tensors, each with the distance of its rows."""
-    query, key, *_ = tensors
-    places = [argument for tensor in tensors for argument in (tensor, tensor.stride(0))]
-    sizes = len(segments.query_start), len(query), len(key), heads, query.shape[1] // heads
-    kernel(name)(*places, log_sums_AT, *segments, *sizes, *weighting)
+def _run(name: str, tensors: list[Tensor], *call: Any) -> None:
+    """A kernel, its first argument a table of q, k, v and its other tensors, each with the distance of its rows."""
+    kernel(name)(torch.tensor([[each.data_ptr(), each.stride(0)] for each in tensors]), *call)
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[int, Segments, Any], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: tuple[Tensor, Tensor, float, float], *tensors: Tensor) -> Tensor:
         tensors = tuple(_with_whole_rows(tensor) for tensor in tensors)
         query, key, value = _parts(tensors)
-        output, log_sums_AT = _new_rows(query, call[1]), torch.empty(call[0], len(query))
+        output, log_sums_AT = torch.empty(query.shape, dtype=query.dtype), torch.empty(int(call[1][3]), len(query))
         _run("clap_segment_attention_forward", [query, key, value, output], log_sums_AT, *call)
         ctx.save_for_backward(log_sums_AT, *tensors)
         ctx.call = call
@@ -110,7 +97,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_sums_AT, *tensors = ctx.saved_tensors
-        gradients = [_new_rows(tensor, ctx.call[1]) for tensor in tensors]
+        gradients = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         given = [*_parts(tensors), _with_whole_rows(grads[0]), *_parts(gradients)]
         _run("clap_segment_attention_backward", given, log_sums_AT, *ctx.call)
         return None, *gradients
@@ -118,9 +105,3 @@ class _SegmentAttention(torch.autograd.Function):
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _new_rows(like: Tensor, segments: Segments) -> Tensor:
-    """For the kernel to write, which with no segment at all writes nothing."""
-    make = torch.empty if len(segments.query_start) else torch.zeros
-    return make(like.shape, dtype=like.dtype)

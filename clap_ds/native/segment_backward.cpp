@@ -1,6 +1,4 @@
-// Softmax attention of segments of rows over other segments of rows, backward.
-//
-// Scores are (keys × queries), which is how the gradients of values and keys take them as a left operand, and sums over keys go
+// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), which is how the gradients of values and keys take them as a left operand, and sums over keys go
 // down the columns.
 
 #include "segments.h"
@@ -114,18 +112,12 @@ class Backward {
 
 }  // namespace
 
-// As forward, which left `log_sums` and had the same `seed`.
+// As forward, which left `log_sums` and had the same seed. `at`: q, k, v, and the gradients of the output, q, k and v.
 extern "C" void clap_segment_attention_backward(
-    bf16* q, int64_t q_stride, bf16* k, int64_t k_stride, bf16* v, int64_t v_stride, bf16* d_out, int64_t d_out_stride,
-    bf16* d_q, int64_t d_q_stride, bf16* d_k, int64_t d_k_stride, bf16* d_v, int64_t d_v_stride, const float* log_sums,
-    const int32_t* query_start, const int32_t* query_rows, const int32_t* key_start, const int32_t* key_rows, int64_t count,
-    int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
-    int64_t seed) {
-    const Segments queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
-    for_each_head<Backward>(queries, keys, heads, head_dim, scale, dropout, seed, [&](auto& state, const SegmentHead& head) {
-        state.attend(head, head.of_queries(q, q_stride), head.of_keys(k, k_stride), head.of_keys(v, v_stride),
-                     head.of_queries(d_out, d_out_stride), head.log_sums(log_sums),
-                     {head.of_queries(d_q, d_q_stride, true), head.of_keys(d_k, d_k_stride, true),
-                      head.of_keys(d_v, d_v_stride, true)});
+    const Matrix* at, const float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
+    for_each_head<Backward>(places, *sizes, scale, dropout, [&](auto& state, const SegmentHead& head) {
+        state.attend(head, head.of_queries(at[0]), head.of_keys(at[1]), head.of_keys(at[2]), head.of_queries(at[3]),
+                     head.log_sums(log_sums),
+                     {head.of_queries(at[4], true), head.of_keys(at[5], true), head.of_keys(at[6], true)});
     });
 }

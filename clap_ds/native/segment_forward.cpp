@@ -1,6 +1,4 @@
-// Softmax attention of segments of rows over other segments of rows, forward.
-//
-// One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
+// Softmax attention of segments of rows over other segments of rows, forward. One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
 // (queries × keys), 16 queries at a time, which leaves the first cache to keys and values.
 
 #include <cmath>
@@ -94,17 +92,14 @@ class Forward {
 
 }  // namespace
 
-// Segment s: queries query_start[s] and on, query_rows[s] of `q_rows`; keys and values likewise. Segments follow one another in
-// both, without overlap; rows between them get zeros. Strides are in elements. `log_sums` is (heads, q_rows). Weights become 0
-// with probability `dropout`, others are divided by 1 − `dropout`; which, depends on seed, segment, head, query and key alone.
+// Segment s: queries places[0][s] and on, places[1][s] of `q_rows`; keys and values likewise by places[2] and [3]. Segments
+// follow one another in both, without overlap; rows between them get zeros. `at`: q, k, v and the output. `log_sums` is
+// (heads, q_rows). Weights become 0 with probability `dropout`, others are divided by 1 − `dropout`; which, depends on seed,
+// segment, head, query and key alone.
 extern "C" void clap_segment_attention_forward(
-    bf16* q, int64_t q_stride, bf16* k, int64_t k_stride, bf16* v, int64_t v_stride, bf16* out, int64_t out_stride,
-    float* log_sums, const int32_t* query_start, const int32_t* query_rows, const int32_t* key_start, const int32_t* key_rows,
-    int64_t count, int64_t q_rows, int64_t k_rows, int64_t heads, int64_t head_dim, float scale, float dropout,
-    int64_t seed) {
-    const Segments queries = {query_start, query_rows, count, q_rows}, keys = {key_start, key_rows, count, k_rows};
-    for_each_head<Forward>(queries, keys, heads, head_dim, scale, dropout, seed, [&](auto& state, const SegmentHead& head) {
-        state.attend(head, head.of_queries(q, q_stride), head.of_keys(k, k_stride), head.of_keys(v, v_stride),
-                     head.of_queries(out, out_stride, true), head.log_sums(log_sums));
+    const Matrix* at, float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
+    for_each_head<Forward>(places, *sizes, scale, dropout, [&](auto& state, const SegmentHead& head) {
+        state.attend(head, head.of_queries(at[0]), head.of_keys(at[1]), head.of_keys(at[2]), head.of_queries(at[3], true),
+                     head.log_sums(log_sums));
     });
 }

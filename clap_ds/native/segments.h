@@ -2,8 +2,6 @@
 // of any number of rows, which are padded with zeros to whole tiles in scratch memory. D is the width of a head.
 #pragma once
 
-#include <cstring>
-
 #include "memory.h"
 #include "packing.h"
 
@@ -120,12 +118,10 @@ struct SegmentHead {
     const int64_t segment = index / heads, head = index % heads;
     const int64_t queries = in_queries.rows[segment], keys = in_keys.rows[segment];
 
-    Matrix of_queries(bf16* at, int64_t stride, bool clears = false) const {
-        return in_queries.part({at, stride}, segment, head * dim, dim, clears);
+    Matrix of_queries(Matrix all, bool clears = false) const {
+        return in_queries.part(all, segment, head * dim, dim, clears);
     }
-    Matrix of_keys(bf16* at, int64_t stride, bool clears = false) const {
-        return in_keys.part({at, stride}, segment, head * dim, dim, clears);
-    }
+    Matrix of_keys(Matrix all, bool clears = false) const { return in_keys.part(all, segment, head * dim, dim, clears); }
     // In (heads, rows of queries).
     template <typename T>
     T* log_sums(T* all) const {
@@ -133,22 +129,29 @@ struct SegmentHead {
     }
 };
 
+// A call's segments and sizes, as 64-bit integers.
+struct Sizes {
+    int64_t count, q_rows, k_rows, heads, head_dim, seed;
+};
+
 // Calls `function(state, head)` for all, in several threads, each with a State<head dim> of its own, which is made from the
-// longest segments' lengths.
+// longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
 template <template <int> class State, typename Function>
-static void for_each_head(const Segments& queries, const Segments& keys, int64_t heads, int64_t head_dim, float scale,
-                          float dropout, int64_t seed, Function function) {
-    with_constant<32, 64, 96, 128>(head_dim, [&](auto constant) {
+static void for_each_head(const int32_t* places, const Sizes& sizes, float scale, float dropout, Function function) {
+    const int64_t count = sizes.count;
+    const Segments queries = {places, places + count, count, sizes.q_rows};
+    const Segments keys = {places + 2 * count, places + 3 * count, count, sizes.k_rows};
+    with_constant<32, 64, 96, 128>(sizes.head_dim, [&](auto constant) {
 #pragma omp parallel
         {
             const Tiles tiles;
             const FlushToZero flush;
             State<decltype(constant)::value> state(queries.longest(), keys.longest());
 #pragma omp for schedule(dynamic, 4)
-            for (int64_t i = 0; i < queries.count * heads; i++) {
-                const uint32_t stride = blocks_of(keys.rows[i / heads]) * 32;
-                const Dropout own = {seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
-                function(state, SegmentHead{queries, keys, i, heads, head_dim, scale, own});
+            for (int64_t i = 0; i < count * sizes.heads; i++) {
+                const uint32_t stride = blocks_of(keys.rows[i / sizes.heads]) * 32;
+                const Dropout own = {sizes.seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
+                function(state, SegmentHead{queries, keys, i, sizes.heads, sizes.head_dim, scale, own});
             }
         }
     });

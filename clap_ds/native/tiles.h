@@ -1,6 +1,4 @@
-// The one operation on tiles that the kernels are made of, by AMX or AVX-512's bf16 instructions, as the compiler's target has.
-//
-// A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
+// The one operation on tiles that the kernels are made of, by AMX or, for tests, AVX-512's bf16 instructions. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
 // holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are added up pair by pair.
 #pragma once
 
@@ -108,46 +106,28 @@ struct Tiles {
     Tiles() {}  // nothing to set up; not trivial, as compilers warn of variables that do nothing
 };
 
-namespace avx512 {
-
-// One part of the product, ROWS × 16·COLUMNS, with its sums in registers.
-template <int ROWS, int COLUMNS>
-INLINE void multiply(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add) {
-    constexpr int COUNT = ROWS * COLUMNS;
-    const auto place = [=](int i) INLINED { return c + i / COLUMNS * c_stride + i % COLUMNS * 16; };
-    __m512 sums[COUNT];
-#pragma GCC unroll 16
-    for (int i = 0; i < COUNT; i++) sums[i] = add ? load(place(i)) : splat(0);
-    for (int64_t step = 0; step < steps; step++, a.at += a.step, b.at += b.step) {
-        for (int k = 0; k < 16; k++) {
-            __m512bh right[COLUMNS];
-#pragma GCC unroll 2
-            for (int n = 0; n < COLUMNS; n++) right[n] = (__m512bh)_mm512_loadu_si512(b.at + n * b.tile + k * b.row);
-#pragma GCC unroll 16
-            for (int i = 0; i < COUNT; i++) {
-                int pair;
-                memcpy(&pair, a.at + i / COLUMNS * a.row + 2 * k, sizeof(pair));
-                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), right[i % COLUMNS]);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < COUNT; i++) store(place(i), sums[i]);
-}
-
-}  // namespace avx512
-
-// C (16·M × 16·N fp32, rows `c_stride` apart) = A · B, each `steps` tiles long; with `add`, added to what C holds.
 template <int M, int N, Reuse = KEEPS, Reuse = KEEPS>
 INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
-    for (int i = 0; i < 2 * M; i++) {  // eight rows by two tiles: as many sums as hide how long each takes
-        const Operand rows = {a.at + i / 2 * a.tile + i % 2 * 8 * a.row, a.row, 0, a.step};
-        for (int n = 0; n + 1 < N; n += 2)
-            avx512::multiply<8, 2>(rows, b.from(n), steps, c + 8 * i * c_stride + 16 * n, c_stride, add);
+    for (int tile = 0; tile < M * N; tile++) {
+        Operand left = a.from(tile / N), right = b.from(tile % N);
+        const auto row = [=](int i) INLINED { return c + (tile / N * 16 + i) * c_stride + tile % N * 16; };
+        __m512 sums[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) sums[i] = add ? load(row(i)) : splat(0);
+        for (int64_t step = 0; step < steps; step++, left.at += left.step, right.at += right.step) {
+            for (int k = 0; k < 16; k++) {
+                const __m512bh pairs = (__m512bh)_mm512_loadu_si512(right.at + k * right.row);
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; i++) {
+                    int pair;
+                    memcpy(&pair, left.at + i * left.row + 2 * k, sizeof(pair));
+                    sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), pairs);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) store(row(i), sums[i]);
     }
-    if (N % 2)
-        for (int m = 0; m < M; m++)
-            avx512::multiply<16, 1>(a.from(m), b.from(N - 1), steps, c + 16 * m * c_stride + 16 * (N - 1), c_stride, add);
 }
 
 #endif

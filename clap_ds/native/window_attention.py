@@ -1,9 +1,8 @@
 """Window attention on CPUs with bf16 matrix units (AMX).
 
-Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time,
-and the mask of shifted windows is worked out from coordinates. Scores and softmax are in fp32; weights and their gradients are
-rounded to bf16 for the products. The forward pass keeps the softmax denominators, from which the backward pass computes the
-weights again. Gradients are the same from run to run with the same number of threads.
+Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time.
+Scores and softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass computes the
+weights again from the softmax denominators. Gradients are the same from run to run with the same number of threads.
 
 Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E = 3·A·D.
 """
@@ -31,12 +30,9 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
     """`clap_ds.model.window_attention.attend_windows` by the native kernel, with autograd.
 
     Args:
-        qkv_BHWE: (B, H, W, 3·A·D) in bf16 on the CPU, H = W; the kernel fits D.
+        qkv_BHWE: (B, H, W, 3·A·D) in bf16 on the CPU, H = W; `fits_windows` holds of D.
         bias_ANN: (A, 64, 64) in any floating dtype, which is that of its gradient; used in fp32.
         shift: below 8.
-
-    Returns:
-        (B, H, W, A·D) in bf16.
     """
     _, H, W, E = qkv_BHWE.shape
     A = len(bias_ANN)
@@ -50,8 +46,6 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
 
 
 class _WindowAttention(torch.autograd.Function):
-    """Keeps qkv, the bias in fp32 and one number per token and head for the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
         qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()

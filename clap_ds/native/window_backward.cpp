@@ -1,8 +1,6 @@
 // Attention inside windows, backward. Keys are rows and queries columns, 32 of them at a time ("half"), so that sums over keys
 // are sums of vectors, and weights and their gradients are A tiles of the gradients of v and k as they are.
 
-#include <cstring>
-
 #include "windows.h"
 
 namespace {

@@ -1,13 +1,10 @@
 // Where the tokens of 8 × 8 windows of a square grid are, which of them attend to one another, and their rows from and to the
-// grid: partition, cyclic shift and reverse are where rows are read and written.
-//
-// Rows of a head become B tiles of pairs by unpacking halves of 128-bit lanes, which leaves the columns of each 32 in the order
+// grid: partition, cyclic shift and reverse are where rows are read and written. Rows of a head become B tiles of pairs by unpacking halves of 128-bit lanes, which leaves the columns of each 32 in the order
 // 0-3, 8-11, 16-19, 24-27 (tile "low") and 4-7, 12-15, 20-23, 28-31 ("high"). What comes out of a product is put right in
 // `write_row`.
 #pragma once
 
 #include <cmath>
-#include <utility>
 
 #include "memory.h"
 #include "packing.h"

@@ -19,23 +19,12 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 import transformers  # isort: skip
 from transformers.models.clap.modeling_clap import ClapAudioModelWithProjection  # isort: skip
 
-MICRO_TEXT = {
-    "vocab_size": 512,
-    "max_position_embeddings": 66,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
-MICRO_AUDIO = {
-    "num_mel_bins": 16,
-    "spec_size": 64,
-    "patch_embeds_hidden_size": 16,
-    "depths": [2, 1],
-    "num_attention_heads": [2, 4],
-    "hidden_size": 32,
-    "num_classes": 7,
-}
+SIZES = {"vocab_size": 512, "max_position_embeddings": 66, "hidden_size": 32, "num_hidden_layers": 2}
+MICRO_TEXT = {**SIZES, "num_attention_heads": 2, "intermediate_size": 64}
+STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads": [2, 4], "hidden_size": 32}
+MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
+BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024, "projection_dim": 1024}
+BASE_TEXT = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 class HfClap(nn.Module):
@@ -43,11 +32,10 @@ class HfClap(nn.Module):
 
     def __init__(self, *, audio: dict, text: dict, joint_dim: int) -> None:
         super().__init__()
-        config = transformers.ClapConfig(
-            audio_config=audio, text_config={**text, "layer_norm_eps": 1e-5}, projection_dim=joint_dim
-        )
+        text = {**text, "layer_norm_eps": 1e-5}
+        config = transformers.ClapConfig(audio_config=audio, text_config=text, projection_dim=joint_dim)
         self.clap = transformers.ClapModel(config)
-        self.clap.eval()
+        self.eval()
 
     def encode_audio(self, features: Tensor) -> Tensor:
         return self.clap.get_audio_features(input_features=features).pooler_output
@@ -64,17 +52,10 @@ class HfTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        audio = transformers.ClapAudioConfig(
-            patch_embeds_hidden_size=128, depths=[2, 2, 12, 2], hidden_size=1024, projection_dim=1024
-        )
+        audio = transformers.ClapAudioConfig(**BASE_AUDIO)
         audio.projection_hidden_act = "gelu"
         self.audio = ClapAudioModelWithProjection(audio)
-        self.roberta = transformers.RobertaModel(
-            transformers.RobertaConfig(
-                vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
-            ),
-            add_pooling_layer=False,
-        )
+        self.roberta = transformers.RobertaModel(transformers.RobertaConfig(**BASE_TEXT), add_pooling_layer=False)
         self.head1 = nn.Linear(768, 896, bias=False)
         self.head2 = nn.Linear(896, 1024, bias=False)
         self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
@@ -114,7 +95,9 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             continue
-        noise = drawn(tensor, pool, generator)
+        start = int(torch.randint(len(pool), (1,), generator=generator))
+        repeats = -(-tensor.numel() // len(pool)) + 1
+        noise = pool.repeat(repeats)[start : start + tensor.numel()].view(tensor.shape)
         if name.endswith("running_mean"):
             value = -30 + 10 * noise
         elif name.endswith("running_var"):
@@ -126,21 +109,12 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
         elif tensor.ndim > 1:
             value = noise / math.sqrt(tensor[0].numel())
             if name.startswith("text_model.encoder") and ".attention.output." in name:
-                value *= (
-                    0.2  # or random attention averages tokens until they are alike and its gradients rounding noise
-                )
+                value *= 0.2  # or attention averages tokens until they are alike and its gradients rounding noise
         elif name.endswith("weight"):
             value = 1 + 0.2 * noise
         else:
             value = 0.2 * noise
         tensor.data.copy_(value)
-
-
-def drawn(like: Tensor, pool: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers of a tensor's shape: a stretch of the pool from a random place, repeated where the tensor is larger."""
-    start = int(torch.randint(len(pool), (1,), generator=generator))
-    repeats = -(-like.numel() // len(pool)) + 1
-    return pool.repeat(repeats)[start : start + like.numel()].view(like.shape)
 
 
 @contextmanager

@@ -11,50 +11,30 @@ from torch import Tensor
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
+from clap_ds.model.window_attention import Kernel
 from clap_ds.weights.formats import load_transformers
 from clap_ds.weights.names import transformers_names
 from tests.model.reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip
 
-FULL_SIZE = ["htsat_tiny_roberta_base", "htsat_base_roberta_base"]
-CASES = [*zip(FULL_SIZE, (0, 1), strict=True), *(("micro", seed) for seed in range(4))]
-
-
-@pytest.fixture(scope="module")
-def pairs():
-    """Ours and its reference by preset, built once: only the last full-size pair is kept."""
-    built: dict[str, tuple[ClapModel, torch.nn.Module]] = {}
-
-    def get(preset: str) -> tuple[ClapModel, torch.nn.Module]:
-        if preset not in built:
-            built.clear()
-            with no_initialisation():
-                built[preset] = ClapModel(load_preset(preset)).eval(), REFERENCES[preset]()
-        return built[preset]
-
-    return get
+FULL_SIZE = [("htsat_tiny_roberta_base", "sdpa", 0), ("htsat_base_roberta_base", "sdpa", 1)]
+CASES = [*FULL_SIZE, *(("micro", attention, seed) for attention in ("sdpa", "auto") for seed in range(3))]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
     """(B, 1, frames, mel bins) by HF's feature extractor."""
     config = load_preset(preset).audio
-    extractor = transformers.ClapFeatureExtractor(
-        feature_size=config.mel_bins,
-        sampling_rate=48000,
-        hop_length=480,
-        max_length_s=config.num_samples // 48000,
-        fft_window_size=1024,
-        frequency_min=50,
-        frequency_max=14000,
-        truncation="rand_trunc",
-    )
+    kinds = {"hop_length": 480, "fft_window_size": 1024, "frequency_min": 50, "frequency_max": 14000}
+    lengths = {"sampling_rate": 48000, "max_length_s": config.num_samples // 48000, "truncation": "rand_trunc"}
+    extractor = transformers.ClapFeatureExtractor(config.mel_bins, **kinds, **lengths)
     return extractor(list(waveforms.numpy()), sampling_rate=48000, return_tensors="pt")["input_features"].float()
 
 
-@pytest.mark.parametrize(("preset", "seed"), CASES)
-def test_embeddings_and_gradients_agree_with_transformers(pairs, preset: str, seed: int) -> None:
-    ours, reference = pairs(preset)
+@pytest.mark.parametrize(("preset", "attention", "seed"), CASES)
+def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention: Kernel, seed: int) -> None:
+    with no_initialisation():
+        ours, reference = ClapModel(load_preset(preset), attention=attention).eval(), REFERENCES[preset]()
     weights = reference.named()
     randomise(weights, seed)
     load_transformers({k: v.detach() for k, v in weights.items()}, ours.config).load_into(ours)
@@ -72,30 +52,22 @@ def test_embeddings_and_gradients_agree_with_transformers(pairs, preset: str, se
 
     probe = torch.Generator().manual_seed(100 + seed)
     probe_audio, probe_text = torch.randn(audio.shape, generator=probe), torch.randn(text.shape, generator=probe)
-    ours.zero_grad()
-    reference.zero_grad()
     ((audio * probe_audio).sum() + (text * probe_text).sum()).backward()
     ((expected_audio * probe_audio).sum() + (expected_text * probe_text).sum()).backward()
-    compare_gradients(
-        ours, {key: [weights[name].grad for name in transformers_names(key)] for key in gradient_keys(ours)}
-    )
+    compare_gradients(ours, weights)
 
 
-def gradient_keys(model: ClapModel) -> list[str]:
-    """Every trained parameter but the logit scale, which embeddings don't depend on."""
-    return [key for key, _ in model.named_parameters() if key != "logit_scale"]
-
-
-def compare_gradients(ours: ClapModel, expected: dict[str, list[Tensor]]) -> None:
-    """Each within 1e-4 of its own norm: fp32 rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers.
+def compare_gradients(ours: ClapModel, weights: dict[str, Tensor]) -> None:
+    """Every trained parameter's but the logit scale, which embeddings don't depend on, each within 1e-4 of its own norm: fp32
+    rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers.
 
     Softmax doesn't see a key's bias, so the exact gradient of RoBERTa's separate key biases is 0 and what is there is rounding:
     it is held against the same layer's key weights instead.
     """
-    joined = {key: torch.cat(parts) for key, parts in expected.items()}
+    own = {key: parameter.grad for key, parameter in ours.named_parameters() if key != "logit_scale"}
+    joined = {key: torch.cat([weights[name].grad for name in transformers_names(key)]) for key in own}
     for key, gradient in joined.items():
-        error = (ours.get_parameter(key).grad - gradient).norm()
-        size = joined[key.replace("self.key.bias", "self.key.weight")].norm()
+        error, size = (own[key] - gradient).norm(), joined[key.replace("self.key.bias", "self.key.weight")].norm()
         assert size > 0, key
         assert error <= 1e-4 * size, f"{key}: off by {error}, gradient {size}"
 
@@ -109,25 +81,18 @@ def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, Tensor, Tensor]]:
     return model, (clips(3, model.config.audio.num_samples, 0), *captions(3, 20, 512, 0))
 
 
-def test_every_trained_parameter_gets_a_gradient() -> None:
-    for pooling in ("cls_pooler", "mean"):
-        config = load_preset("micro")
-        config = config.model_copy(update={"text": config.text.model_copy(update={"pooling": pooling})})
-        model = ClapModel(config)
-        audio, text, scale = model(*micro()[1])
-        (audio @ text.T * scale).logsumexp(1).sum().backward()
-        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-
-
-def test_outputs_are_unit_fp32_vectors_and_the_scale_starts_at_its_published_value() -> None:
-    model, batch = micro()
-    audio, text, scale = model(*batch)
-    assert audio.dtype == text.dtype == scale.dtype == torch.float32
-    assert audio.shape == text.shape == (3, 32)
-    torch.testing.assert_close(audio.norm(dim=1), torch.ones(3))
-    torch.testing.assert_close(text.norm(dim=1), torch.ones(3))
+@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
+def test_outputs_are_unit_fp32_vectors_and_every_trained_parameter_gets_a_gradient(pooling: str) -> None:
+    config = load_preset("micro")
+    model = ClapModel(config.model_copy(update={"text": config.text.model_copy(update={"pooling": pooling})}))
+    audio, text, scale = model(*micro()[1])
+    for features in (audio, text):
+        assert features.shape == (3, 32)
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(3), check_dtype=True)
     assert scale.shape == (1,), "DeepSpeed can't broadcast a 0-dimensional parameter"
     assert scale.item() == pytest.approx(1 / 0.07)
+    (audio @ text.T * scale).logsumexp(1).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:

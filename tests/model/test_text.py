@@ -22,25 +22,16 @@ def tower(config: TextConfig = MICRO, **options) -> TextTower:
 
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
-def test_padding_changes_nothing(pooling: str) -> None:
+def test_padding_changes_nothing_and_no_mask_is_a_mask_of_ones(pooling: str) -> None:
     model = tower(MICRO.model_copy(update={"pooling": pooling}))
+    assert (model.roberta.pooler is None) == (pooling == "mean"), "nothing is left unused"
     input_ids, mask = captions(4, 24, MICRO.vocab_size, seed=0)
     pooled = model(input_ids, mask)
     assert pooled.shape == (4, 32)
-    for row in range(4):
-        length = int(mask[row].sum())
-        torch.testing.assert_close(model(input_ids[row : row + 1, :length], None)[0], pooled[row], rtol=1e-4, atol=1e-5)
-
-
-def test_no_mask_is_a_mask_of_ones() -> None:
-    input_ids, mask = captions(1, 24, MICRO.vocab_size, seed=1)
-    assert mask.all()
-    torch.testing.assert_close(tower()(input_ids, None), tower()(input_ids, mask), rtol=1e-5, atol=1e-6)
-
-
-def test_mean_pooling_has_no_pooler_to_leave_unused() -> None:
-    assert tower(MICRO.model_copy(update={"pooling": "mean"})).roberta.pooler is None
-    assert tower().roberta.pooler is not None
+    for row, expected in enumerate(pooled):
+        own = slice(row, row + 1), slice(int(mask[row].sum()))
+        for each in (None, mask[own]):
+            torch.testing.assert_close(model(input_ids[own], each)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_the_fused_kernel_and_dropout_is_set() -> None:
@@ -65,18 +56,13 @@ def test_pretrained_weights_come_from_the_named_place(tmp_path: Path) -> None:
     assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_pretrained_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
-    config = MICRO.model_copy(update={"hub_name": pretrained_folder(tmp_path, num_hidden_layers=1, vocab_size=100)})
-    with pytest.raises(ValueError, match=r"vocab_size 100 \(expected 512\), num_layers 1 \(expected 2\)"):
-        tower(config, from_hub=True)
-
-
-@pytest.mark.parametrize("name", ["clap-ds-tests/no-such-checkpoint", "/no/such/folder"])
-def test_pretrained_weights_that_cannot_be_had_are_a_clear_error(name: str) -> None:
-    with pytest.raises(ValueError, match=f"text_from_hub: can't get '{name}'"):
-        tower(MICRO.model_copy(update={"hub_name": name}), from_hub=True)
-
-
-def test_a_preset_without_a_hub_name_has_no_pretrained_weights() -> None:
-    with pytest.raises(ValueError, match="hub_name is empty"):
-        tower(from_hub=True)
+def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(tmp_path: Path) -> None:
+    other = pretrained_folder(tmp_path, num_hidden_layers=1, vocab_size=100)
+    for name, message in (
+        (other, r"vocab_size 100 \(expected 512\), num_layers 1 \(expected 2\)"),
+        ("clap-ds-tests/no-such-checkpoint", "text_from_hub: can't get 'clap-ds-tests/no-such-checkpoint'"),
+        ("/no/such/folder", "text_from_hub: can't get '/no/such/folder'"),
+        (MICRO.hub_name, "hub_name is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tower(MICRO.model_copy(update={"hub_name": name}), from_hub=True)

@@ -24,14 +24,7 @@ Case = tuple[int, int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 # grid, heads, head dim, shift: the stages of tiny (24) and base (32) in small, one window alone, an uneven number of windows
-CASES: list[Case] = [
-    (16, 4, 24, 0),
-    (16, 4, 24, 4),
-    (16, 2, 32, 4),
-    (8, 2, 32, 0),
-    (24, 1, 24, 4),
-    (16, 1, 8, 3),
-]
+CASES: list[Case] = [(16, 4, 24, 0), (16, 4, 24, 4), (16, 2, 32, 4), (8, 2, 32, 0), (24, 1, 24, 4), (16, 1, 8, 3)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03}
 """Of the largest value; bf16 holds 8 bits and the kernels round at other places than the eager form."""
 

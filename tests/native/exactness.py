@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +17,28 @@ def numbers(*shape: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> Te
 
 
 def results(function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: Tensor) -> list[Tensor]:
-    """Outputs and the inputs' gradients, in fp32."""
+    """As many outputs as there are upstream gradients, and the inputs' gradients, in fp32."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves)
-    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs[: len(upstream)]
     gradients = torch.autograd.grad(outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
     return [each.detach().float() for each in (*outputs, *gradients)]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch's number of threads for the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """To the bit, in fp32."""
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
 
 
 def assert_as_exact_as_torch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clap_ds.native.linear import fits_linears, native_linears, native_mlp
 from tests.kernels import needs_amx
-from tests.native.exactness import assert_as_exact_as_torch, numbers, results
+from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results, threads
 
 pytestmark = needs_amx
 
@@ -26,32 +26,20 @@ SHAPES = [
 """Rows, inputs and outputs."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    return native_linears(x, weight, bias, residual=residual)[0]
-
-
-def joined(x: Tensor, *parameters: Tensor) -> Tensor:
-    return native_linears(x, *parameters)[0]
-
-
-def mlp(x: Tensor, *others: Tensor) -> Tensor:
-    return native_mlp(x, *others)[0]
-
-
-def joined_by_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+def by_torch(x: Tensor, *parameters: Tensor, residual: Tensor | None = None) -> Tensor:
     layers = zip(parameters[::2], parameters[1::2], strict=True)
-    return torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
-
-
-def linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
-    y = F.linear(x, weight, bias)
+    y = torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
     return y if residual is None else y + residual
 
 
-def mlp_by_torch(
-    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, residual: Tensor | None = None
-) -> Tensor:
-    return linear_by_torch(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2, residual)
+def mlp_by_torch(x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor) -> Tensor:
+    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])
+
+
+def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
+    """An input and two layers' weights and biases, all 64 wide."""
+    layers = [[numbers(64, 64, seed=seed, scale=scale), numbers(64, seed=seed + 1)] for seed in (1, 3)]
+    return [numbers(rows, 64, seed=0), *layers[0], *layers[1]]
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -60,21 +48,22 @@ def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) ->
     x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
-    assert_as_exact_as_torch(linear, linear_by_torch, [*first, *added], numbers(rows, outputs, seed=4))
+    pair = [lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0]) for f in (native_linears, by_torch)]
+    assert_as_exact_as_torch(*pair, [*first, *added], numbers(rows, outputs, seed=4))
     second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
     added = [numbers(rows, inputs, seed=5)] * residual
-    assert_as_exact_as_torch(mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
+    assert_as_exact_as_torch(native_mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
 
 
-def test_leading_dimensions_layouts_and_no_bias() -> None:
-    def by_kernel(x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight, None)
-
-    inputs = [numbers(2, 3, 5, 64, seed=0), numbers(96, 64, seed=1)]
-    assert_as_exact_as_torch(by_kernel, F.linear, inputs, numbers(2, 3, 5, 96, seed=2))
-    x, weight = numbers(64, 70, seed=0).T, numbers(96, 64, seed=1)
-    assert not x.is_contiguous()
-    assert_as_exact_as_torch(by_kernel, F.linear, [x, weight], numbers(96, 70, seed=2).T)
+def test_leading_dimensions_layouts_no_bias_and_no_rows() -> None:
+    for x in (numbers(2, 3, 5, 64, seed=0), numbers(64, 70, seed=0).T):
+        inputs, upstream = [x, numbers(96, 64, seed=1)], numbers(96, *x.shape[:-1], seed=2).movedim(0, -1)
+        assert_as_exact_as_torch(lambda x, weight: native_linears(x, weight, None), F.linear, inputs, upstream)
+    output, *gradients = results(
+        native_linears, [numbers(0, 64, seed=0), *inputs[1:], numbers(96, seed=2)], numbers(0, 96, seed=3)
+    )
+    assert output.shape == (0, 96)
+    assert not any(gradient.any() for gradient in gradients), "there are no rows"
 
 
 def test_gelu_and_its_slope_everywhere() -> None:
@@ -83,7 +72,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
     one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
-    y = mlp(x, one, zero, one, zero)
+    y = native_mlp(x, one, zero, one, zero)[0]
     (slope,) = torch.autograd.grad(y.sum(), x)
     double = x.detach().double().requires_grad_()
     exact = F.gelu(double)
@@ -91,7 +80,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=3e-5)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=2**-8, atol=3e-5)
     x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
-    y = mlp(x.requires_grad_(), one, zero, one, zero)
+    y = native_mlp(x.requires_grad_(), one, zero, one, zero)[0]
     (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
     assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
     assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
@@ -100,39 +89,31 @@ def test_gelu_and_its_slope_everywhere() -> None:
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
 def test_frozen_inputs_in_any_combination(kind: str) -> None:
     """The others' gradients are what they are with nothing frozen; hooks see them, and a second backward pass adds to them."""
-    tensors = [numbers(40, 64, seed=0), numbers(64, 64, seed=1, scale=0.1), numbers(64, seed=2)]
-    if kind != "linear":
-        tensors += [numbers(64, 64, seed=3, scale=0.1), numbers(64, seed=4)]
-    ours, reference = (mlp, mlp_by_torch) if kind == "mlp" else (joined, joined_by_torch)
+    tensors = five()[: 3 if kind == "linear" else 5]
+    ours, reference = (native_mlp, mlp_by_torch) if kind == "mlp" else (native_linears, by_torch)
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
     _, *wanted = results(reference, [x.float() for x in tensors], upstream)
-    for trained in itertools.product((False, True), repeat=len(tensors)):
-        if not any(trained):
-            continue
+    for trained in [*itertools.product((False, True), repeat=len(tensors))][1:]:
         leaves = [x.clone().requires_grad_(needed) for x, needed in zip(tensors, trained, strict=True)]
-        seen: list[int] = []
-        for index, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda _, seen=seen, index=index: seen.append(index))
-        output = ours(*leaves)
+        learning = [leaf for leaf in leaves if leaf.requires_grad]
+        seen: list[Tensor] = []
+        for leaf in learning:
+            leaf.register_post_accumulate_grad_hook(seen.append)
+        output = ours(*leaves)[0]
         output.backward(upstream, retain_graph=True)
-        assert sorted(seen) == [index for index, needed in enumerate(trained) if needed]
+        assert sorted(map(id, seen)) == sorted(map(id, learning))
         output.backward(upstream)
         for leaf, exact in zip(leaves, wanted, strict=True):
-            if leaf.requires_grad:
-                assert float((leaf.grad.float() - 2 * exact).norm()) < 0.02 * float(exact.norm())
-            else:
-                assert leaf.grad is None
+            assert (leaf.grad is not None) == leaf.requires_grad
+            assert leaf.grad is None or (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("function", [native_linears, native_mlp])
 def test_input_is_passed_on_with_its_gradient(function: Callable) -> None:
-    inputs = [numbers(40, 64, seed=0), numbers(64, 64, seed=1, scale=0.1), numbers(64, seed=2)]
-    inputs += [numbers(64, 64, seed=3, scale=0.1), numbers(64, seed=4)]
-    alone = results(
-        lambda *given: function(*given)[0], inputs, upstream := numbers(40, function(*inputs)[0].shape[1], seed=5)
-    )
-    both = results(function, inputs, upstream, passed := numbers(40, 64, seed=6))
+    inputs = five()
+    upstream, passed = numbers(40, function(*inputs)[0].shape[1], seed=5), numbers(40, 64, seed=6)
+    alone = results(function, inputs, upstream)
+    both = results(function, inputs, upstream, passed)
     assert torch.equal(both[1], inputs[0].float())
     torch.testing.assert_close(both[2], alone[1] + passed.float(), rtol=0.02, atol=0.02)
 
@@ -140,10 +121,9 @@ def test_input_is_passed_on_with_its_gradient(function: Callable) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(value: float) -> None:
     """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
-    x, weight, bias = numbers(35, 64, seed=0), numbers(64, 64, seed=1), numbers(64, seed=2)
-    x[33, 5] = value
-    inputs = [x, weight, bias, numbers(64, 64, seed=3), numbers(64, seed=4)]
-    mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (mlp, mlp_by_torch))
+    inputs = five(35, scale=1.0)
+    inputs[0][33, 5] = value
+    mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (native_mlp, mlp_by_torch))
     assert torch.equal(mine[0].isfinite().all(1), theirs[0].isfinite().all(1))
     assert not any(mine[index].isfinite().all() for index in (2, 4))
     if math.isnan(value):
@@ -151,32 +131,15 @@ def test_what_is_not_finite_shows(value: float) -> None:
         assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's number of threads; undone afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 96, 64), (33, 64, 96), (1, 32, 32), (200, 96, 96)])
-def test_any_number_of_threads(
-    threads: Callable[[int], None], rows: int, inputs: int, outputs: int, count: int
-) -> None:
+def test_any_number_of_threads(rows: int, inputs: int, outputs: int, count: int) -> None:
     """Some have nothing to do. Results repeat to the bit."""
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
-    threads(count)
-    assert_as_exact_as_torch(linear, linear_by_torch, tensors, upstream := numbers(rows, outputs, seed=3))
-    first, again = (results(linear, tensors, upstream) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_no_rows() -> None:
-    tensors = [numbers(0, 96, seed=0), numbers(64, 96, seed=1), numbers(64, seed=2)]
-    output, *gradients = results(linear, tensors, numbers(0, 64, seed=3))
-    assert output.shape == (0, 64)
-    assert not any(gradient.any() for gradient in gradients)
+    upstream = numbers(rows, outputs, seed=3)
+    with threads(count):
+        assert_as_exact_as_torch(native_linears, by_torch, tensors, upstream)
+        assert_equal(results(native_linears, tensors, upstream), results(native_linears, tensors, upstream))
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -184,14 +147,10 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     assert not fits_linears(nn.Linear(64, 96), nn.Linear(48, 32))
     assert not fits_linears(nn.Linear(64, 80))
     x, weight = numbers(8, 64, seed=0), numbers(96, 64, seed=1)
-    for wrong in (
-        (x.float(), weight, None),
-        (x[:, :32], weight, None),
-        (x[:, :48], weight[:, :48], None),
-        (x, weight, numbers(64, seed=2)),
-        (x, weight, numbers(96, seed=2).float()),
-        (x, weight, None, numbers(8, 64, seed=3)),
-        (x, weight.T.contiguous().T, None),
-    ):
+    layouts = [(x.float(), weight), (x[:, :32], weight), (x[:, :48], weight[:, :48]), (x, weight.T.contiguous().T)]
+    biases = [(x, weight, numbers(64, seed=2)), (x, weight, numbers(96, seed=2).float())]
+    for wrong in (*((*each, None) for each in layouts), *biases):
         with pytest.raises(AssertionError):
-            linear(*wrong)
+            native_linears(*wrong)
+    with pytest.raises(AssertionError):
+        native_linears(x, weight, None, residual=numbers(8, 64, seed=3))

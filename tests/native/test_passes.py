@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,79 +9,60 @@ from torch import Tensor
 
 from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
 from tests.kernels import needs_amx
-from tests.native.exactness import assert_as_exact_as_torch, numbers, results
+from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
 pytestmark = needs_amx
 
-EPS = 1e-5
 SHAPES = [(1, 16), (7, 96), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096), (2, 3, 11, 48)]
 """Rows of every kernel: held in registers or not, one thread or several, odd in number."""
 
 
-def parameters(channels: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    return numbers(channels, seed=1, mean=1.0).to(dtype), numbers(channels, seed=2).to(dtype)
+def parameters(channels: int) -> tuple[Tensor, Tensor]:
+    return numbers(channels, seed=1, mean=1.0), numbers(channels, seed=2)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return native_layer_norm(x, weight, bias, EPS)[0]
+def norm(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
+    return native_layer_norm(x, weight, bias, 1e-5, *residual)
 
 
-def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
-    return native_layer_norm(x, weight, bias, EPS, *residual)
-
-
-def norm_by_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def norm_and_pass_by_torch(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
+def by_torch(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual[0] if residual else x * 1.0
-    return norm_by_torch(total, weight, bias), total
+    return F.layer_norm(total, x.shape[-1:], weight, bias), total
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", ["bf16 weights", "fp32 weights", "passed on", "of a sum"])
+@pytest.mark.parametrize("form", ["alone", "passed on", "of a sum"])
 def test_as_exact_as_torch(form: str, shape: tuple[int, ...]) -> None:
-    dtype = torch.float32 if form == "fp32 weights" else torch.bfloat16
-    inputs = [numbers(*shape, seed=0, mean=3.0 if "weights" in form else 0.0), *parameters(shape[-1], dtype)]
-    upstream = [numbers(*shape, seed=3)]
-    pair: tuple[Callable, Callable] = (norm, norm_by_torch)
-    if "weights" not in form:
-        pair = (norm_and_pass, norm_and_pass_by_torch)
-        inputs += [numbers(*shape, seed=5)] * (form == "of a sum")
-        upstream += [numbers(*shape, seed=4)]
-    assert_as_exact_as_torch(*pair, inputs, *upstream, norm_ratio=1.5, slack=1e-3)
+    alone = form == "alone"
+    inputs = [numbers(*shape, seed=0, mean=3.0 * alone), *parameters(shape[-1])]
+    inputs += [numbers(*shape, seed=5)] * (form == "of a sum")
+    upstream = [numbers(*shape, seed=seed) for seed in (3, 4)[: 2 - alone]]
+    assert_as_exact_as_torch(norm, by_torch, inputs, *upstream, norm_ratio=1.5, slack=1e-3)
 
 
 def test_large_mean_keeps_the_variance() -> None:
     x = numbers(50, 96, seed=0) + torch.tensor(300.0).bfloat16()
     weight, bias = parameters(96)
-    wanted = norm_by_torch(x.float(), weight.float(), bias.float())
-    torch.testing.assert_close(norm(x, weight, bias).float(), wanted, rtol=1e-2, atol=1e-2)
+    wanted = by_torch(x.float(), weight.float(), bias.float())[0]
+    torch.testing.assert_close(norm(x, weight, bias)[0].float(), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_input_passed_on_is_the_same_memory_and_guarded() -> None:
     x = numbers(4, 32, seed=0).requires_grad_()
-    _, passed = norm_and_pass(x, *parameters(32))
+    _, passed = norm(x, *parameters(32))
     assert passed.data_ptr() == x.data_ptr()
     with pytest.raises(RuntimeError, match="inplace"):
         passed.add_(1)
 
 
-def test_tensors_that_are_not_contiguous() -> None:
+def test_other_layouts_many_runs_and_no_rows() -> None:
     x, upstream = numbers(48, 10, seed=0).T, numbers(48, 10, seed=3).T
-    strided = results(norm, [x, *parameters(48)], upstream)
     plain = results(norm, [x.contiguous(), *parameters(48)], upstream.contiguous())
-    assert all(torch.equal(one, other) for one, other in zip(strided, plain, strict=True))
-
-
-def test_same_bits_every_time() -> None:
-    inputs, upstream = [numbers(2003, 192, seed=0), *parameters(192)], [numbers(2003, 192, seed=s) for s in (3, 4)]
-    first, *others = (results(norm_and_pass, inputs, *upstream) for _ in range(5))
-    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
-
-
-def test_no_rows() -> None:
+    assert_equal(results(norm, [x, *parameters(48)], upstream), plain)
+    inputs, upstreams = [numbers(2003, 192, seed=0), *parameters(192)], [numbers(2003, 192, seed=s) for s in (3, 4)]
+    first, *others = (results(norm, inputs, *upstreams) for _ in range(5))
+    for other in others:
+        assert_equal(other, first)
     output, _, *of_parameters = results(norm, [numbers(0, 32, seed=0), *parameters(32)], numbers(0, 32, seed=3))
     assert output.shape == (0, 32)
     assert not any(gradient.any() for gradient in of_parameters)
@@ -92,15 +71,14 @@ def test_no_rows() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
     x, (weight, bias) = numbers(8, 32, seed=0), parameters(32)
-    for wrong in (
-        (x.float(), weight, bias),
-        (x, weight, bias, x[:4]),
-        (x, weight, bias.float()),
-        (x, weight.half(), bias.half()),
-        (x[:, :24], weight[:24], bias[:24]),
-    ):
+    kinds = [(x.float(), weight, bias), (x, weight, bias.float()), (x, weight.half(), bias.half())]
+    for wrong in (*kinds, (x, weight, bias, x[:4]), (x[:, :24], weight[:24], bias[:24])):
         with pytest.raises(AssertionError):
-            norm_and_pass(*wrong)
+            norm(*wrong)
+    ones = torch.ones(64, dtype=torch.bfloat16)
+    for wrong, probability in ((ones.float(), 0.5), (ones[:15], 0.5), (ones, 1.0)):
+        with pytest.raises(AssertionError):
+            native_dropout(wrong, probability)
 
 
 def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alike() -> None:
@@ -112,14 +90,4 @@ def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alik
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient, y)
     assert native_dropout(x, 0.0) is x
-
-
-def test_dropout_keeps_what_is_not_a_number() -> None:
     assert native_dropout(torch.full((64,), float("nan"), dtype=torch.bfloat16), 0.5).isnan().all()
-
-
-def test_dropout_refuses_what_it_cannot_take() -> None:
-    x = torch.ones(64, dtype=torch.bfloat16)
-    for wrong, probability in ((x.float(), 0.5), (x[:15], 0.5), (x, 1.0)):
-        with pytest.raises(AssertionError):
-            native_dropout(wrong, probability)

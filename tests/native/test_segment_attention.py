@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,49 +11,43 @@ from torch import Tensor
 
 from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
 from tests.kernels import needs_amx
-from tests.native.exactness import assert_as_exact_as_torch, numbers, results
+from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
 pytestmark = needs_amx
 
-HEADS = 3
+HEADS, SEED = 3, 5
 LENGTHS = torch.randint(1, 78, (12,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-class Kept(NamedTuple):
-    """What dropout with this probability leaves: of each segment, (A, queries, keys) bool."""
+def by_segment(segments: Segments, dropout: float = 0.0) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """dropout(softmax(q kᵀ)) v in the tensors' dtype, segment by segment, with the weights that the kernel leaves."""
+    masks = masks_drawn(SEED, segments, dropout) if dropout else None
 
-    masks: list[Tensor]
-    probability: float
-
-
-def attend_by_segment(q: Tensor, k: Tensor, v: Tensor, segments: Segments, kept: Kept | None = None) -> Tensor:
-    """dropout(softmax(q kᵀ)) v in the tensors' dtype, segment by segment."""
-    output, scale = torch.zeros_like(q), (q.shape[1] // HEADS) ** -0.5
-    for i, (query, queries, key, keys) in enumerate(zip(*(places.tolist() for places in segments), strict=True)):
-        if not keys:
-            continue
-        rows = (q[query : query + queries], k[key : key + keys], v[key : key + keys])
-        own_q, own_k, own_v = (tensor.unflatten(1, (HEADS, -1)).transpose(0, 1) for tensor in rows)
-        weights = (own_q * scale @ own_k.transpose(1, 2)).softmax(dim=-1)
-        if kept is not None:
-            weights = weights * kept.masks[i] / (1 - kept.probability)
-        output[query : query + queries] = (weights @ own_v).transpose(0, 1).flatten(1)
-    return output
-
-
-def attention(segments: Segments, dropout: float = 0.0, seed: int = 5) -> Callable[..., Tensor]:
-    """The kernel's, of q, k and v in any number of tensors."""
-
-    def attend(*tensors: Tensor) -> Tensor:
-        torch.manual_seed(seed)
-        head_dim = sum(tensor.shape[1] for tensor in tensors) // 3 // HEADS
-        return native_segment_attention(tensors, HEADS, segments, head_dim**-0.5, dropout)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output, scale = torch.zeros_like(q), (q.shape[1] // HEADS) ** -0.5
+        for i, (query, queries, key, keys) in enumerate(zip(*(places.tolist() for places in segments), strict=True)):
+            if not keys:
+                continue
+            rows = (q[query : query + queries], k[key : key + keys], v[key : key + keys])
+            own_q, own_k, own_v = (tensor.unflatten(1, (HEADS, -1)).transpose(0, 1) for tensor in rows)
+            weights = (own_q * scale @ own_k.transpose(1, 2)).softmax(dim=-1)
+            if masks is not None:
+                weights = weights * masks[i] / (1 - dropout)
+            output[query : query + queries] = (weights @ own_v).transpose(0, 1).flatten(1)
+        return output
 
     return attend
 
 
-def by_segment(segments: Segments, kept: Kept | None = None) -> Callable[..., Tensor]:
-    return functools.partial(attend_by_segment, segments=segments, kept=kept)
+def attention(segments: Segments, dropout: float = 0.0) -> Callable[..., Tensor]:
+    """The kernel's, of q, k and v in any number of tensors."""
+
+    def attend(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(SEED)
+        head_dim = sum(tensor.shape[1] for tensor in tensors) // 3 // HEADS
+        return native_segment_attention(tensors, HEADS, segments, head_dim**-0.5, dropout)
+
+    return attend
 
 
 def draw(query_rows: int, key_rows: int, head_dim: int = 64) -> list[Tensor]:
@@ -74,11 +67,8 @@ def packed(lengths: list[int], first_only: bool = False) -> Segments:
     return Segments.of_captions((rows.cumsum(0) - rows).int(), rows, first_only=first_only)
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(one.float(), other) for one, other in zip(found, expected, strict=True))
-
-
 SOME = torch.tensor([77, 1, 40, 0, 16, 33]).int()
+GAPS = Segments(*torch.tensor([[3, 20, 40], [5, 0, 7], [2, 30, 70], [20, 33, 18]]).int())
 CASES = {
     "padded": (4 * 77, 4 * 77, padded(4)),
     "padded, of many lengths": (6 * 77, 6 * 77, padded(6, SOME)),
@@ -88,34 +78,30 @@ CASES = {
     "packed, all short": (36, 36, packed(list(range(1, 9)))),
     "packed, an empty caption and one of filling": (60, 60, packed([20, 0, 30])),
     "514 tokens": (514 + 17, 514 + 17, packed([514, 17])),
-    "gaps everywhere": (
-        *(50, 90),
-        Segments(*(torch.tensor(places).int() for places in ([3, 20, 40], [5, 0, 7], [2, 30, 70], [20, 33, 18]))),
-    ),
+    "gaps everywhere": (50, 90, GAPS),
 }
+
+
+def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
+    """Of q, k, v and the output: (rows,) bool, True at rows of no segment."""
+    (q_start, q_rows), (k_start, k_rows) = segments[:2], segments[2:]
+    starts, counts = (q_start, k_start, k_start, q_start), (q_rows, k_rows, k_rows, q_rows)
+    places = [torch.arange(size) - start[:, None] for size, start in zip(sizes, starts, strict=True)]
+    return [~((p >= 0) & (p < rows[:, None])).any(dim=0) for p, rows in zip(places, counts, strict=True)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.6])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str, dropout: float) -> None:
-    """Oracle: fp32 on the same bf16 values, with the weights that the kernel leaves at other inputs. The bound is what the same
-    in plain bf16 is off by."""
+    """Oracle: fp32 on the same bf16 values. The bound is what the same in plain bf16 is off by."""
     query_rows, key_rows, segments = CASES[name]
-    kept = Kept(masks_drawn(5, segments, dropout), dropout) if dropout else None
     *inputs, probe = draw(query_rows, key_rows)
-    ours, reference = attention(segments, dropout), by_segment(segments, kept)
-    assert_as_exact_as_torch(ours, reference, inputs, probe, slack=0.004, largest=0.006)
-    places = [(segments.query_start, segments.query_rows)] * 2 + [(segments.key_start, segments.key_rows)] * 2
-    for found, (start, rows) in zip(results(ours, inputs, probe), places, strict=True):
-        assert (found[outside(start, rows, len(found))] == 0).all()
-    output = results(ours, inputs, probe)[0]
-    assert (output[attend_by_segment(*inputs, segments).abs().sum(dim=1) == 0] == 0).all()
-
-
-def outside(start: Tensor, rows: Tensor, total: int) -> Tensor:
-    """(total,) bool, True at rows of no segment."""
-    row = torch.arange(total)
-    return ~((row >= start[:, None]) & (row < (start + rows)[:, None])).any(dim=0)
+    ours = attention(segments, dropout)
+    assert_as_exact_as_torch(ours, by_segment(segments, dropout), inputs, probe, slack=0.004, largest=0.006)
+    output, *gradients = results(ours, inputs, probe)
+    for found, empty in zip((*gradients, output), outside(segments, [*map(len, inputs), query_rows]), strict=True):
+        assert not found[empty].any()
+    assert not output[by_segment(segments)(*inputs).abs().sum(dim=1) == 0].any(), "there are no keys"
 
 
 def masks_drawn(seed: int, segments: Segments, dropout: float) -> list[Tensor]:
@@ -147,27 +133,25 @@ def masks_drawn(seed: int, segments: Segments, dropout: float) -> list[Tensor]:
 def test_every_head_dim_apart_and_side_by_side(head_dim: int, dropout: float) -> None:
     segments = packed([50, 20])
     *inputs, probe = draw(70, 70, head_dim)
-    kept = Kept(masks_drawn(5, segments, dropout), dropout) if dropout else None
     attend = attention(segments, dropout)
     apart = results(attend, inputs, probe)
-    expected = results(by_segment(segments, kept), [tensor.float() for tensor in inputs], probe)
+    expected = results(by_segment(segments, dropout), [tensor.float() for tensor in inputs], probe)
     assert all((ours - right).norm() < 0.006 * right.norm() for ours, right in zip(apart, expected, strict=True))
-    q, k, v = inputs
     output, d_qkv = results(attend, [torch.cat(inputs, dim=1)], probe)
-    assert same([output, *d_qkv.chunk(3, dim=1)], apart)
-    output, d_q, d_kv = results(attend, [q, torch.cat([k, v], dim=1)], probe)
-    assert same([output, d_q, *d_kv.chunk(2, dim=1)], apart)
+    assert_equal([output, *d_qkv.chunk(3, dim=1)], apart)
+    output, d_q, d_kv = results(attend, [inputs[0], torch.cat(inputs[1:], dim=1)], probe)
+    assert_equal([output, d_q, *d_kv.chunk(2, dim=1)], apart)
 
 
 def test_slices_and_transposes_are_taken_as_they_lie_and_every_run_is_the_same() -> None:
     rows, _, segments = CASES["packed"]
     *inputs, probe = draw(rows, rows)
     expected = results(attention(segments), inputs, probe)
-    assert same(results(attention(segments), inputs, probe), expected)
+    assert_equal(results(attention(segments), inputs, probe), expected)
     q, kv = inputs[0].t().contiguous().t().requires_grad_(), torch.cat(inputs[1:], dim=1).requires_grad_()
     output = attention(segments)(q, *kv.chunk(2, dim=1))
     output.backward(probe.t().contiguous().t())
-    assert same([output, q.grad, *kv.grad.chunk(2, dim=1)], expected)
+    assert_equal([output, q.grad, *kv.grad.chunk(2, dim=1)], expected)
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
@@ -190,9 +174,7 @@ def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
 
 
 def test_masks_of_heads_segments_rows_and_calls_are_unrelated() -> None:
-    segments = padded(8)
-    calls = [torch.stack(masks_drawn(seed, segments, 0.5)) for seed in (8, 9)]
-    assert torch.equal(torch.stack(masks_drawn(8, segments, 0.5)), calls[0])
+    calls = [torch.stack(masks_drawn(seed, padded(8), 0.5)) for seed in (8, 9)]
     masks = torch.cat(calls).flatten(0, 1).float()  # (calls · segments · heads, queries, keys)
     for each in (masks.flatten(1), masks.flatten(0, 1), masks.transpose(1, 2).flatten(0, 1)):
         correlation = each.corrcoef().fill_diagonal_(0.0)
@@ -200,31 +182,12 @@ def test_masks_of_heads_segments_rows_and_calls_are_unrelated() -> None:
         assert abs(correlation.square().mean() * each.shape[1] - 1) < 0.1
 
 
-def test_each_call_draws_another_mask_and_none_without_dropout() -> None:
-    rows, _, segments = CASES["packed"]
-    attend = functools.partial(native_segment_attention, draw(rows, rows)[:3], HEADS, segments, 64**-0.5)
-    torch.manual_seed(10)
-    before = torch.get_rng_state()
-    assert torch.equal(attend(dropout=0.0), attend())
-    assert torch.equal(torch.get_rng_state(), before)
-    first, second = attend(dropout=0.1), attend(dropout=0.1)
-    assert not torch.equal(first, second)
-    torch.manual_seed(10)
-    assert torch.equal(attend(dropout=0.1), first)
-    assert torch.equal(attend(dropout=0.1), second)
-
-
-def test_rows_of_no_segment_have_no_influence() -> None:
-    query_rows, key_rows, segments = CASES["gaps everywhere"]
-    *inputs, probe = draw(query_rows, key_rows)
-    expected = results(attention(segments), inputs, probe)
-    places = [(segments.query_start, segments.query_rows)] + [(segments.key_start, segments.key_rows)] * 2
-    for tensor, (start, rows) in zip((*inputs, probe), (*places, places[0]), strict=True):
-        tensor[outside(start, rows, len(tensor))] = float("nan")
-    assert same(results(attention(segments), inputs, probe), expected)
-
-
-def test_what_is_not_a_number_stays_so() -> None:
+def test_rows_of_no_segment_have_no_influence_and_others_none_but_on_their_own() -> None:
+    *inputs, probe = draw(50, 90)
+    expected = results(attention(GAPS), inputs, probe)
+    for tensor, empty in zip((*inputs, probe), outside(GAPS, [50, 90, 90, 50]), strict=True):
+        tensor[empty] = float("nan")
+    assert_equal(results(attention(GAPS), inputs, probe), expected)
     q, k, v, _ = draw(40, 40)
     k[3, 5] = float("nan")
     output = attention(packed([20, 20]))(q, k, v)
@@ -233,24 +196,13 @@ def test_what_is_not_a_number_stays_so() -> None:
     assert output[:, 64:].isfinite().all()
 
 
-def test_no_segments_give_zeros() -> None:
-    *inputs, probe = draw(8, 8)
-    assert not any(tensor.any() for tensor in results(attention(packed([])), inputs, probe))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda q, k, v, s: ((q.float(), k, v), 3, s, 1.0),
-        lambda q, k, v, s: ((q, k, v), 4, s, 1.0),
-        lambda q, k, v, s: ((q, k, v[1:]), 3, s, 1.0),
-        lambda q, k, v, s: ((q, k, v), 3, s, 0.0),
-        lambda q, k, v, s: ((q, k, v), 3, s, 1.0, 1.0),
-        lambda q, k, v, s: ((q, k, v), 3, s, 1.0, -0.1),
-        lambda q, k, v, s: ((q, k, v), 3, s._replace(key_rows=s.key_rows.long()), 1.0),
-    ],
-)
-def test_other_arguments_are_refused(change: Callable[..., Any]) -> None:
-    *inputs, _ = draw(20, 20)
-    with pytest.raises(AssertionError):
-        native_segment_attention(*change(*inputs, padded(2, length=10)))
+def test_other_arguments_are_refused() -> None:
+    (q, k, v, _), s = draw(20, 20), padded(2, length=10)
+    arguments: list[tuple[Any, ...]] = [
+        *(((q.float(), k, v), 3, s, 1.0), ((q, k, v), 4, s, 1.0), ((q, k, v[1:]), 3, s, 1.0), ((q, k, v), 3, s, 0.0)),
+        *(((q, k, v), 3, s, 1.0, 1.0), ((q, k, v), 3, s, 1.0, -0.1)),
+        ((q, k, v), 3, s._replace(key_rows=s.key_rows.long()), 1.0),
+    ]
+    for wrong in arguments:
+        with pytest.raises(AssertionError):
+            native_segment_attention(*wrong)

@@ -1,4 +1,5 @@
-// Layer normalisation of bf16 rows, forward and backward, one pass over memory each; statistics and sums are fp32.
+// What takes one pass over memory: layer normalisation of bf16 rows, forward and backward, its statistics and sums in fp32;
+// dropout of bf16; the mel power spectrogram in fp32.
 #include "memory.h"
 #include "vectors.h"
 
@@ -9,15 +10,6 @@ constexpr int MAX_VECTORS = 256;  // of 16 channels
 // Threads for so many elements: below some ten microseconds of work a second one costs more than it saves.
 int threads_for(int64_t elements) {
     return (int)std::min<int64_t>(omp_get_max_threads(), std::max<int64_t>(1, elements / (1 << 15)));
-}
-
-// The 16 values from `offset` on of a vector that is bf16 if `is_low`, else fp32.
-__m512 load_either(const void* from, int64_t offset, bool is_low) {
-    return is_low ? load((const bf16*)from + offset) : load((const float*)from + offset);
-}
-
-void store_either(void* to, int64_t offset, bool is_low, __m512 x) {
-    is_low ? store((bf16*)to + offset, x) : store((float*)to + offset, x);
 }
 
 // The mean of `channels` numbers, which are given in two partial sums.
@@ -38,17 +30,13 @@ void with_length(int64_t vectors, bool flag, Function function) {
 }  // namespace
 
 // y (rows × channels) = normalised x · weight + bias; with `residual`, of x + residual rounded to bf16, which goes to `sum`.
-// statistics: (2, rows) fp32, each row's mean and the reciprocal of its deviation. `is_low`: weight and bias are bf16, else
-// fp32.
+// statistics: (2, rows) fp32, each row's mean and the reciprocal of its deviation.
 extern "C" void clap_layer_norm(
-    const bf16* x, const bf16* residual, bf16* sum, const void* weight, const void* bias, int64_t is_low, bf16* y,
-    float* statistics, int64_t rows, int64_t channels, float eps) {
+    const bf16* x, const bf16* residual, bf16* sum, const bf16* weight, const bf16* bias, bf16* y, float* statistics,
+    int64_t rows, int64_t channels, float eps) {
     const int64_t vectors = channels / 16;
     auto scales = scratch<__m512>(vectors), shifts = scratch<__m512>(vectors);
-    for (int64_t i = 0; i < vectors; i++) {
-        scales[i] = load_either(weight, 16 * i, is_low);
-        shifts[i] = load_either(bias, 16 * i, is_low);
-    }
+    for (int64_t i = 0; i < vectors; i++) scales[i] = load(weight + 16 * i), shifts[i] = load(bias + 16 * i);
     with_length(vectors, residual, [=, weight = &scales[0], bias = &shifts[0]](auto length, auto add) {
 #pragma omp parallel num_threads(threads_for(rows * channels))
         {
@@ -84,14 +72,14 @@ extern "C" void clap_layer_norm(
     });
 }
 
-// dx (rows × channels) from dy, added to `passed` if there is that, and dweight and dbias, of weight's dtype.
-// The threads' partial sums are added up in the threads' order.
+// dx (rows × channels) from dy, added to `passed` if there is that, and dweight and dbias. The threads' partial sums are added
+// up in the threads' order.
 extern "C" void clap_layer_norm_backward(
-    const bf16* dy, const bf16* passed, const bf16* x, const void* weight, int64_t is_low, const float* statistics, bf16* dx,
-    void* dweight, void* dbias, int64_t rows, int64_t channels) {
+    const bf16* dy, const bf16* passed, const bf16* x, const bf16* weight, const float* statistics, bf16* dx, bf16* dweight,
+    bf16* dbias, int64_t rows, int64_t channels) {
     const int64_t vectors = channels / 16, threads = threads_for(rows * channels);
     auto scales = scratch<__m512>(vectors), sums = scratch<__m512>(2 * vectors * threads);
-    for (int64_t i = 0; i < vectors; i++) scales[i] = load_either(weight, 16 * i, is_low);
+    for (int64_t i = 0; i < vectors; i++) scales[i] = load(weight + 16 * i);
     std::fill_n(&sums[0], 2 * vectors * threads, splat(0));
     with_length(vectors, passed, [=, weight = &scales[0], sums = &sums[0]](auto length, auto adds) {
 #pragma omp parallel num_threads(threads)
@@ -126,6 +114,49 @@ extern "C" void clap_layer_norm_backward(
     for (int64_t i = 0; i < 2 * vectors; i++) {
         __m512 sum = splat(0);
         for (int64_t t = 0; t < threads; t++) sum = sum + sums[2 * vectors * t + i];
-        store_either(i < vectors ? dweight : dbias, 16 * (i % vectors), is_low, sum);
+        store((i < vectors ? dweight : dbias) + 16 * (i % vectors), sum);
+    }
+}
+
+// y = x / (1 − probability) where it is kept, else 0. What is kept is a function of the seed and the element's number, so the
+// backward pass is the same call on the gradient.
+extern "C" void clap_dropout(const bf16* x, bf16* y, int64_t count, int64_t seed, float probability) {
+    const __m512 factor = splat(1.0f / (1.0f - probability));
+#pragma omp parallel for schedule(static) if (count > 1 << 16)
+    for (int64_t i = 0; i < count; i += 16) {
+        const __m512i number = _mm512_add_epi32(lane_numbers(), _mm512_set1_epi32((int)i));
+        const uint64_t part = (uint64_t)seed + ((uint64_t)i >> 32);  // numbers have 32 bits
+        store(y + i, load(x + i) * _mm512_maskz_mov_ps(kept(part, number, probability), factor));  // NaN stays, as with torch
+    }
+}
+
+// mel[frame][band] = Σ_bin filters[band][bin] · |spectrum[frame][bin]|² over bins in [first[band], end[band]).
+// spectrum: (frames, bins) complex, real and imaginary parts in turn; filters: (bands, bins).
+extern "C" void clap_mel_power(const float* spectrum, const float* filters, const int32_t* first, const int32_t* end,
+                               float* mel, int64_t frames, int64_t bins, int64_t bands) {
+#pragma omp parallel
+    {
+        auto power = scratch<float>(bins + 15);
+        const __m512i real = _mm512_slli_epi32(lane_numbers(), 1), imaginary = _mm512_add_epi32(real, _mm512_set1_epi32(1));
+#pragma omp for schedule(static)
+        for (int64_t frame = 0; frame < frames; frame++) {
+            const float* row = spectrum + 2 * bins * frame;
+            for (int64_t bin = 0; bin < bins; bin += 16) {
+                const int64_t values = 2 * (bins - bin);
+                __m512 low = _mm512_maskz_loadu_ps(first_lanes(values), row + 2 * bin);
+                __m512 high = _mm512_maskz_loadu_ps(first_lanes(values - 16), row + 2 * bin + 16);
+                __m512 re = _mm512_permutex2var_ps(low, real, high), im = _mm512_permutex2var_ps(low, imaginary, high);
+                store(&power[bin], fma(re, re, im * im));
+            }
+            for (int64_t band = 0; band < bands; band++) {
+                __m512 sum = splat(0);
+                for (int64_t bin = first[band]; bin < end[band]; bin += 16) {
+                    const __mmask16 valid = first_lanes(end[band] - bin);
+                    const __m512 weights = _mm512_maskz_loadu_ps(valid, filters + band * bins + bin);
+                    sum = fma(weights, _mm512_maskz_loadu_ps(valid, &power[bin]), sum);
+                }
+                mel[frame * bands + band] = _mm512_reduce_add_ps(sum);
+            }
+        }
     }
 }
