@@ -1,7 +1,5 @@
 """A signal to one rank stops all of them after the same step; repetitions are one request, a later signal is another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -24,17 +22,15 @@ def _wait_until(condition: Callable[[], Any]) -> None:
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     """What ranks agree on after each of three steps, and whether signals are afterwards handled as before."""
-    before = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
-    answers = []
+    before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
     with stop.StopRequest(lambda number: None) as request:
-        assert before != [signal.getsignal(each) for each in stop.STOP_SIGNALS]
+        assert before != list(map(signal.getsignal, stop.STOP_SIGNALS))
         for step in range(3):
             if step == 1 and dist.get_rank() == signalled:
                 os.kill(os.getpid(), number)
                 _wait_until(lambda: request._number)
             answers.append(request.agreed())
-    after = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
-    return answers, before == after and signal.set_wakeup_fd(-1) == -1
+    return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -1,7 +1,5 @@
 """The demonstration, much shortened: sounds and captions that belong together are learnt, shuffled ones are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training runs as users start them, in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -37,12 +35,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`.
-
-    Args:
-        name: of the file and so of the runs.
-        changes: as for `micro_run`, `clap.train` merged with the defaults here.
-    """
+    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`. `changes` are as for
+    `micro_run`, `clap.train` merged with the defaults here."""
     clap = {"output": {"root": str(folder / "runs")}, **changes.pop("clap", {})}
     clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
     plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -60,13 +54,8 @@ def make_sounds(folder: Path, *options: str) -> Path:
 
 def shard_data(sounds: Path) -> dict[str, Any]:
     """The `data` section for shards in a folder of `examples.synthetic_sounds`."""
-    return {
-        "source": "shards",
-        "shards": str(sounds / "*.tar"),
-        "tokenizer": str(sounds / "tokenizer"),
-        "num_workers": 1,
-        "shuffle_buffer": 8,
-    }
+    paths = {"shards": str(sounds / "*.tar"), "tokenizer": str(sounds / "tokenizer")}
+    return {"source": "shards", **paths, "num_workers": 1, "shuffle_buffer": 8}
 
 
 class RunningRanks:
@@ -84,10 +73,12 @@ class RunningRanks:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is on record."""
-        wait_until(
-            lambda: max(losses(self.config), default=0) >= step or any(p.poll() is not None for p in self.processes)
-        )
-        assert all(process.poll() is None for process in self.processes), (self.wait(), self.outputs)
+
+        def is_over() -> bool:
+            return any(process.poll() is not None for process in self.processes)
+
+        wait_until(lambda: max(losses(self.config), default=0) >= step or is_over())
+        assert not is_over(), (self.wait(), self.outputs)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
