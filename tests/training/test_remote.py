@@ -152,7 +152,7 @@ def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not sync.is_copying(paths[1])
-    late = BackgroundSync(unreliable, CheckpointSettings())
+    late = BackgroundSync(f"{unreliable}-2", CheckpointSettings())
     late.submit(paths[2])
     assert late.close(0.2) == [paths[2]]
     assert "1 checkpoints have not been copied" in (warning := capsys.readouterr().err)
