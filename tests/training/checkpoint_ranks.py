@@ -32,11 +32,7 @@ from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
 """Of every global batch, whatever the number of ranks."""
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"bf16": {"enabled": False}},
-    "bf16": {"bf16": {"enabled": True}},
-    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 _COURSE = {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.1}
 SCHEDULER = {"type": "WarmupCosineLR", "params": _COURSE}
 
@@ -51,9 +47,12 @@ def warned() -> Iterator[list[str]]:
 
 
 def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
-    optimizer = {"type": "AdamW", "params": {"lr": 5e-3}}
-    rows = {"train_micro_batch_size_per_gpu": ROWS // world_size()}
-    return run_settings(**{**PRECISIONS[precision], "optimizer": optimizer, **rows, **changes})
+    run = {"bf16": {"enabled": precision == "bf16"}, **(AUTOCAST if precision == "autocast" else {})}
+    run |= {
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
+        "train_micro_batch_size_per_gpu": ROWS // world_size(),
+    }
+    return run_settings(**run, **changes)
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
@@ -193,7 +192,7 @@ def estimates(folder: str) -> tuple[tuple[int, float], list[str], list[str]]:
 def refusal(
     folder: str, precision: str = "bf16", changes: dict[str, Any] | None = None, joint_dim: int | None = None
 ) -> str:
-    """Why a checkpoint isn't loaded into a run with some settings changed."""
+    """Why a folder can't be used for checkpoints, or what it holds isn't loaded into a run with some settings changed."""
     other = engine(settings(precision, **(changes or {})), 1)
     if joint_dim is not None:
         other.model.config = other.model.config.model_copy(update={"name": "other_model", "joint_dim": joint_dim})
@@ -207,13 +206,6 @@ def refusal_when_unseen(folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "PROGRESS", "not seen" if rank() else checkpoint.PROGRESS)
         return refusal(folder)
-
-
-def refusal_of_folder(folder: str) -> str:
-    """Why checkpoints can't lie there."""
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        CheckpointFolder(folder)
-    return str(refusal.value)
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:

@@ -106,7 +106,7 @@ def test_what_is_damaged_missing_or_unseen_is_refused_on_every_rank(two_ranks: R
     ):
         assert all(reason in refusal for refusal in two_ranks.run(ranks.refusal, str(place)))
     (tmp_path / "file").write_text("")
-    for refusal in two_ranks.run(ranks.refusal_of_folder, str(tmp_path / "file" / "checkpoints")):
+    for refusal in two_ranks.run(ranks.refusal, str(tmp_path / "file" / "checkpoints")):
         assert refusal == f"clap.checkpoint.folder: {tmp_path}/file/checkpoints can't be written: Not a directory"
 
 

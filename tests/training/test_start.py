@@ -44,11 +44,11 @@ def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> l
 @pytest.mark.parametrize("tower", ["audio", "text"])
 def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precision: str, sync: str) -> None:
     ranks = two_ranks.run(_weights_before_and_after, [tower], precision, sync)
+    other = "text" if tower == "audio" else "audio"
     for before, after in ranks:
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         frozen = {name for name in before if name.startswith((f"{tower}.", f"{tower}_projection."))}
         assert not changed & frozen - {"audio.batch_norm.num_batches_tracked"}
-        other = "text" if tower == "audio" else "audio"
         assert {"logit_scale", f"{other}_projection.linear1.weight"} <= changed
     trained = [name for name in ranks[0][1] if "running_" not in name]
     assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in trained)

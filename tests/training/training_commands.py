@@ -59,14 +59,11 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run, each a process of ours, so that one can be signalled alone.
-
-    No launcher ends them when the first has ended, so none waits long for rank 0 to speak.
-    """
+    """Ranks of one run, each a process of ours, so that one can be signalled alone."""
 
     def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
         self.config = config
-        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}
+        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}  # no launcher ends the others when one has ended
         arguments = [file, "--deepspeed_config", config]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
@@ -93,8 +90,7 @@ class RunningRanks:
 def train(config: Path, world_size: int = 2) -> str:
     """Run to the end, which has to be a good one; rank 0's output."""
     ranks = RunningRanks(config, world_size)
-    codes = ranks.wait()
-    assert codes == [0] * world_size, "\n".join(ranks.outputs)
+    assert ranks.wait() == [0] * world_size, "\n".join(ranks.outputs)
     return ranks.outputs[0]
 
 
@@ -111,14 +107,13 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of all starts."""
     files = [path for directory in run_directories(config) if (path := directory / "metrics.jsonl").exists()]
-    texts = (line for path in files for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    texts = (line for path in files for line in path.read_text().split("\n")[:-1])  # the last may be half-written
     return [line for line in map(json.loads, texts) if line["phase"] == phase]
 
 
 def losses(config: Path) -> dict[int, float]:
-    """Loss by step; every step counted once."""
-    found: dict[int, float] = {}
-    for line in lines(config):
-        assert line["step"] not in found, f"step {line['step']} was trained twice"
-        found[line["step"]] = line["loss"]
+    """Loss by step; every step was trained once."""
+    rows = lines(config)
+    found = {row["step"]: row["loss"] for row in rows}
+    assert len(found) == len(rows)
     return found
