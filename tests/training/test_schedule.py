@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 from clap_ds.training.schedule import Schedule, TrainingProgress
 from tests.training.reference_steps import settings
 
+RAMPS = st.dictionaries(st.integers(1, 4000), st.integers(1, 9), max_size=4)
+
 
 @examples(deadline=None)
-@given(
-    total=st.integers(1, 5000),
-    micro=st.integers(1, 64),
-    ramp=st.dictionaries(st.integers(1, 4000), st.integers(1, 9), max_size=4),
-    done=st.integers(0, 5000),
-)
+@given(st.integers(1, 5000), st.integers(1, 64), RAMPS, st.integers(0, 5000))
 def test_steps_are_those_a_run_takes(total: int, micro: int, ramp: dict[int, int], done: int) -> None:
     schedule = Schedule(total, micro, tuple(sorted({0: 2, **ramp}.items())))
     steps, samples = 0, done

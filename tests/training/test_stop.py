@@ -3,21 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from clap_ds.training import stop
 from tests.ranks import RankPool
-
-
-def _wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.training.training_commands import wait_until
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
@@ -28,7 +20,7 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
         for step in range(3):
             if step == 1 and dist.get_rank() == signalled:
                 os.kill(os.getpid(), number)
-                _wait_until(lambda: request._number)
+                wait_until(lambda: request._number)
             answers.append(request.agreed())
     return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
 
@@ -45,11 +37,11 @@ def _ended_by(pause_s: float, repeat_s: float) -> list[int]:
     stop.REPEAT_S = repeat_s
     with stop.StopRequest(ended.append) as request:
         os.kill(os.getpid(), signal.SIGUSR1)
-        _wait_until(lambda: request._number)
+        wait_until(lambda: request._number)
         time.sleep(pause_s)
         os.kill(os.getpid(), signal.SIGTERM)
         if pause_s > stop.REPEAT_S:
-            _wait_until(lambda: ended)
+            wait_until(lambda: ended)
     return ended
 
 

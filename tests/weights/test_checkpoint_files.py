@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,18 +118,14 @@ def _save_and_rotate(folder: Path, step: int) -> None:
 def test_killed_before_any_operation_on_the_disk_the_last_good_one_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    operations = {name: getattr(os, name) for name in ("fsync", "mkdir", "rename", "unlink", "rmdir")}
     left = 0
 
-    def counted(operation: Callable[..., None]) -> Callable[..., None]:
-        def count(*args: object, **kwargs: object) -> None:
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            operation(*args, **kwargs)
-
-        return count
+    def counted(operation: Callable[..., None], *args: object, **kwargs: object) -> None:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        operation(*args, **kwargs)
 
     num_killed, finished = 0, False
     while not finished:
@@ -137,8 +134,8 @@ def test_killed_before_any_operation_on_the_disk_the_last_good_one_is_there(
             make_checkpoint(folder, step)
         left = num_killed
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            for name, operation in operations.items():
-                patch.setattr(os, name, counted(operation))
+            for name in ("fsync", "mkdir", "rename", "unlink", "rmdir"):
+                patch.setattr(os, name, partial(counted, getattr(os, name)))
             _save_and_rotate(folder, 3)
             finished = True
         newest = checkpoint_files.newest_good(folder)
@@ -153,11 +150,7 @@ def test_killed_before_any_operation_on_the_disk_the_last_good_one_is_there(
 
 
 @settings(deadline=None)
-@given(
-    scores=st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=8),
-    keep_last=st.integers(1, 4),
-    keep_best=st.integers(0, 3),
-)
+@given(st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 3))
 def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, keep_best: int) -> None:
     found = {f"step-{serial:08d}": score for serial, score in enumerate(scores)}
     manifests = {
