@@ -54,30 +54,29 @@ def run(folder: Path, command: list[str], *more: str) -> str:
 
 
 def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
-    folder = tmp_path
-    (folder / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
-    write_sounds(folder)
+    (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
+    write_sounds(tmp_path)
     build, train, evaluate, export = commands_in_docs()
-    output = run(folder, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
+    output = run(tmp_path, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
     data = json.loads(re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     data |= {"num_workers": 0, "shuffle_buffer": 8}
     held_out = "shards/held_out-*.tar"
     evaluation = {task: {"shards": held_out} for task in ("retrieval", "zero_shot")}
     clap = {"data": data, "train": {"samples": 2 * 4 * 6}, "evaluation": evaluation}
-    (folder / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
-    run(folder, train)
-    shown = run(folder, evaluate, "--zero_shot", held_out, "--text_tokens", "16", "--json", "found.json")
+    (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
+    run(tmp_path, train)
+    shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--text_tokens", "16", "--json", "found.json")
     assert "retrieval (12 clips, 24 captions)" in shown
     assert "zero-shot classification (12 clips, 3 classes)" in shown
-    found = json.loads((folder / "found.json").read_text())
-    (record,) = (path for path in (folder / "runs").glob("my_run-*") if (path / "summary.json").exists())
+    found = json.loads((tmp_path / "found.json").read_text())
+    (record,) = (path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists())
     in_training = json.loads((record / "summary.json").read_text())["evaluation"]
     # One rank here, two there.
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
     assert len(found["metrics"]) == 11
-    run(folder, export)
-    trained = load_weights(folder / "runs" / "my_run-checkpoints").build()
-    exported = transformers.ClapModel.from_pretrained(folder / "my_clap")
+    run(tmp_path, export)
+    trained = load_weights(tmp_path / "runs" / "my_run-checkpoints").build()
+    exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
     assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)
-    tokens = transformers.ClapProcessor.from_pretrained(folder / "my_clap")(text=["a hum"])["input_ids"]
-    assert tokens == load_tokenizer(str(folder / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]
+    tokens = transformers.ClapProcessor.from_pretrained(tmp_path / "my_clap")(text=["a hum"])["input_ids"]
+    assert tokens == load_tokenizer(str(tmp_path / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]

@@ -21,12 +21,10 @@ ALONE = Ranks(0, 1, 0, 1)
 
 
 def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> list[dict[str, Tensor]]:
-    run = reference.settings(
-        train={"freeze": towers},
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "torch_adam": True}},
-        bf16={"enabled": precision == "bf16"},
-        model={"text_dropout": 0.1, "drop_path": 0.1, "spec_augment": True},
-    )
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "torch_adam": True}}
+    noise = {"text_dropout": 0.1, "drop_path": 0.1, "spec_augment": True}
+    bf16 = {"enabled": precision == "bf16"}
+    run = reference.settings(train={"freeze": towers}, optimizer=adam, bf16=bf16, model=noise)
     run.clap = run.clap.model_copy(update={"gradient_sync": sync})
     torch.manual_seed(3)
     engine = ClapEngine(run, TrainingStart(run, ALONE).build_model(run), reference.CPU)

@@ -43,9 +43,7 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
         ValueError, match=r"this run has htsat_tiny_roberta_base: .*is 16 there, 64 here.* and \d+ more"
     ):
         load_weights(path, load_preset("htsat_tiny_roberta_base"))
-
-
-def test_a_laion_file_needs_the_sizes(model: ClapModel, tmp_path: Path) -> None:
+    # A LAION-CLAP file needs the sizes.
     torch.save(to_names(model.state_dict(), laion_names), tmp_path / "laion.pt")
     assert_weights(load_weights(tmp_path / "laion.pt", MICRO), model)
     with pytest.raises(ValueError, match=r"laion\.pt: a LAION-CLAP file doesn't name its model's sizes"):
