@@ -10,8 +10,6 @@ it takes those of each rank in data parallelism. The gradient is exact for the m
 the one that a single large batch would train. Leaves boundaries, backward passes and the update to the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,8 +36,7 @@ class FeatureCache:
     def __init__(
         self, forward: Callable[..., tuple[Tensor, ...]], model: ClapModel, micro_batches: list[Batch]
     ) -> None:
-        self._forward = forward
-        self._micro_batches = micro_batches
+        self._forward, self._micro_batches = forward, micro_batches
         self._random_states: list[dict[str, Any]] = []
         outputs = []
         kept = [(buffer, buffer.clone()) for buffer in model.audio.batch_norm.buffers()]
@@ -63,11 +60,8 @@ class FeatureCache:
     def surrogate_losses(self, *, check: bool) -> Iterator[Callable[[], Tensor]]:
         """For each micro-batch, a function that runs it forward again and gives its surrogate loss, scalar.
 
-        Args:
-            check: compare the features with the first pass's, which waits for the device.
-
-        Raises:
-            ValueError: they differ: something in the model doesn't repeat.
+        With `check`, which waits for the device, it raises ValueError if its features differ from the first pass's: something
+        in the model doesn't repeat.
         """
         start = 0
         for batch, state in zip(self._micro_batches, self._random_states, strict=True):

@@ -1,7 +1,5 @@
 """A rank's random number generators: training resumes from their state, cached accumulation repeats a forward pass from it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ What DeepSpeed saves is its own affair: at ZeRO-0 one state, rank 0's, so that t
 kept is left to `clap_ds.training.checkpoint`.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -45,11 +43,8 @@ def deepspeed_states(engine: ClapEngine, client_state: dict[str, Any]) -> dict[s
 
 
 def load_deepspeed(engine: ClapEngine, folder: Path) -> None:
-    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint.
-
-    Raises:
-        ValueError: names or shapes differ, or there is no state of DeepSpeed's.
-    """
+    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint; raises ValueError: names or shapes differ, or
+    there is no state of DeepSpeed's."""
     try:
         loaded, _ = engine.deepspeed.load_checkpoint(str(folder), tag=TAG)
     except RuntimeError as error:
@@ -85,12 +80,12 @@ def estimated_bytes(engine: ClapEngine) -> int:
 
 def describe(engine: ClapEngine) -> dict[str, Any]:
     """What a run must have in common with a checkpoint to resume from it, in words of JSON."""
-    deepspeed = engine.deepspeed
-    inner = getattr(deepspeed.optimizer, "optimizer", None)
+    outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
+    inner = getattr(outer, "optimizer", None)
     trained = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
     return {
-        "optimizer": " over ".join(type(each).__name__ for each in (deepspeed.optimizer, inner) if each is not None),
-        "scheduler": None if deepspeed.lr_scheduler is None else type(deepspeed.lr_scheduler).__name__,
+        "optimizer": " over ".join(type(each).__name__ for each in (outer, inner) if each is not None),
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
         "loss": type(engine.loss).__name__,
         "trained_towers": [tower for tower in ("audio", "text") if any(n.startswith(tower) for n in trained)],
         "num_trained_parameters": len(trained),

@@ -4,14 +4,12 @@ How they lie on the disk is left to `clap_ds.weights.checkpoint_files`, copies e
 data position is, is the trainer's; what an engine's state is, `clap_ds.engine.state`'s.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,17 +26,13 @@ from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_byte
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, Manifest, write_file
+from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import to_safetensors
 from clap_ds.weights.load import check_same_model, differences
-from clap_ds.weights.load import warn as print_warning
 
 PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
-_LATEST = "latest"
-"""DeepSpeed's own pointer to its file, so that `load_checkpoint` of the folder does without a tag."""
 SYNC_LIMIT_S = 600.0
-_LARGEST_PROBE = 256 * 2**20
-_LARGEST_TOKENIZER_FILE = 64 * 2**20
+_LARGEST_PROBE, _LARGEST_TOKENIZER_FILE = 256 * 2**20, 64 * 2**20
 
 
 class CheckpointFolder:
@@ -46,26 +40,18 @@ class CheckpointFolder:
 
     Args:
         path: the folder; made where it isn't there.
-        settings: which checkpoints are kept, and where copies go.
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
-        warn: called with what goes wrong, on rank 0; by default a line to standard error.
 
     Raises:
         ValueError: on all ranks: the folder can't be written, or `sync_to` can't be a target.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        settings: CheckpointSettings | None = None,
-        *,
-        tokenizer: str | None = None,
-        warn: Callable[[str], None] = print_warning,
+        self, path: str | Path, settings: CheckpointSettings | None = None, *, tokenizer: str | None = None
     ) -> None:
         self.path = Path(path).absolute()
         self._settings = settings or CheckpointSettings()
         self._tokenizer = tokenizer
-        self._warn = warn
         self._verified: Path | None = None
         self._sync: BackgroundSync | None = None
         sync_to = self._settings.sync_to
@@ -73,7 +59,7 @@ class CheckpointFolder:
             check_target(sync_to, self.path)
         on_first(self._check_writable)
         if rank() == 0 and sync_to is not None:
-            self._sync = BackgroundSync(sync_to, self._settings, warn)
+            self._sync = BackgroundSync(sync_to, self._settings)
 
     def save(
         self, engine: ClapEngine, progress: TrainingProgress, *, metrics: dict[str, float] | None = None
@@ -103,10 +89,7 @@ class CheckpointFolder:
         """The newest good checkpoint, brought here from `sync_to` if there is none; None if there is none at all.
 
         Damaged and half-written ones are warned of, with the reason, and passed over. A collective; every rank gets the same
-        answer.
-
-        Raises:
-            ValueError: `sync_to` can't be read.
+        answer. Raises ValueError: `sync_to` can't be read.
         """
         return on_first(self._find_newest)
 
@@ -114,10 +97,7 @@ class CheckpointFolder:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint. A collective.
 
         The world size may be another one: ranks that the checkpoint has no generators for keep theirs. DeepSpeed unpickles its
-        file: resume only from checkpoints of your own.
-
-        Args:
-            path: a checkpoint, or a folder of checkpoints, whose newest good one is taken.
+        file: resume only from checkpoints of your own. Of a folder of checkpoints the newest good one is taken.
 
         Raises:
             ValueError: on all ranks: nothing there, damaged, not visible to every rank, or of a run this engine can't resume.
@@ -126,7 +106,13 @@ class CheckpointFolder:
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
-        _check_fits(folder, engine)
+        manifest = Manifest.read(folder)
+        check_same_model(folder, ClapConfig.model_validate(manifest.model), engine.model.config)
+        found = "; ".join(differences(manifest.engine, describe(engine)))
+        if found:
+            raise ValueError(
+                f"{folder} can't be resumed: {found}. To start from its weights alone, set clap.train.initial_weights"
+            )
         load_deepspeed(engine, folder)
         progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
         engine.steps = progress.step
@@ -145,7 +131,7 @@ class CheckpointFolder:
             return num_bytes, math.nan
         free = shutil.disk_usage(self.path).free
         if free < 2 * num_bytes:
-            self._warn(
+            warn(
                 f"{self.path} has {free / 1e9:,.2f} GB free; a checkpoint takes {num_bytes / 1e9:,.2f} GB, and the old one is"
                 " deleted only after the new one is good: fewer than 2 fit"
             )
@@ -157,7 +143,7 @@ class CheckpointFolder:
             files.hash_file(probe)
             return num_bytes, num_bytes * (time.perf_counter() - begin) / len(content)
         except OSError as error:
-            self._warn(f"the speed of {self.path} can't be measured: {error}")
+            warn(f"the speed of {self.path} can't be measured: {error}")
             return num_bytes, math.nan
         finally:
             files.clear_leftovers(self.path)
@@ -176,7 +162,7 @@ class CheckpointFolder:
     def _write(
         self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
     ) -> tuple[Path, int]:
-        """On rank 0: the new checkpoint, read back, and its size."""
+        """The new checkpoint, read back, and its size; raises ValueError, warned of, whatever goes wrong."""
         try:
             files.clear_leftovers(self.path)
             draft = files.begin(self.path, progress.step)
@@ -199,7 +185,7 @@ class CheckpointFolder:
             with suppress(OSError):
                 files.clear_leftovers(self.path)
             reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-            self._warn(f"the checkpoint of step {progress.step} could not be saved: {reason}; training goes on")
+            warn(f"the checkpoint of step {progress.step} could not be saved: {reason}; training goes on")
             raise ValueError(reason) from error
 
     def _contents(
@@ -210,7 +196,10 @@ class CheckpointFolder:
             buffer = io.BytesIO()
             torch.save(state, buffer)
             yield name, buffer.getbuffer()
-        yield _LATEST, TAG.encode()
+        yield (
+            "latest",
+            TAG.encode(),
+        )  # DeepSpeed's own pointer, so that `load_checkpoint` of the folder does without a tag
         yield PROGRESS, progress.to_json().encode()
         yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config)
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
@@ -226,19 +215,17 @@ class CheckpointFolder:
                 if old != path and not (self._sync is not None and self._sync.is_copying(old)):
                     files.remove(old)
         except OSError as error:
-            self._warn(f"an old checkpoint can't be deleted: {error}")
+            warn(f"an old checkpoint can't be deleted: {error}")
         if metrics and rule.keep_best and rule.best_by not in metrics:
-            self._warn(
-                f"clap.checkpoint.best_by: {rule.best_by!r} is not among the metrics: {', '.join(sorted(metrics))}"
-            )
+            warn(f"clap.checkpoint.best_by: {rule.best_by!r} is not among the metrics: {', '.join(sorted(metrics))}")
         if self._sync is not None:
             self._sync.submit(path)
 
     def _find_newest(self) -> Path | None:
-        found, sync_to = files.newest_good(self.path, self._warn), self._settings.sync_to
+        found, sync_to = files.newest_good(self.path), self._settings.sync_to
         if found is None and sync_to is not None:
             try:
-                found = RemoteFolder(sync_to).download_newest(self.path, self._warn)
+                found = RemoteFolder(sync_to).download_newest(self.path)
             except Exception as error:  # of whatever type the file system's package has
                 raise ValueError(
                     f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
@@ -249,17 +236,5 @@ class CheckpointFolder:
 
     def _checked(self, path: Path) -> Path:
         if path != self._verified:
-            self._verified = files.find_checkpoint(path, self._warn)
+            self._verified = files.find_checkpoint(path)
         return self._verified
-
-
-def _check_fits(folder: Path, engine: ClapEngine) -> None:
-    """Refuse a checkpoint of another model, or of a run with another optimiser, precision, scheduler, loss or other frozen
-    towers; names what differs."""
-    manifest = Manifest.read(folder)
-    check_same_model(folder, ClapConfig.model_validate(manifest.model), engine.model.config)
-    found = "; ".join(differences(manifest.engine, describe(engine)))
-    if found:
-        raise ValueError(
-            f"{folder} can't be resumed: {found}. To start from its weights alone, set clap.train.initial_weights"
-        )

@@ -1,17 +1,12 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 
-RETRIEVAL_METRICS = tuple(
-    f"retrieval_{direction}_{measure}"
-    for direction in ("audio_to_text", "text_to_audio")
-    for measure in ("r1", "r5", "r10", "map10")
-)
+_DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
+RETRIEVAL_METRICS = tuple(f"retrieval_{direction}_{measure}" for direction in _DIRECTIONS for measure in _MEASURES)
 ZERO_SHOT_METRICS = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 
 
@@ -32,10 +27,8 @@ def problems_for_training(run: RunSettings) -> list[str]:
     if train.stop_at and evaluation.every_steps is None:
         problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
     best_by = run.clap.checkpoint.best_by
-    if best_by not in (*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS):
-        problems.append(
-            f"clap.checkpoint.best_by: expected one of {', '.join((*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS))}, found {best_by!r}"
-        )
+    if best_by not in (metrics := (*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS)):
+        problems.append(f"clap.checkpoint.best_by: expected one of {', '.join(metrics)}, found {best_by!r}")
     if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
         problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")
     return problems

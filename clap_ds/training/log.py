@@ -4,12 +4,10 @@ progress on the terminal, and the summary that analysis reads.
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,16 +36,10 @@ class _Window(NamedTuple):
 
 
 class TrainingLog:
-    """Account of a run, kept by rank 0; the others take part in what is collective.
-
-    Args:
-        progress: kept up to date by the trainer.
-    """
+    """Account of a run, kept by rank 0; the others take part in what is collective. The trainer keeps `progress` up to date."""
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress) -> None:
-        self._session = session
-        self._schedule = schedule
-        self._progress = progress
+        self._session, self._schedule, self._progress = session, schedule, progress
         self._is_first = session.ranks.is_first
         self.timer = PhaseTimer(session.device, instrumented=False)
         self._clock = StepClock(session.device)
@@ -77,27 +69,15 @@ class TrainingLog:
     def end_step(self, loss: Tensor) -> None:
         """Call after each step with this rank's loss, scalar on the device."""
         self._clock.mark()
-        engine, progress = self._session.engine, self._progress
+        engine, now = self._session.engine, self._progress
         norm = engine.gradient_norm if engine.gradient_norm is not None else torch.full_like(loss, torch.nan)
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
         self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss))))
-        self._rows.append(
-            {
-                "phase": "train",
-                "step": progress.step,
-                "samples": progress.samples,
-                "epoch": round(progress.epoch, 6),
-                "lr": self._lr,
-                "data_wait_s": self.timer.seconds["data_wait"],
-            }
-        )
+        row = StepLine(phase="train", step=now.step, samples=now.samples, epoch=round(now.epoch, 6), lr=self._lr)
+        self._rows.append({**row, "data_wait_s": self.timer.seconds["data_wait"]})
 
     def write(self) -> None:
-        """Write the steps since the last time. A collective.
-
-        Raises:
-            NonFiniteLossError: on all ranks: the loss of one of them was not finite.
-        """
+        """Write the steps since the last time. A collective; raises NonFiniteLossError on all ranks if one's loss was."""
         if not self._rows:
             return
         window_s, step_s = self._clock.stop()
@@ -177,10 +157,8 @@ class TrainingLog:
         self._session.record.update_summary(self._position(), **fields)
 
     def _position(self) -> Summary:
-        progress = self._progress
-        return Summary(
-            command="train", step=progress.step, samples=progress.samples, epoch=progress.epoch, train_s=self.train_s
-        )
+        now = self._progress
+        return Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
 
     def _publish(self, group: str, step: int, values: dict[str, float]) -> None:
         self._session.record.add_scalars(step, **{f"{group}__{name}": value for name, value in values.items()})
@@ -190,7 +168,7 @@ class TrainingLog:
             events = [(f"{group}/{name}", value, deepspeed.global_samples) for name, value in values.items()]
             deepspeed.monitor.write_events(events)
 
-    def __enter__(self) -> TrainingLog:
+    def __enter__(self) -> Self:
         self._bar.__enter__()
         return self
 

@@ -6,12 +6,9 @@ protocol (s3fs, gcsfs, …) and credentials are the user's: the latter from the 
 would end up in logs and records.
 """
 
-from __future__ import annotations
-
 import posixpath
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.data.shard_files import check_url, is_remote
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest
+from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
 FIELD = "clap.checkpoint.sync_to"
 ATTEMPTS = 6
@@ -31,12 +28,8 @@ LONGEST_WAIT_S = 60.0
 
 
 def check_target(url: str, folder: Path) -> None:
-    """Refuse what can't be a target for the checkpoints in `folder`, without connecting.
-
-    Raises:
-        ValueError: credentials in the URL, a protocol fsspec doesn't know, or one whose package isn't installed, or the folder
-            itself.
-    """
+    """Raises ValueError for what can't be a target for the checkpoints in `folder`, without connecting: the folder itself, or a
+    URL with credentials, or with a protocol that fsspec doesn't know or whose package isn't installed."""
     if is_remote(url):
         try:
             check_url(url)
@@ -54,13 +47,13 @@ class RemoteFolder:
         fs, root = fsspec.url_to_fs(url)
         self._fs = DirFileSystem(root.rstrip("/"), fs)
 
-    def read_all(self, warn: Callable[[str], None] = lambda message: None) -> dict[str, Manifest]:
-        """Manifests, the newest first, by name; `warn` is called with what is wrong with those that can't be read."""
+    def read_all(self, *, warns: bool = False) -> dict[str, Manifest]:
+        """Manifests, the newest first, by name."""
 
         def read(name: str) -> Manifest:
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
-        return files.newest_first(self._names(), read, warn)
+        return files.newest_first(self._names(), read, warns=warns)
 
     def upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint there, unless it is there already."""
@@ -78,7 +71,7 @@ class RemoteFolder:
         self._fs.pipe_file(f"{checkpoint.name}/{MANIFEST}", manifest.to_json().encode())
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first, so that it is none from then on. None there: nothing happens."""
+        """Delete a checkpoint, if it is there, its manifest first, so that it is none from then on."""
         self._fs.invalidate_cache()
         if self._fs.exists(f"{name}/{MANIFEST}"):
             self._fs.rm_file(f"{name}/{MANIFEST}")
@@ -91,12 +84,9 @@ class RemoteFolder:
         for name in [*files.superfluous(manifests, rule), *(set(self._names()) - set(manifests))]:
             self.delete(name)
 
-    def download_newest(self, folder: Path, warn: Callable[[str], None]) -> Path | None:
-        """Bring the newest good checkpoint into a local folder; None if there is none.
-
-        Those that turn out damaged are warned of and passed over.
-        """
-        for name, manifest in self.read_all(warn).items():
+    def download_newest(self, folder: Path) -> Path | None:
+        """Bring the newest good checkpoint into a local folder; None if there is none. Damaged ones are warned of."""
+        for name, manifest in self.read_all(warns=True).items():
             partial = files.begin(folder, manifest.step)
             try:
                 for file in manifest.files:
@@ -119,18 +109,10 @@ class RemoteFolder:
 
 
 class BackgroundSync:
-    """Copies finished checkpoints from a thread, one after the other.
+    """Copies finished checkpoints to a URL from a thread, one after the other; copies are rotated by `rule`, as locally."""
 
-    Args:
-        url: where to.
-        rule: which of the copies stay, as locally.
-        warn: called with what goes wrong.
-    """
-
-    def __init__(self, url: str, rule: CheckpointSettings, warn: Callable[[str], None]) -> None:
-        self._url = url
-        self._rule = rule
-        self._warn = warn
+    def __init__(self, url: str, rule: CheckpointSettings) -> None:
+        self._url, self._rule = url, rule
         self._copies: dict[Path, Future[bool]] = {}
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
@@ -152,7 +134,7 @@ class BackgroundSync:
         if left:
             names = ", ".join(path.name for path in left)
             within = f" within {limit_s:,.0f} s" if late else ""
-            self._warn(f"{len(left)} checkpoints have not been copied to {self._url}{within}: {names}")
+            warn(f"{len(left)} checkpoints have not been copied to {self._url}{within}: {names}")
         return left
 
     def _copy(self, checkpoint: Path) -> bool:
@@ -169,7 +151,7 @@ class BackgroundSync:
                 again = attempt < ATTEMPTS and not self._closing.is_set()
                 next_step = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
                 problem = f"{type(error).__name__}: {error}"
-                self._warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
+                warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
                 if not again:
                     break
             self._closing.wait(wait_s)

@@ -4,13 +4,11 @@ The learning rate's course is DeepSpeed's `scheduler` section, which counts opti
 DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from clap_ds.config.settings import RunSettings
 
@@ -32,12 +30,8 @@ class Schedule:
     epoch_samples: int | None = None
 
     @classmethod
-    def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Schedule:
-        """The schedule of `clap.train`.
-
-        Raises:
-            ValueError: epochs are wanted, and nothing says how many samples one has.
-        """
+    def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
+        """The schedule of `clap.train`; raises ValueError: epochs are wanted, and nothing says how many samples one has."""
         settings = run.clap.train
         samples = settings.samples
         if settings.epochs is not None:
@@ -88,9 +82,7 @@ class TrainingProgress:
     """How far a run has come.
 
     Attributes:
-        step: optimiser steps taken.
-        samples: audio–caption pairs trained on, over all ranks.
-        epoch: passes over the data.
+        step, samples, epoch: optimiser steps taken, audio–caption pairs trained on over all ranks, passes over the data.
         data: where each rank's data source stands (`BatchSource.state()`), by rank.
         train_s: time trained so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -120,7 +112,7 @@ class TrainingProgress:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> TrainingProgress:
+    def from_json(cls, text: str) -> Self:
         content = json.loads(text)
         return cls(**{each.name: content[each.name] for each in fields(cls)})
 

@@ -1,7 +1,5 @@
 """What training starts from: a fresh model, another one's weights, or a checkpoint of the same run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,12 @@ class TrainingStart(session.Start):
     checkpoints: CheckpointFolder
 
     def __init__(self, run: RunSettings, ranks: Ranks) -> None:
-        self._run = run
-        self._ranks = ranks
+        self._run, self._ranks = run, ranks
         self.progress = TrainingProgress()
 
     def build_model(self, run: RunSettings) -> ClapModel:
-        """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen.
-
-        Raises:
-            ValueError: there are no such weights, or they are another model's.
-        """
+        """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen; raises ValueError where
+        there are no such weights, or they are another model's."""
         model = session.build_model(run)
         weights = run.clap.train.initial_weights
         if weights is not None:
@@ -49,11 +43,8 @@ class TrainingStart(session.Start):
         return model
 
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
-        """Resume from the checkpoint that `clap.train.resume` names or finds. A collective.
-
-        Raises:
-            ValueError: that checkpoint, or the folder for new ones, can't be used.
-        """
+        """Resume from the checkpoint that `clap.train.resume` names or finds. A collective; raises ValueError where that, or
+        the folder for new ones, can't be used."""
         run, resume, data = self._run, self._run.clap.train.resume, self._run.clap.data
         self.checkpoints = CheckpointFolder(
             run.clap.checkpoint.folder or Path(run.clap.output.root) / f"{run.label}-checkpoints",

@@ -1,13 +1,11 @@
 """SIGTERM, SIGUSR1 and SIGINT while training: all ranks finish the step under way and save; a later signal ends at once."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -51,7 +49,7 @@ class StopRequest:
             elif time.monotonic() - first_s > REPEAT_S:
                 self._end_at_once(number)
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)

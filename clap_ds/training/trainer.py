@@ -4,8 +4,6 @@ Ranks, model, data and engine are the session's, what a step is the engine's. Wh
 `log`'s.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +64,7 @@ def _run(
     session: Session,
     start: TrainingStart,
     schedule: Schedule,
-    evaluator: Evaluator | None,
+    evaluator: "Evaluator | None",
     stop: StopRequest,
     log: TrainingLog,
 ) -> tuple[int, SavedCheckpoint | None]:
@@ -108,9 +106,8 @@ def _run(
 
 
 def _schedule(session: Session) -> Schedule:
-    """The run's schedule. The length of an epoch is looked up only where epochs are wanted: the headers of all shards may have
-    to be read for it."""
     run = session.run
+    # The headers of all shards may have to be read for the length of an epoch.
     length = None if run.clap.train.epochs is None else on_first(lambda: epoch_samples(run.clap.data))
     return Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
 
@@ -128,7 +125,7 @@ def _shuffle_captions(session: Session) -> Iterator[Batch]:
         yield shuffled
 
 
-def _evaluator(session: Session) -> Evaluator | None:
+def _evaluator(session: Session) -> "Evaluator | None":
     run, data = session.run, session.run.clap.data
     settings = run.clap.evaluation
     if settings.retrieval is None and settings.zero_shot is None:
@@ -154,15 +151,12 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
     if not session.ranks.is_first:
         return
     steps, every = schedule.steps_from(progress.samples), run.clap.checkpoint.every_steps
-    number = (progress.step + steps) // every - progress.step // every if every else 1
+    number, folder = (progress.step + steps) // every - progress.step // every if every else 1, start.checkpoints.path
     if steps:
         print(f"training to {schedule.samples:,} samples: {steps:,} steps", flush=True)
     else:
         print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
-    print(
-        f"checkpoints: {size / 1e9:.3f} GB and about {seconds:.1f} s each, about {number}, in {start.checkpoints.path}",
-        flush=True,
-    )
+    print(f"checkpoints: {size / 1e9:.3f} GB and about {seconds:.1f} s each, about {number}, in {folder}", flush=True)
     mismatch = schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples)
     if mismatch:
         print(f"warning: {mismatch}", flush=True)
@@ -170,7 +164,7 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
         target_samples=schedule.samples,
         planned_steps=progress.step + steps,
         epoch_samples=schedule.epoch_samples,
-        checkpoint_estimate={"bytes": size, "seconds": seconds, "folder": str(start.checkpoints.path)},
+        checkpoint_estimate={"bytes": size, "seconds": seconds, "folder": str(folder)},
     )
 
 
@@ -187,10 +181,8 @@ def _record_interruption(session: Session, stop: Interrupted, saved: SavedCheckp
 
 
 def _end_at_once(session: Session, number: int) -> None:
-    stop = Interrupted(number)
-    session.record.finish(
-        stop.state, f"stopped by a second signal, {stop}: what came after the last checkpoint is lost"
-    )
+    stop, lost = Interrupted(number), "what came after the last checkpoint is lost"
+    session.record.finish(stop.state, f"stopped by a second signal, {stop}: {lost}")
     leave(128 + number)
 
 

@@ -5,8 +5,6 @@ name, read back from the disk, and renamed; what is deleted is renamed first. So
 whole or absent. What the files mean is left to `clap_ds.training.checkpoint`. Imports neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools
@@ -15,11 +13,12 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from clap_ds.config.sections import CheckpointSettings
 
@@ -28,6 +27,11 @@ WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 1
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
+
+
+def warn(message: str) -> None:
+    """One line to standard error."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 class DamagedError(ValueError):
@@ -51,7 +55,7 @@ class Manifest:
             whatever its step.
         step: optimiser steps taken.
         model: `ClapConfig` as JSON.
-        engine: what a run that resumes must have in common (`clap_ds.training.checkpoint.describe`).
+        engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
         tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
         metrics: of the evaluation at this step, if there was one.
         files: by path relative to the checkpoint.
@@ -67,43 +71,31 @@ class Manifest:
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**content, "hash": _hash_of_json(content)}, indent=1)
+        return json.dumps({**content, "hash": _hash(content)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str | bytes, where: object) -> Manifest:
-        """Reads `to_json`'s text; `where` is named in errors.
-
-        Raises:
-            DamagedError: not such a text, one that has changed, or one of another version of the format.
-        """
+    def from_json(cls, text: str | bytes, where: object) -> Self:
+        """Reads `to_json`'s text; raises DamagedError, naming `where`, if it isn't one, has changed or has another format."""
         try:
             content = json.loads(text)
-            stated, version = content.pop("hash"), content.pop("format")
+            stated, version = content.pop("hash"), content["format"]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
         if version != FORMAT:
             raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
-        if stated != _hash_of_json({"format": version, **content}):
+        if stated != _hash(content):
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
-        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        return cls(**content, files=files)
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return cls(**{field.name: content[field.name] for field in fields(cls)} | {"files": files})
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Of a checkpoint folder.
-
-        Raises:
-            DamagedError: there is none, or it is damaged.
-        """
+    def read(cls, folder: Path) -> Self:
+        """Of a checkpoint folder; raises DamagedError: there is none, or it is damaged."""
         try:
             text = (folder / MANIFEST).read_bytes()
         except OSError as error:
             raise DamagedError(f"{folder}: no checkpoint: {MANIFEST}: {error.strerror}") from error
         return cls.from_json(text, folder)
-
-
-def _hash_of_json(content: Mapping[str, Any]) -> str:
-    return _hash(json.dumps(content, sort_keys=True).encode())
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
@@ -116,7 +108,9 @@ def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
         return FileRecord(file.tell(), hashed.result())
 
 
-def _hash(content: bytes | memoryview) -> str:
+def _hash(content: bytes | memoryview | dict[str, Any]) -> str:
+    """BLAKE2b-128 of bytes, or of a dictionary as JSON."""
+    content = json.dumps(content, sort_keys=True).encode() if isinstance(content, dict) else content
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -139,11 +133,8 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest, read everything back from the disk, and give the checkpoint its name.
-
-    Raises:
-        OSError, DamagedError: the disk is full or failing; what was read back isn't what was written.
-    """
+    """Write the manifest, read everything back from the disk, and give the checkpoint its name; raises OSError, DamagedError:
+    the disk is full or failing; what was read back isn't what was written."""
     write_file(partial / MANIFEST, manifest.to_json().encode())
     for folder in sorted({partial, *(partial / file for file in map(os.path.dirname, manifest.files))}):
         _sync_folder(folder)
@@ -167,11 +158,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Compare every file of a checkpoint, as it is on the disk, with the manifest.
-
-    Raises:
-        DamagedError: says which file is missing, cut short or changed.
-    """
+    """Compare every file on the disk with the manifest; raises DamagedError: which is missing, cut short or changed."""
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         try:
@@ -199,50 +186,44 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_first(
-    names: Iterable[str], read: Callable[[str], Manifest], warn: Callable[[str], None] = lambda message: None
-) -> dict[str, Manifest]:
+def newest_first(names: Iterable[str], read: Callable[[str], Manifest], *, warns: bool = False) -> dict[str, Manifest]:
     """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
-    is none; `warn` is called with what is wrong with one that can't be read."""
+    is none, DamagedError, to be warned of or not, where it can't be read."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
             manifests[name] = read(name)
         except DamagedError as error:
-            warn(f"passed over: {error}")
+            if warns:
+                warn(f"passed over: {error}")
         except FileNotFoundError:
             continue
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 
 
-def read_all(folder: Path, warn: Callable[[str], None] = lambda message: None) -> dict[str, Manifest]:
-    """Manifests of a folder's checkpoints, the newest first, by name; `warn` is called with what is wrong with the others."""
+def read_all(folder: Path, *, warns: bool = False) -> dict[str, Manifest]:
+    """Manifests of a folder's checkpoints, the newest first, by name."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), warn)
+    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), warns=warns)
 
 
-def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_good(folder: Path) -> Path | None:
     """The newest checkpoint of a folder that is all there; those passed over are warned of with the reason."""
-    for name in read_all(folder, warn):
+    for name in read_all(folder, warns=True):
         try:
             verify(folder / name)
+            return folder / name
         except DamagedError as error:
             warn(f"passed over: {error}")
-            continue
-        return folder / name
     return None
 
 
-def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Path:
-    """`path` itself if it is a checkpoint, or the newest good one in it; checked.
-
-    Raises:
-        DamagedError: neither, or damaged; says why.
-    """
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, or the newest good one in it; raises DamagedError: neither, or damaged."""
     if (path / MANIFEST).exists():
         verify(path)
         return path
-    if (found := newest_good(path, warn)) is None:
+    if (found := newest_good(path)) is None:
         raise DamagedError(f"{path}: no good checkpoint here: no {MANIFEST}, no folder step-… with one")
     return found
 

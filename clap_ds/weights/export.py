@@ -6,8 +6,6 @@ Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, th
 checkpoint or the command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys
@@ -61,8 +59,7 @@ def export(checkpoint: str | Path, folder: Path, tokenizer: str | None = None) -
         raise ValueError(f"{folder} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    bias = found.state.get(LOGIT_BIAS)
-    if bias is None:
+    if (bias := found.state.get(LOGIT_BIAS)) is None:
         return []
     return [f"the sigmoid loss's logit bias, {float(bias):.3f}, has no place in ClapModel; embeddings do without it"]
 
@@ -70,15 +67,10 @@ def export(checkpoint: str | Path, folder: Path, tokenizer: str | None = None) -
 def main(argv: list[str] | None = None) -> None:
     """Export and say so; raises ValueError where the checkpoint, the tokenizer or the folder can't be used."""
     parser = argparse.ArgumentParser("clap_ds.weights.export", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="a checkpoint, a folder of checkpoints (its newest good one) or a .safetensors file of this project's",
-    )
+    kinds = "a checkpoint, a folder of checkpoints (its newest good one) or a .safetensors file of this project's"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
-    parser.add_argument(
-        "--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the one in the checkpoint)"
-    )
+    parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
     for remark in export(arguments.checkpoint, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")

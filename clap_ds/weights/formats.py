@@ -4,8 +4,6 @@ Every reader gives a `Checkpoint`, checked against the model's own names and sha
 is ever unpickled beyond plain tensors. Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -32,15 +30,10 @@ _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
 """What HF's CLAP leaves out: the AudioSet classifier, too."""
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
 """Parts of the names of these, whoever gives them."""
-_LAION_IGNORED = (
-    "audio_transform.",
-    "text_transform.",
-    "audio_branch.spectrogram_extractor.",
-    "audio_branch.logmel_extractor.",
-)
+_LAION_IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Ends of names of constants that other CLAPs save as tensors."""
-_NAMES_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -190,12 +183,14 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
         ],
     }
     if any(problems.values()):
-        shown = (f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
-        raise ValueError(". ".join([complaint, *shown]))
+        raise ValueError(
+            ". ".join([complaint, *(f"{kind}: {some(names)}" for kind, names in problems.items() if names)])
+        )
 
 
-def _some(names: list[str]) -> str:
-    shown, rest = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
+def some(items: list[str]) -> str:
+    """The first few of a list, in words, and how many more there are."""
+    shown, rest = ", ".join(items[:_NUM_SHOWN]), len(items) - _NUM_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
@@ -203,12 +198,9 @@ def _read_transformers_config(folder: Path) -> ClapConfig:
     fields = _read_json(folder / "config.json")
     if fields.get("model_type") != "clap":
         raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
-    front_end = folder / "preprocessor_config.json"
-    return config_from_transformers(
-        transformers.ClapConfig.from_dict(fields),
-        _read_json(front_end) if front_end.exists() else None,
-        name=folder.name,
-    )
+    path = folder / "preprocessor_config.json"
+    front_end = _read_json(path) if path.exists() else None
+    return config_from_transformers(transformers.ClapConfig.from_dict(fields), front_end, name=folder.name)
 
 
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:

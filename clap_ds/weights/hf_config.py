@@ -3,8 +3,6 @@
 Sizes only; the tensors are `clap_ds.weights.formats`'.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from clap_ds.config.model import PAD_TOKEN_ID, AudioConfig, ClapConfig, ProjectionConfig, TextConfig, load_preset
@@ -78,18 +76,13 @@ def config_from_transformers(
     projection = ProjectionConfig(hidden_dim=config.projection_dim, activation=activation, bias=True)
     audio_sizes: dict[str, Any] = {ours: getattr(audio, theirs) for ours, theirs in _AUDIO.items()}
     audio_sizes |= {name: list(audio_sizes[name]) for name in ("depths", "num_heads")}
+    audio_sizes |= {"patch_size": patch, "mlp_ratio": int(audio.mlp_ratio)}
     text_sizes = {ours: getattr(text, theirs) for ours, theirs in _TEXT.items()}
     published = load_preset("htsat_tiny_roberta_base").text
     is_roberta_base = all(getattr(published, ours) == value for ours, value in text_sizes.items())
     return ClapConfig(
         name=name,
-        audio=AudioConfig(
-            **audio_sizes,
-            **_front_end(front_end or {}),
-            patch_size=patch,
-            mlp_ratio=int(audio.mlp_ratio),
-            projection=projection,
-        ),
+        audio=AudioConfig(**audio_sizes, **_front_end(front_end or {}), projection=projection),
         text=TextConfig(
             **text_sizes,
             hub_name=published.hub_name if is_roberta_base else "",
@@ -102,11 +95,7 @@ def config_from_transformers(
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of these sizes.
-
-    Raises:
-        ValueError: `transformers.ClapModel` has no way to express this model; names every reason.
-    """
+    """The `transformers.ClapConfig` of these sizes; raises ValueError with every reason why `ClapModel` can't express them."""
     reasons = _not_expressible(config)
     if reasons:
         raise ValueError(f"{config.name} can't be a transformers.ClapModel: {'; '.join(reasons)}")
@@ -135,9 +124,8 @@ def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
     """The HF front end with this model's mel settings; crops longer clips at random, as unfused models do."""
     seconds, remainder = divmod(config.num_samples, config.sample_rate)
     if remainder:
-        raise ValueError(
-            f"a clip of {config.num_samples} samples at {config.sample_rate} Hz is not whole seconds, which HF needs"
-        )
+        clip = f"a clip of {config.num_samples} samples at {config.sample_rate} Hz"
+        raise ValueError(f"{clip} is not whole seconds, which HF needs")
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=seconds,
@@ -153,18 +141,15 @@ def _not_expressible(config: ClapConfig) -> list[str]:
     if text.pooling != "cls_pooler":
         reasons.append(f"its text tower pools by {text.pooling}, HF's by a pooler on the first token")
     for tower, projection in (("audio", audio.projection), ("text", text.projection)):
-        if projection.hidden_dim != joint:
-            reasons.append(
-                f"the {tower} projection's hidden width is {projection.hidden_dim}, HF's is the joint width ({joint})"
-            )
+        width = projection.hidden_dim
+        if width != joint:
+            reasons.append(f"the {tower} projection's hidden width is {width}, HF's is the joint width ({joint})")
         if not projection.bias:
             reasons.append(f"the {tower} projection has no biases, HF's has")
     if audio.projection.activation != text.projection.activation:
         reasons.append("the towers' projections have different activations, HF has one for both")
-    if min(audio.stage_grids) < audio.attention_window:
-        reasons.append(
-            f"its last token grid ({min(audio.stage_grids)}) is smaller than the window ({audio.attention_window})"
-        )
+    if (grid := min(audio.stage_grids)) < audio.attention_window:
+        reasons.append(f"its last token grid ({grid}) is smaller than the window ({audio.attention_window})")
     return reasons
 
 

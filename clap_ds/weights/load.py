@@ -3,43 +3,24 @@
 Reading and checking them is `clap_ds.weights.formats`'; resuming training from a checkpoint is `clap_ds.training.checkpoint`'s.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.weights.checkpoint_files import (
-    MANIFEST,
-    TOKENIZER,
-    WEIGHTS,
-    DamagedError,
-    Manifest,
-    find_checkpoint,
-    read_all,
-)
-from clap_ds.weights.formats import Checkpoint, load_laion, load_safetensors, load_transformers
+from clap_ds.weights import checkpoint_files as files
+from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS
+from clap_ds.weights.formats import Checkpoint, load_laion, load_safetensors, load_transformers, some
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def warn(message: str) -> None:
-    """One line to standard error."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
-def load_weights(
-    path: str | Path, config: ClapConfig | None = None, *, warn: Callable[[str], None] = warn
-) -> Checkpoint:
+def load_weights(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
     """The weights at a path.
 
     Args:
         path: one of this project's checkpoints, or the folder they lie in (its newest good one is taken); a file of
             `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads; a LAION-CLAP .pt file.
         config: sizes to expect. A LAION file doesn't name its own and needs them; for the others, by default, their own.
-        warn: called with the reason for every damaged checkpoint that is passed over.
 
     Raises:
         ValueError: nothing there, none of these, damaged, or of another model.
@@ -49,59 +30,51 @@ def load_weights(
         if config is None:
             raise ValueError(f"{path}: a LAION-CLAP file doesn't name its model's sizes: give a preset too")
         return load_laion(path, config)
-    found = _load_with_sizes(path, warn)
+    found = _load_with_sizes(path)
     if config is None:
         return found
     check_same_model(path, found.config, config)  # by tensors alone a model with other attention heads would fit
     return Checkpoint(config, found.state)
 
 
-def _load_with_sizes(path: Path, warn: Callable[[str], None]) -> Checkpoint:
+def _load_with_sizes(path: Path) -> Checkpoint:
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if (path / "config.json").exists():
         return load_transformers(path)
     if path.is_dir():
         try:
-            return load_safetensors(find_checkpoint(path, warn) / WEIGHTS)
-        except DamagedError as error:
+            return load_safetensors(files.find_checkpoint(path) / WEIGHTS)
+        except files.DamagedError as error:
             raise ValueError(f"{error}; and no config.json of a transformers model") from error
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     raise ValueError(f"{path}: expected a .safetensors file, a LAION-CLAP {', '.join(_PICKLES)} file or a folder")
 
 
-def locate(path: str | Path, *, warn: Callable[[str], None] = warn) -> Path:
+def locate(path: str | Path) -> Path:
     """The newest good checkpoint, where `path` is a folder of checkpoints; any other path as it is."""
     path = Path(path)
-    return find_checkpoint(path, warn) if not (path / MANIFEST).exists() and read_all(path) else path
+    return files.find_checkpoint(path) if not (path / MANIFEST).exists() and files.read_all(path) else path
 
 
 def tokenizer_of(path: str | Path) -> str | None:
     """The tokenizer that the model in a checkpoint (its folder, or its safetensors file) was trained with, as
-    `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or its hub name. None where nothing says.
-
-    Raises:
-        ValueError: the checkpoint is damaged.
-    """
+    `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or its hub name. None where nothing says;
+    raises ValueError for a damaged checkpoint."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if not (folder / MANIFEST).exists():
         return None
-    name = Manifest.read(folder).tokenizer
+    name = files.Manifest.read(folder).tokenizer
     return str(folder / name) if name == TOKENIZER else name
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        ValueError: names both models and the sizes that differ.
-    """
+    """Refuse weights of another model; raises ValueError with both models and the sizes that differ."""
     aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # weights fit whatever these are
     found = differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside))
     if found:
-        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-        raise ValueError(f"{where} holds model {theirs.name}, this run has {ours.name}: {shown}")
+        raise ValueError(f"{where} holds model {theirs.name}, this run has {ours.name}: {some(found)}")
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> list[str]:

@@ -3,8 +3,6 @@
 Pure renaming: the state's keys and shapes come from the model, so that nothing is listed twice. Files are `formats`'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import torch

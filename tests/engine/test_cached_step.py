@@ -1,6 +1,4 @@
-"""Cached accumulation: its gradient is that of one loss over the whole batch, on one and on two ranks."""
-
-from __future__ import annotations
+"""Gradients of accumulated micro-batches: of one loss over the whole batch if cached, of the mean loss if independent."""
 
 import copy
 from collections.abc import Iterator
@@ -13,20 +11,15 @@ from torch import Tensor, nn
 
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.record.clock import PhaseTimer
 from tests.ranks import RankPool
 from tests.training import reference_steps as reference
+from tests.training.reference_steps import CPU, TIMER
 
-NUM_MICRO = 3
-NUM_STEPS = 3  # the first is reduced by DeepSpeed, the others by torch's reducer
+RAMP = (3, 1, 2, 2)
+"""Micro-batches of each step. The first is reduced by DeepSpeed, the others by torch's reducer."""
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
 """Of the largest gradient. Sums over rows are taken in another order, in every product from the loss to the mel bins and back,
 and logits are 14 times as far off as similarities: 10 to 33 roundings are found, where a wrong gradient is off by 10⁶."""
-CACHED = {
-    "train": {"accumulation": "cached"},
-    "gradient_accumulation_steps": NUM_MICRO,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-}
 NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 
 
@@ -37,121 +30,88 @@ def one_rank() -> Iterator[RankPool]:
     pool.close()
 
 
-def _engine(**changes: Any) -> tuple[Any, ClapEngine]:
-    run = reference.settings(**changes)
-    options = run.clap.model
-    torch.manual_seed(3)
-    model = ClapModel(
-        run.clap.preset(),
-        drop_path=options.drop_path,
-        text_dropout=options.text_dropout,
-        spec_augment=options.spec_augment,
-        attention="auto",
+def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
+    """Settings, an engine, and a copy of its model."""
+    sgd = {"type": "SGD", "params": {"lr": 0.01}}
+    run = reference.settings(
+        train={"accumulation": accumulation}, optimizer=sgd, gradient_accumulation_steps=3, **changes
     )
-    return run, ClapEngine(run, model, reference.CPU)
+    options = run.clap.model.model_dump(include=set(NOISY))
+    torch.manual_seed(3)
+    engine = ClapEngine(run, ClapModel(run.clap.preset(), **options, attention="auto"), CPU)
+    return run, engine, copy.deepcopy(engine.model)
 
 
-def _catch_gradients(engine: ClapEngine) -> list[dict[str, Tensor]]:
-    """Averaged gradients of every step, caught when the weights are about to be updated."""
-    caught: list[dict[str, Tensor]] = []
-    step = engine.deepspeed.step
+def _gradients(model: ClapModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _differences(accumulation: str, whole: str, sync: str, noisy: bool) -> list[tuple[float, float]]:
+    """Loss and gradient differences from the reference named, step by step; the gradient's as a part of the largest."""
+    run, engine, plain = _engine(accumulation, **({"model": NOISY} if noisy else {}))
+    world_size, caught, step = dist.get_world_size(), [], engine.deepspeed.step
+    by_rank = [reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)]
+    if sync == "deepspeed":
+        engine.sync._recorder = None
+    if whole == "large_batch_loss":
+        # Its statistics would be of other batches. Fixed ones, near the data's own:
+        for model in (engine.model, plain):
+            norm = model.audio.batch_norm
+            norm.momentum = 1.0
+            norm(model.mel(by_rank[0][0].waveforms))
+            norm.eval()
 
     def catch() -> None:
+        """Averaged gradients, when the weights are about to be updated."""
         if engine.deepspeed.is_gradient_accumulation_boundary():
-            caught.append({n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None})
+            caught.append(_gradients(engine.model))
         step()
 
     engine.deepspeed.step = catch
-    return caught
-
-
-def _relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
-
-
-def _differences(whole: str, sync: str, noisy: bool) -> list[tuple[float, float]]:
-    """Loss and gradient differences, step by step, from the reference named."""
-    changes: dict[str, Any] = {**CACHED, **({"model": NOISY} if noisy else {})}
-    run, engine = _engine(**changes)
-    if sync == "deepspeed":
-        engine.sync._recorder = None
-    world_size = dist.get_world_size()
-    by_rank = [reference.micro_batches(run, rank, world_size, NUM_STEPS * NUM_MICRO) for rank in range(world_size)]
-    if whole == "large_batch_loss":
-        # Its statistics would be of other batches. Fixed ones, near the data's own:
-        norm = engine.model.audio.batch_norm
-        norm.momentum = 1.0
-        norm(engine.model.mel(by_rank[0][0].waveforms))
-        norm.eval()
-    plain = copy.deepcopy(engine.model)
-    caught = _catch_gradients(engine)
-    timer = PhaseTimer(reference.CPU, instrumented=False)
-    found = []
-    own = iter(by_rank[dist.get_rank()])
-    for step in range(NUM_STEPS):
+    found, own, start = [], iter(by_rank[dist.get_rank()]), 0
+    for number in RAMP:
         plain.load_state_dict(engine.model.state_dict())
         generator = torch.get_rng_state()
-        loss = engine.step(own, timer)
+        engine.set_accumulation_steps(number)
+        loss = engine.step(own, TIMER)
         after = torch.get_rng_state()
         dist.all_reduce(loss)
         torch.set_rng_state(generator)
-        now = [rank[step * NUM_MICRO : (step + 1) * NUM_MICRO] for rank in by_rank]
-        expected = getattr(reference, whole)(plain, now)
-        if noisy:
-            assert torch.equal(after, torch.get_rng_state())
-        found.append(
-            (
-                abs(float(loss) / world_size - float(expected.detach())),
-                _relative_difference(caught[-1], reference.gradients(plain, expected)),
-            )
-        )
+        expected = getattr(reference, whole)(plain, [batches[start : start + number] for batches in by_rank])
+        assert not noisy or torch.equal(after, torch.get_rng_state())
+        plain.zero_grad()
+        expected.backward()
+        theirs = _gradients(plain)
+        assert caught[-1].keys() == theirs.keys()
+        off = max(float((caught[-1][name] - theirs[name]).abs().max()) for name in theirs)
+        largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+        found.append((abs(float(loss) / world_size - float(expected.detach())), off / largest))
+        start += number
+    assert len(caught) == engine.deepspeed.global_steps == len(RAMP)
+    assert engine.deepspeed.global_samples == sum(RAMP) * run.micro_batch * world_size
     return found
 
 
 @pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
-@pytest.mark.parametrize("whole", ["large_batch_loss", "whole_loss"])
-def test_gradient_is_the_whole_batchs_on_two_ranks(two_ranks: RankPool, whole: str, sync: str) -> None:
-    for differences in two_ranks.run(_differences, whole, sync, False):
-        for loss, gradient in differences:
-            assert loss < TOLERANCE
-            assert gradient < TOLERANCE
-
-
-@pytest.mark.parametrize("whole", ["large_batch_loss", "whole_loss"])
-def test_gradient_is_the_whole_batchs_on_one_rank(one_rank: RankPool, whole: str) -> None:
-    for loss, gradient in one_rank.run(_differences, whole, "overlapped", False)[0]:
-        assert loss < TOLERANCE
-        assert gradient < TOLERANCE
+@pytest.mark.parametrize(
+    ("accumulation", "whole"),
+    [("independent", "independent_loss"), ("cached", "whole_loss"), ("cached", "large_batch_loss")],
+)
+def test_gradients_of_two_ranks_through_a_ramp(two_ranks: RankPool, accumulation: str, whole: str, sync: str) -> None:
+    for differences in two_ranks.run(_differences, accumulation, whole, sync, False):
+        assert max(map(max, differences)) < TOLERANCE
 
 
 def test_dropout_and_augmentation_are_those_of_the_first_pass(one_rank: RankPool) -> None:
     """The reference draws the same random numbers once, and keeps every graph."""
-    for loss, gradient in one_rank.run(_differences, "whole_loss", "overlapped", True)[0]:
-        assert loss < TOLERANCE
-        assert gradient < TOLERANCE
-
-
-def _independent_difference() -> float:
-    run, engine = _engine(gradient_accumulation_steps=NUM_MICRO)
-    plain = copy.deepcopy(engine.model)
-    caught = _catch_gradients(engine)
-    batches = reference.micro_batches(run, 0, 1, NUM_MICRO)
-    engine.step(iter(batches), PhaseTimer(reference.CPU, instrumented=False))
-    return _relative_difference(caught[-1], reference.gradients(plain, reference.whole_loss(plain, [batches])))
-
-
-def test_independent_micro_batches_give_another_gradient(one_rank: RankPool) -> None:
-    """Or the tests above would prove nothing."""
-    assert one_rank.run(_independent_difference)[0] > 100 * TOLERANCE
+    (differences,) = one_rank.run(_differences, "cached", "whole_loss", "overlapped", True)
+    assert max(map(max, differences)) < TOLERANCE
 
 
 def _statistics() -> tuple[int, int]:
-    run, engine = _engine(**CACHED)
-    plain = copy.deepcopy(engine.model)
-    batches = reference.micro_batches(run, 0, 1, NUM_MICRO)
-    engine.step(iter(batches), PhaseTimer(reference.CPU, instrumented=False))
+    run, engine, plain = _engine()
+    batches = reference.micro_batches(run, 0, 1, 3)
+    engine.step(iter(batches), TIMER)
     reference.whole_loss(plain, [batches])
     ours, theirs = engine.model.audio.batch_norm, plain.audio.batch_norm
     assert torch.allclose(ours.running_mean, theirs.running_mean, atol=1e-4)
@@ -160,7 +120,7 @@ def _statistics() -> tuple[int, int]:
 
 
 def test_running_statistics_see_each_micro_batch_once(one_rank: RankPool) -> None:
-    assert one_rank.run(_statistics) == [(NUM_MICRO, NUM_MICRO)]
+    assert one_rank.run(_statistics) == [(3, 3)]
 
 
 class _Unrepeatable(nn.Module):
@@ -174,13 +134,12 @@ class _Unrepeatable(nn.Module):
         return values + torch.randn(values.shape, generator=self.generator)
 
 
-def _refusal() -> str:
-    run, engine = _engine(**CACHED)
+def _refusal() -> None:
+    run, engine, _ = _engine()
     engine.model.audio_projection.activation = _Unrepeatable()
-    with pytest.raises(ValueError, match="cached") as caught:
-        engine.step(iter(reference.micro_batches(run, 0, 1, NUM_MICRO)), PhaseTimer(reference.CPU, instrumented=False))
-    return str(caught.value)
+    with pytest.raises(ValueError, match=r"cached: .* second forward pass gave features"):
+        engine.step(iter(reference.micro_batches(run, 0, 1, 3)), TIMER)
 
 
 def test_a_model_that_does_not_repeat_itself_is_refused(one_rank: RankPool) -> None:
-    assert "second forward pass gave features" in one_rank.run(_refusal)[0]
+    one_rank.run(_refusal)

@@ -1,7 +1,5 @@
 """What a step on several ranks should give, worked out in one process by plain torch from all ranks' micro-batches."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from typing import Any
@@ -14,9 +12,11 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import PhaseTimer
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")
+TIMER = PhaseTimer(CPU, instrumented=False)
 
 
 def run_settings(**changes: Any) -> RunSettings:
@@ -41,16 +41,10 @@ def settings(**changes: Any) -> RunSettings:
 
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
     """The first micro-batches of a rank, no two of them alike."""
-    source = build_batches(
-        run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(),
-        text_tokens=run.clap.text_tokens,
-        micro_batch=run.micro_batch,
-        rank=rank,
-        world_size=world_size,
-        seed=7,
-        device=CPU,
-    )
+    data = run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}})
+    sizes: dict[str, Any] = {"text_tokens": run.clap.text_tokens, "micro_batch": run.micro_batch}
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": 7, "device": CPU}
+    source = build_batches(data, model=run.clap.preset(), **sizes, **place)
     return [next(source) for _ in range(number)]
 
 
@@ -63,11 +57,8 @@ def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor) -> Tensor
 
 def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """Mean over micro-steps of the loss over all ranks' micro-batches."""
-    losses = []
-    for together in zip(*by_rank, strict=True):
-        audio, text, scale = zip(*(model(*batch.model_inputs()) for batch in together), strict=True)
-        losses.append(contrastive_loss(torch.cat(audio), torch.cat(text), scale[0]))
-    return torch.stack(losses).mean()
+    steps = zip(*by_rank, strict=True)
+    return torch.stack([whole_loss(model, [[batch] for batch in together]) for together in steps]).mean()
 
 
 def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
@@ -79,12 +70,4 @@ def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
 def large_batch_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """The same over one large batch that goes forward in one go."""
     every = [batch.tensors() for own in by_rank for batch in own]
-    audio, text, scale = model(*(torch.cat(parts) for parts in zip(*every, strict=True)))
-    return contrastive_loss(audio, text, scale)
-
-
-def gradients(model: ClapModel, loss: Tensor) -> dict[str, Tensor]:
-    """By name, of every parameter that has one."""
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return contrastive_loss(*model(*(torch.cat(parts) for parts in zip(*every, strict=True))))

@@ -1,8 +1,5 @@
 """From a folder of sounds and a CSV to retrieval numbers and an exported model, by the commands of docs/training.md."""
 
-from __future__ import annotations
-
-import csv
 import json
 import re
 import shlex
@@ -24,22 +21,19 @@ import transformers  # isort: skip
 
 pytestmark = pytest.mark.end_to_end
 HEADING = "## From a folder of sounds to a model that others load"
-NUM_CLIPS = 48
 KINDS = ("hum", "whistle", "click")
 
 
 def write_sounds(folder: Path) -> None:
-    """WAVs of tones, and a CSV with two columns of captions and one of classes."""
+    """48 WAVs of tones, and a CSV with two columns of captions and one of classes."""
     (folder / "sounds").mkdir()
-    with (folder / "clips.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "caption_1", "caption_2", "kind"])
-        for number in range(NUM_CLIPS):
-            kind = KINDS[number % len(KINDS)]
-            frequency = 100 * (1 + number % len(KINDS)) ** 3
-            wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(16000) / 16000 * (1 + number / 500))
-            soundfile.write(folder / "sounds" / f"{number}.wav", wave, 16000)
-            writer.writerow([f"sounds/{number}.wav", f"a {kind}", f"{kind} number {number}", kind])
+    rows = ["path,caption_1,caption_2,kind"]
+    for number in range(48):
+        kind, frequency = KINDS[number % 3], 100 * (1 + number % 3) ** 3 * (1 + number / 500)
+        wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(16000) / 16000)
+        soundfile.write(folder / "sounds" / f"{number}.wav", wave, 16000)
+        rows.append(f"sounds/{number}.wav,a {kind},{kind} number {number},{kind}")
+    (folder / "clips.csv").write_text("\n".join(rows))
 
 
 def commands_in_docs() -> list[list[str]]:
@@ -53,55 +47,36 @@ def run(folder: Path, command: list[str], *more: str) -> str:
     program, *arguments = command
     if program == "python":
         return processes.run([*arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
-    result = subprocess.run(
-        [*commands.deepspeed_launcher(), *arguments, *more],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=commands.TIMEOUT_S,
-        env=commands.environment(),
-    )
+    launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()
+    result = subprocess.run(launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("newcomer")
-    (folder / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
-    write_sounds(folder)
-    return folder
-
-
-def test_from_sounds_to_an_exported_model(folder: Path) -> None:
+def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
+    (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
+    write_sounds(tmp_path)
     build, train, evaluate, export = commands_in_docs()
-    output = run(folder, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
+    output = run(tmp_path, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
     data = json.loads(re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
-    content = micro_run(
-        bf16={"enabled": False},
-        clap={
-            "data": {**data, "num_workers": 0, "shuffle_buffer": 8},
-            "train": {"samples": 2 * 4 * 6},
-            "evaluation": {
-                "retrieval": {"shards": "shards/held_out-*.tar"},
-                "zero_shot": {"shards": "shards/held_out-*.tar"},
-            },
-        },
-    )
-    (folder / "my_run.json").write_text(json.dumps(content))
-    run(folder, train)
-    shown = run(folder, evaluate, "--zero_shot", "shards/held_out-*.tar", "--text_tokens", "16", "--json", "found.json")
+    data |= {"num_workers": 0, "shuffle_buffer": 8}
+    held_out = "shards/held_out-*.tar"
+    evaluation = {task: {"shards": held_out} for task in ("retrieval", "zero_shot")}
+    clap = {"data": data, "train": {"samples": 2 * 4 * 6}, "evaluation": evaluation}
+    (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
+    run(tmp_path, train)
+    shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--text_tokens", "16", "--json", "found.json")
     assert "retrieval (12 clips, 24 captions)" in shown
     assert "zero-shot classification (12 clips, 3 classes)" in shown
-    found = json.loads((folder / "found.json").read_text())
-    (record,) = (path for path in (folder / "runs").glob("my_run-*") if (path / "summary.json").exists())
+    found = json.loads((tmp_path / "found.json").read_text())
+    (record,) = (path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists())
     in_training = json.loads((record / "summary.json").read_text())["evaluation"]
     # One rank here, two there.
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
     assert len(found["metrics"]) == 11
-    run(folder, export)
-    trained = load_weights(folder / "runs" / "my_run-checkpoints").build()
-    exported = transformers.ClapModel.from_pretrained(folder / "my_clap")
+    run(tmp_path, export)
+    trained = load_weights(tmp_path / "runs" / "my_run-checkpoints").build()
+    exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
     assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)
-    tokens = transformers.ClapProcessor.from_pretrained(folder / "my_clap")(text=["a hum"])["input_ids"]
-    assert tokens == load_tokenizer(str(folder / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]
+    tokens = transformers.ClapProcessor.from_pretrained(tmp_path / "my_clap")(text=["a hum"])["input_ids"]
+    assert tokens == load_tokenizer(str(tmp_path / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]

@@ -1,7 +1,6 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
 from clap_ds.weights import checkpoint_files
+from tests.training.training_commands import wait_until
 from tests.weights.fake_checkpoints import make_checkpoint
 
 
@@ -50,171 +50,123 @@ class Unreliable(MemoryFileSystem):
 
 
 @pytest.fixture
-def unreliable() -> Iterator[str]:
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder that isn't there yet on that file system; the first failure is waited for 10 ms."""
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     for notes in (Unreliable.written, Unreliable.failures, Unreliable.short):
         notes.clear()
     Unreliable.gate.set()
-    yield f"unreliable://{uuid.uuid4().hex}"
+    yield f"unreliable://{uuid.uuid4().hex}/deep"
     Unreliable.gate.set()
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "elsewhere") if request.param == "local" else f"memory://{uuid.uuid4().hex}/deep"
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
-
-
-def copy(url: str, *checkpoints: Path, keep_last: int = 3, keep_best: int = 0) -> tuple[list[Path], list[str]]:
-    """Copy these: those that did not arrive, and the warnings."""
-    warnings: list[str] = []
-    rule = CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m")
-    sync = BackgroundSync(url, rule, warnings.append)
+def copy(url: str, *checkpoints: Path, keep_last: int = 3, keep_best: int = 0) -> list[Path]:
+    """Copy these; gives back those that did not arrive."""
+    sync = BackgroundSync(url, CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m"))
     for checkpoint in checkpoints:
         sync.submit(checkpoint)
-    return sync.close(30), warnings
+    return sync.close(30)
 
 
-def bring_back(url: str, folder: Path) -> tuple[Path | None, list[str]]:
-    """What is brought into a new folder, and the warnings."""
-    folder.mkdir()
-    warnings: list[str] = []
-    return RemoteFolder(url).download_newest(folder, warnings.append), warnings
-
-
-def names(url: str) -> list[str]:
-    return sorted(RemoteFolder(url).read_all())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_there_and_back_is_the_same(url: str, tmp_path: Path) -> None:
-    assert bring_back(url, tmp_path / "empty") == (None, [])
+def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert RemoteFolder(url).download_newest(tmp_path / "new") is None
     saved = [make_checkpoint(tmp_path / "here", step) for step in (1, 2)]
-    assert copy(url, *saved) == ([], [])
-    back, warnings = bring_back(url, tmp_path / "new")
-    assert (back, warnings) == (tmp_path / "new" / "step-00000002", [])
-    assert back is not None
-    assert contents(back) == contents(saved[1])
+    assert copy(url, *saved) == []
+    back = RemoteFolder(url).download_newest(tmp_path / "new")
+    assert back == tmp_path / "new" / "step-00000002"
+    for name in checkpoint_files.verify(back).files:
+        assert (back / name).read_bytes() == (saved[1] / name).read_bytes()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000002"]
+    # One that comes back takes no damaged one's name.
+    (saved[1] / "weights.safetensors").unlink()
+    back = RemoteFolder(url).download_newest(tmp_path / "here")
+    assert back == tmp_path / "here" / "step-00000002-2"
+    checkpoint_files.verify(back)
+    assert capsys.readouterr().err == ""
 
 
-def test_the_manifest_goes_last_and_nothing_twice(unreliable: str, tmp_path: Path) -> None:
+def test_the_manifest_goes_last_and_nothing_twice(url: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, 1)
-    assert copy(unreliable, path, path) == ([], [])
-    assert [path.rsplit("/", 1)[1] for path in Unreliable.written] == [
-        "mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json",
-    ]  # fmt: skip
+    assert copy(url, path, path) == []
+    names = [path.rsplit("/", 1)[1] for path in Unreliable.written]
+    assert names == ["mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json"]
 
 
-def test_it_tries_again_and_says_so(unreliable: str, tmp_path: Path) -> None:
+def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Unreliable.failures.extend([1, 0])
-    left, warnings = copy(unreliable, make_checkpoint(tmp_path, 1))
-    assert left == []
-    assert len(warnings) == 2
-    for part in ("copying step-00000001", "the network is down", "next attempt"):
-        assert part in warnings[0]
-    assert names(unreliable) == ["step-00000001"]
-
-
-def test_what_arrives_cut_short_is_sent_again(unreliable: str, tmp_path: Path) -> None:
     Unreliable.short.append("weights.safetensors")
-    left, warnings = copy(unreliable, make_checkpoint(tmp_path / "here", 1))
-    assert left == []
-    assert "weights.safetensors arrived with 7000 of 7001 bytes" in warnings[0]
-    back, warnings = bring_back(unreliable, tmp_path / "new")
-    assert back is not None
-    assert warnings == []
+    assert copy(url, make_checkpoint(tmp_path / "here", 1)) == []
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 3
+    assert all(part in warnings[0] for part in ("copying step-00000001", "the network is down", "next attempt"))
+    assert "weights.safetensors arrived with 7000 of 7001 bytes" in warnings[2]
+    assert RemoteFolder(url).download_newest(tmp_path / "new") is not None
 
 
-def test_an_upload_that_breaks_off_is_none_and_is_warned_of(unreliable: str, tmp_path: Path) -> None:
+def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
-    assert copy(unreliable, first) == ([], [])
+    assert copy(url, first) == []
     Unreliable.failures.extend([1] + [0] * 20)  # one file of the second arrives
-    left, warnings = copy(unreliable, second)
-    assert left == [second]
-    assert "given up" in warnings[-2]
-    assert "1 checkpoints have not been copied" in warnings[-1]
-    assert second.name in warnings[-1]
-    back, _ = bring_back(unreliable, tmp_path / "new")
-    assert back is not None
-    assert back.name == first.name
+    assert copy(url, second) == [second]
+    *_, given_up, summary = capsys.readouterr().err.splitlines()
+    assert "given up" in given_up
+    assert summary.startswith("warning: 1 checkpoints have not been copied")
+    assert summary.endswith(second.name)
+    back = RemoteFolder(url).download_newest(tmp_path / "new")
+    assert back == tmp_path / "new" / first.name
     Unreliable.failures.clear()
-    copy(unreliable, make_checkpoint(tmp_path / "here", 3))
-    assert not fsspec.url_to_fs(unreliable)[0].exists(f"{unreliable}/{second.name}")  # leftovers are cleared
+    copy(url, make_checkpoint(tmp_path / "here", 3))
+    assert not fsspec.url_to_fs(url)[0].exists(f"{url}/{second.name}")  # leftovers are cleared
 
 
 def test_copies_are_rotated_as_locally(url: str, tmp_path: Path) -> None:
     scores = enumerate([0.1, 0.9, 0.2, 0.3], start=1)
     saved = [make_checkpoint(tmp_path / "here", step, metrics={"m": score}) for step, score in scores]
-    assert copy(url, *saved, keep_last=1, keep_best=1) == ([], [])
-    assert names(url) == ["step-00000002", "step-00000004"]
+    assert copy(url, *saved, keep_last=1, keep_best=1) == []
+    assert sorted(RemoteFolder(url).read_all()) == ["step-00000002", "step-00000004"]
 
 
-def test_one_rotated_away_before_its_turn_is_left_out(unreliable: str, tmp_path: Path) -> None:
+def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Unreliable.gate.clear()
-    sync = BackgroundSync(unreliable, CheckpointSettings(), pytest.fail)
-    paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    sync, paths = BackgroundSync(url, CheckpointSettings()), [make_checkpoint(tmp_path, n) for n in (1, 2, 3)]
     for path in paths:
         sync.submit(path)
-    deadline = time.monotonic() + 30
-    while not sync.is_copying(paths[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: sync.is_copying(paths[0]))
     assert not sync.is_copying(paths[1])
+    late = BackgroundSync(f"{url}-2", CheckpointSettings())
+    late.submit(paths[2])
+    assert late.close(0.2) == [paths[2]]
+    assert "within 0 s: step-00000003" in capsys.readouterr().err
     checkpoint_files.remove(paths[1])
     Unreliable.gate.set()
     assert sync.close(30) == []
-    assert names(unreliable) == ["step-00000001", "step-00000003"]
-
-
-def test_closing_waits_no_longer_than_its_limit(unreliable: str, tmp_path: Path) -> None:
-    warnings: list[str] = []
-    Unreliable.gate.clear()
-    sync = BackgroundSync(unreliable, CheckpointSettings(), warnings.append)
-    paths = [make_checkpoint(tmp_path, step) for step in (1, 2)]
-    for path in paths:
-        sync.submit(path)
-    assert sync.close(0.2) == paths
-    assert "2 checkpoints have not been copied" in warnings[0]
-    assert "within 0 s" in warnings[0]
+    assert sorted(RemoteFolder(url).read_all()) == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut short", "gone", "no manifest to read"])
-def test_a_damaged_copy_is_passed_over(tmp_path: Path, damage: str) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
+def test_a_damaged_copy_is_passed_over(
+    url: str, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy(url, *(make_checkpoint(tmp_path / "here", step) for step in (1, 2)))
     name = "manifest.json" if damage == "no manifest to read" else "weights.safetensors"
-    file = f"{url}/step-00000002/{name}"
-    fs, _ = fsspec.url_to_fs(url)
+    file, fs = f"{url}/step-00000002/{name}", fsspec.url_to_fs(url)[0]
     content = fs.cat_file(file)
-    if damage == "gone":
-        fs.rm_file(file)
-    else:
+    fs.rm_file(file)
+    if damage != "gone":
         fs.pipe_file(file, b"X" + content[1:] if damage == "changed" else content[:-1])
-    back, warnings = bring_back(url, tmp_path / "new")
-    assert back == tmp_path / "new" / "step-00000001"
-    assert "step-00000002" in warnings[0]
-    assert name in warnings[0]
+    assert RemoteFolder(url).download_newest(tmp_path / "new") == tmp_path / "new" / "step-00000001"
+    warning = capsys.readouterr().err.splitlines()[0]
+    assert "step-00000002" in warning
+    assert name in warning
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
 
 
-def test_a_copy_takes_no_damaged_ones_name(url: str, tmp_path: Path) -> None:
-    saved = make_checkpoint(tmp_path / "here", 1)
-    copy(url, saved)
-    (saved / "weights.safetensors").unlink()
-    back = RemoteFolder(url).download_newest(tmp_path / "here", pytest.fail)
-    assert back == tmp_path / "here" / "step-00000001-2"
-    checkpoint_files.verify(back)
-
-
-CREDENTIALS = "they are taken from the environment alone"
+CREDENTIALS, ITSELF = "they are taken from the environment alone", "is the folder of the checkpoints itself"
 
 
 @pytest.mark.parametrize(
@@ -223,8 +175,8 @@ CREDENTIALS = "they are taken from the environment alone"
         ("s3://key:hush@bucket/run", CREDENTIALS),
         ("simplecache::sftp://me:hush@host/run", CREDENTIALS),
         ("gopher://host/run", "no protocol 'gopher'"),
-        ("/checkpoints", "is the folder of the checkpoints itself"),
-        ("file:///checkpoints", "is the folder of the checkpoints itself"),
+        ("/checkpoints", ITSELF),
+        ("file:///checkpoints", ITSELF),
     ],
 )
 def test_what_cannot_be_a_target_is_refused(url: str, reason: str) -> None:

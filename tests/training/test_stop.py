@@ -1,40 +1,28 @@
 """A signal to one rank stops all of them after the same step; repetitions are one request, a later signal is another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from clap_ds.training import stop
 from tests.ranks import RankPool
-
-
-def _wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.training.training_commands import wait_until
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     """What ranks agree on after each of three steps, and whether signals are afterwards handled as before."""
-    before = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
-    answers = []
+    before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
     with stop.StopRequest(lambda number: None) as request:
-        assert before != [signal.getsignal(each) for each in stop.STOP_SIGNALS]
+        assert before != list(map(signal.getsignal, stop.STOP_SIGNALS))
         for step in range(3):
             if step == 1 and dist.get_rank() == signalled:
                 os.kill(os.getpid(), number)
-                _wait_until(lambda: request._number)
+                wait_until(lambda: request._number)
             answers.append(request.agreed())
-    after = [signal.getsignal(each) for each in stop.STOP_SIGNALS]
-    return answers, before == after and signal.set_wakeup_fd(-1) == -1
+    return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -49,11 +37,11 @@ def _ended_by(pause_s: float, repeat_s: float) -> list[int]:
     stop.REPEAT_S = repeat_s
     with stop.StopRequest(ended.append) as request:
         os.kill(os.getpid(), signal.SIGUSR1)
-        _wait_until(lambda: request._number)
+        wait_until(lambda: request._number)
         time.sleep(pause_s)
         os.kill(os.getpid(), signal.SIGTERM)
         if pause_s > stop.REPEAT_S:
-            _wait_until(lambda: ended)
+            wait_until(lambda: ended)
     return ended
 
 

@@ -1,7 +1,5 @@
 """Training runs as users start them, in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -29,7 +27,7 @@ def deepspeed_launcher() -> list[str]:
     return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -37,12 +35,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`.
-
-    Args:
-        name: of the file and so of the runs.
-        changes: as for `micro_run`, `clap.train` merged with the defaults here.
-    """
+    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`. `changes` are as for
+    `micro_run`, `clap.train` merged with the defaults here."""
     clap = {"output": {"root": str(folder / "runs")}, **changes.pop("clap", {})}
     clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
     plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -60,34 +54,28 @@ def make_sounds(folder: Path, *options: str) -> Path:
 
 def shard_data(sounds: Path) -> dict[str, Any]:
     """The `data` section for shards in a folder of `examples.synthetic_sounds`."""
-    return {
-        "source": "shards",
-        "shards": str(sounds / "*.tar"),
-        "tokenizer": str(sounds / "tokenizer"),
-        "num_workers": 1,
-        "shuffle_buffer": 8,
-    }
+    paths = {"shards": str(sounds / "*.tar"), "tokenizer": str(sounds / "tokenizer")}
+    return {"source": "shards", **paths, "num_workers": 1, "shuffle_buffer": 8}
 
 
 class RunningRanks:
-    """Ranks of one run, each a process of ours, so that one can be signalled alone.
-
-    No launcher ends them when the first has ended, so none waits long for rank 0 to speak.
-    """
+    """Ranks of one run, each a process of ours, so that one can be signalled alone."""
 
     def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
         self.config = config
-        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}
+        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}  # no launcher ends the others when one has ended
         arguments = [file, "--deepspeed_config", config]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is on record."""
-        wait_until(
-            lambda: max(losses(self.config), default=0) >= step or any(p.poll() is not None for p in self.processes)
-        )
-        assert all(process.poll() is None for process in self.processes), (self.wait(), self.outputs)
+
+        def is_over() -> bool:
+            return any(process.poll() is not None for process in self.processes)
+
+        wait_until(lambda: max(losses(self.config), default=0) >= step or is_over())
+        assert not is_over(), (self.wait(), self.outputs)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
@@ -102,8 +90,7 @@ class RunningRanks:
 def train(config: Path, world_size: int = 2) -> str:
     """Run to the end, which has to be a good one; rank 0's output."""
     ranks = RunningRanks(config, world_size)
-    codes = ranks.wait()
-    assert codes == [0] * world_size, "\n".join(ranks.outputs)
+    assert ranks.wait() == [0] * world_size, "\n".join(ranks.outputs)
     return ranks.outputs[0]
 
 
@@ -120,14 +107,13 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of all starts."""
     files = [path for directory in run_directories(config) if (path := directory / "metrics.jsonl").exists()]
-    texts = (line for path in files for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    texts = (line for path in files for line in path.read_text().split("\n")[:-1])  # the last may be half-written
     return [line for line in map(json.loads, texts) if line["phase"] == phase]
 
 
 def losses(config: Path) -> dict[int, float]:
-    """Loss by step; every step counted once."""
-    found: dict[int, float] = {}
-    for line in lines(config):
-        assert line["step"] not in found, f"step {line['step']} was trained twice"
-        found[line["step"]] = line["loss"]
+    """Loss by step; every step was trained once."""
+    rows = lines(config)
+    found = {row["step"]: row["loss"] for row in rows}
+    assert len(found) == len(rows)
     return found

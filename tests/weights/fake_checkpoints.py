@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from clap_ds.model.clap import ClapModel
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.checkpoint_files import Manifest
+from clap_ds.weights.formats import to_safetensors
 
 CONTENTS = {"deepspeed/mp_rank_00_model_states.pt": b"states" * 3000, "weights.safetensors": b"weights" * 1000}
 
@@ -24,6 +26,15 @@ def make_checkpoint(
         files[name] = checkpoint_files.write_file(draft / name, content)
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
     return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files))
+
+
+def checkpoint_of(model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None) -> Path:
+    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder."""
+    contents = {"weights.safetensors": to_safetensors(model.state_dict(), model.config)}
+    if isinstance(tokenizer, Path):
+        contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
+        tokenizer = "tokenizer"
+    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer)
 
 
 def flip_bit(path: Path, position: int) -> None:
