@@ -35,8 +35,7 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Parser of `python -m benchmarks.NAME`, described by its docstring's first line, with `--output` for `show`."""
     description = (doc or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
-    kept = "keep the tables in this file, and the figures beside it as JSON"
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help=kept)
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="keep the tables there, and a JSON beside it")
     return parser
 
 
@@ -51,10 +50,12 @@ def show(output: Path | None, text: str, figures: Any) -> None:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: each column's title, and the format string of its cells, into which a row's fields go (`{seconds:.2f}`,
-    `{rate[low]:,.1f}`); a cell whose field a row lacks is empty."""
+    """Markdown: each column's title and its cells' format string, into which a row's fields go (`{rate[low]:,.1f}`), with
+    `memory_gb` of its `memory_peak_bytes`; a cell whose field a row lacks is empty."""
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
+        if row.get("memory_peak_bytes"):
+            row = {**row, "memory_gb": row["memory_peak_bytes"] / 1e9}
         try:
             return template.format_map(row)
         except (KeyError, TypeError):
@@ -64,14 +65,8 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def choose_device(*, plain_allocator: bool = False) -> torch.device:
-    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it.
-
-    Args:
-        plain_allocator: leave a CPU's as the C library has it; else it is as CPU ranks set it.
-
-    Raises:
-        UserError: there is a GPU that torch can't use.
-    """
+    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it; its memory is then allocated as by CPU
+    ranks, unless `plain_allocator`. A UserError where there is a GPU that torch can't use."""
     import torch
 
     device = torch.device(choose_accelerator())
@@ -102,11 +97,8 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
-    """Run a command with its output in `log`; when its time is up it is ended, with every process it started.
-
-    Returns:
-        `completed`, `exit code 3` or `stopped after 60 s`.
-    """
+    """Run a command with its output in `log`, and end every process it started when it or its time is over: how it ended,
+    `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -118,8 +110,7 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,):
-            with contextlib.suppress(ProcessLookupError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_S)
