@@ -49,9 +49,10 @@ def show(output: Path | None, text: str, figures: Any) -> None:
         write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: each column's title and its cells' format string, into which a row's fields go (`{rate[low]:,.1f}`), with
-    `memory_gb` of its `memory_peak_bytes`; a cell whose field a row lacks is empty."""
+def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown of columns given as `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`: a row's fields go into the
+    format strings, with `memory_gb` of its `memory_peak_bytes`; a cell whose field a row lacks is empty."""
+    cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
         if row.get("memory_peak_bytes"):
@@ -61,7 +62,7 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
         except (KeyError, TypeError):
             return ""
 
-    return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
+    return markdown_table(list(cells), [[cell(template, row) for template in cells.values()] for row in rows])
 
 
 def choose_device(*, plain_allocator: bool = False) -> torch.device:

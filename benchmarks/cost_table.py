@@ -30,16 +30,11 @@ from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
-COLUMNS = {
-    "part": "{part}",
-    "GFLOPs": "{gflops:,.2f}",
-    "least GB": "{least_gb:.3f}",
-    "forward, ms": "{forward_ms:,.1f}",
-    "backward, ms": "{backward_ms:,.1f}",
-    "share of step": "{share:.1%}",
-    "GFLOPS reached": "{gflops_per_s:,.0f}",
-    "GB/s of least": "{gb_per_s:,.1f}",
-}
+COLUMNS = (
+    "part {part} | GFLOPs {gflops:,.2f} | least GB {least_gb:.3f} | forward, ms {forward_ms:,.1f}"
+    " | backward, ms {backward_ms:,.1f} | share of step {share:.1%} | GFLOPS reached {gflops_per_s:,.0f}"
+    " | GB/s of least {gb_per_s:,.1f}"
+)
 Call = tuple[list[Any], dict[str, Any]]
 
 

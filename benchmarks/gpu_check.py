@@ -45,14 +45,10 @@ STEPS = {
     "variants": (500, f"{VARIANTS} --output {{output}}/variants.md"),  # more than the others leave: --only variants
 }
 """The most informative first: seconds each may take, and its command after `python`."""
-COLUMNS = {
-    "step": "{step}",
-    "state": "{state}",
-    "seconds": "{seconds:.0f}",
-    "samples/s/GPU": "{samples_per_s_per_gpu[median]:,.1f}",
-    "95 % interval": "{samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}",
-    "peak memory, GB": "{memory_gb:.1f}",
-}
+COLUMNS = (
+    "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[median]:,.1f}"
+    " | 95 % interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {memory_gb:.1f}"
+)
 
 
 def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:

@@ -29,14 +29,11 @@ from clap_ds.record.statistics import median_interval
 JOINT_DIM = 512
 SCALE = 14.3
 TILE = 4096
-COLUMNS = {
-    "global batch": "{global_batch:,}",
-    "exact local, s": "{exact_local[seconds]:.4f}",
-    "gather-with-gradient, s": "{gather_with_gradient[seconds]:.4f}",
-    "time ratio": "{ratio:.2f}",
-    "exact local, MB": "{exact_local[peak_mb]:,.1f}",
-    "gather-with-gradient, MB": "{gather_with_gradient[peak_mb]:,.1f}",
-}
+COLUMNS = (
+    "global batch {global_batch:,} | exact local, s {exact_local[seconds]:.4f}"
+    " | gather-with-gradient, s {gather_with_gradient[seconds]:.4f} | time ratio {ratio:.2f}"
+    " | exact local, MB {exact_local[peak_mb]:,.1f} | gather-with-gradient, MB {gather_with_gradient[peak_mb]:,.1f}"
+)
 
 
 def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> list[Tensor]:

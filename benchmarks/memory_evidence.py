@@ -31,17 +31,13 @@ query/key/value product 2, of attention 6, of its output layer 2, of the MLP's t
 norms 4, two dropout masks 2. Under autocast with fp32 parameters, as the published runs had: query, key and value each save
 their own 16-bit copy of their input (+4), and both norms' inputs are fp32 (+4)."""
 DROPOUT_MASK_BYTES = 2
-INFERRED = {"micro-batch": "{micro_batch}", "text tokens": "{text_tokens}"} | {
-    f"{name}, {how}, bytes": f"{{{name}_{how}_bytes:.4g}}" for name in BYTES for how in ("formula", "counted")
-}
-MEASURED = {
-    "text tokens": "{text_tokens}",
-    "state": "{state}",
-    "peak, bytes": "{memory_peak_bytes:.4g}",
-    "device": "{device_name}",
-    "its memory, bytes": "{device_memory_bytes:.4g}",
-    "note": "{note}",
-}
+INFERRED = "micro-batch {micro_batch} | text tokens {text_tokens}" + "".join(
+    f" | {name}, {how}, bytes {{{name}_{how}_bytes:.4g}}" for name in BYTES for how in ("formula", "counted")
+)
+MEASURED = (
+    "text tokens {text_tokens} | state {state} | peak, bytes {memory_peak_bytes:.4g} | device {device_name}"
+    " | its memory, bytes {device_memory_bytes:.4g} | note {note}"
+)
 SHORT = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
 
 

@@ -33,8 +33,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 COMPARED = {"forward": ("front_end", "forward")} | {name: (name,) for name in ("backward", "optimizer", "step")}
 """What ratios are given of, and the parts of a step that make it up."""
 PARTS = ("front_end", *COMPARED)
-SIDES = {"ms": "{side}", **{part: f"{{{part}:.1f}}" for part in PARTS}, "first loss": "{loss:.5f}"}
-SPEEDS = {"part": "{part}", "× the peer's speed": "{median:.2f}", "interval": "{low:.2f}–{high:.2f} ({coverage:.0%})"}
+SIDES = f"ms {{side}}{''.join(f' | {part} {{{part}:.1f}}' for part in PARTS)} | first loss {{loss:.5f}}"
+SPEEDS = "part {part} | × the peer's speed {median:.2f} | interval {low:.2f}–{high:.2f} ({coverage:.0%})"
+
 
 Times = Sequence[dict[str, float]]
 """Seconds of a step's parts, round by round."""

@@ -44,14 +44,14 @@ DDP_BUCKET_MB = 25.0 / SCALE
 COMPUTE_PER_COMMUNICATION = 1.5
 METHODS = {"deepspeed": "DeepSpeed as it is", "overlapped": "overlapped", "ddp": "torch DDP"}
 KINDS = ("sending", "silent")
-COLUMNS = {
-    "compute": "{compute}",
-    "link, Mbit/s": "{rate_mbit:g}",
-    "gradients, MB": "{megabytes:.1f}",
-    "step without sending": "{overlapped[silent_step_ms]:.0f}",
-    **{METHODS[each]: f"{{{each}[exposed_ms]:.0f}} [{{{each}[low]:.0f}}, {{{each}[high]:.0f}}]" for each in METHODS},
-    "overlapped / DeepSpeed": "{ratio:.0%}",
-}
+EXPOSED = (
+    f"{METHODS[each]} {{{each}[exposed_ms]:.0f}} [{{{each}[low]:.0f}}, {{{each}[high]:.0f}}]" for each in METHODS
+)
+COLUMNS = (
+    "compute {compute} | link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
+    " | step without sending {overlapped[silent_step_ms]:.0f}"
+    f" | {' | '.join(EXPOSED)} | overlapped / DeepSpeed {{ratio:.0%}}"
+)
 SUBNET = "10.98.0"
 VARIABLES = (
     "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu"

@@ -16,10 +16,9 @@ from clap_ds.config.places import work_folder
 @pytest.mark.parametrize(
     ("code", "limit_s", "state"),
     [
-        ("print('hello')", 20, "completed"),
         ("raise SystemExit(3)", 20, "exit code 3"),
         ("print('hello', flush=True); import time; time.sleep(60)", 2, "stopped after 2 s"),
-        ("import sys; open(sys.argv[1], 'w').close()", 20, "completed"),
+        ("print('hello'); import sys; open(sys.argv[1], 'w').close()", 20, "completed"),
     ],
 )
 def test_steps_end_as_completed_failed_or_out_of_time(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from benchmarks.variants import main
 from clap_ds.config.errors import UserError
 from tests.processes import ROOT
+from tests.training.training_commands import wait_until
 
 STAND_IN = """
 import json, sys, time
@@ -94,18 +94,15 @@ def test_mistakes_are_refused_before_anything_runs(tmp_path: Path, arguments: st
 
 
 def test_a_run_under_way_ends_with_the_command(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    stand_in = f"open('{tmp_path}/up', 'w').write(str(__import__('os').getpid())); __import__('time').sleep(60)"
+    config, up = tmp_path / "config.json", tmp_path / "up"
+    config.write_text("{}")
+    stand_in = f"open('{up}', 'w').write(str(__import__('os').getpid())); __import__('time').sleep(60)"
     options = ["--vary", "a=1,2", "--folder", str(tmp_path / "out"), "--", sys.executable, "-c", stand_in, "{config}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.variants", str(tmp_path / "config.json"), *options], cwd=ROOT
-    )
-    while not (tmp_path / "up").exists() or not (tmp_path / "up").read_text():
-        assert process.poll() is None
-        time.sleep(0.05)
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.variants", str(config), *options], cwd=ROOT)
+    wait_until(lambda: process.poll() is not None or (up.exists() and up.read_text() != ""))
     process.terminate()
     assert process.wait(60) == 143
-    assert not Path(f"/proc/{(tmp_path / 'up').read_text()}").exists()
+    assert not Path(f"/proc/{up.read_text()}").exists()
 
 
 @pytest.mark.end_to_end

@@ -37,9 +37,9 @@ def test_options_alone_say_what_to_evaluate(tmp_path: Path) -> None:
     options = "--retrieval a.tar b.tar --zero_shot c-{0..3}.tar --class_field label --template {}! --template a_{}"
     classes = {"dog": ["barking"], "cat": ["cat", "meow"]}
     zero_shot = {"shards": ["c-{0..3}.tar"], "class_field": "label", "templates": ["{}!", "a_{}"], "classes": classes}
-    found = {"every_steps": None, "retrieval": {"shards": ["a.tar", "b.tar"]}, "zero_shot": zero_shot}
-    found |= {"tokenizer": "t", "micro_batch": None, "num_workers": 2}
-    assert settings_of(f"{options} --classes {path} --tokenizer t --num_workers 2") == found
+    content = {"retrieval": {"shards": ["a.tar", "b.tar"]}, "zero_shot": zero_shot, "tokenizer": "t", "num_workers": 2}
+    found = settings_of(f"{options} --classes {path} --tokenizer t --num_workers 2")
+    assert found == {**content, "every_steps": None, "micro_batch": None}
     path.write_text('["dog", "cat"]')
     found = settings_of(f"--zero_shot z.tar --classes {path}")
     assert found["zero_shot"]["classes"] == {"dog": ["dog"], "cat": ["cat"]}
@@ -70,11 +70,10 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
             settings_of(f"--zero_shot z.tar --classes {path}")
 
 
-def test_messages_name_options() -> None:
-    for task in ("retrieval", "zero_shot"):
-        message = f"clap.evaluation.{task}.shards: no 'x' (clap.evaluation.zero_shot.class_field)"
-        assert in_options(message) == f"--{task}: no 'x' (--class_field)"
-    assert in_options("clap.evaluation.zero_shot.templates: no") == "--template: no"
+@pytest.mark.parametrize("task", ["retrieval", "zero_shot"])
+def test_messages_name_options(task: str) -> None:
+    message = f"clap.evaluation.{task}.shards: no 'x' (clap.evaluation.zero_shot.templates)"
+    assert in_options(message) == f"--{task}: no 'x' (--template)"
 
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +91,24 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
     shown = capsys.readouterr().out
-    for text in ("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"):
+    for text in (
+        *("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"),
+        "1 broken and left out, the first: a.tar: [0001]: empty caption",
+    ):
         assert text in shown
     row = next(line for line in shown.splitlines() if "audio to text R@1" in line)
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["audio to text R@1", "25.00 %", "[17.55, 34.30]", "1.00 %"]
-    assert "1 broken and left out, the first: a.tar: [0001]: empty caption" in shown
+    assert row.replace("│", " ").split() == [
+        "audio",
+        "to",
+        "text",
+        "R@1",
+        "25.00",
+        "%",
+        "[17.55,",
+        "34.30]",
+        "1.00",
+        "%",
+    ]
 
 
 def evaluate(*options: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -105,7 +116,7 @@ def evaluate(*options: str | Path, launcher: list[str] | None = None) -> subproc
     command = ["clap_ds/evaluate.py", *map(str, options)]
     if not launcher:
         return processes.run(command, env=environment())
-    everything = {"cwd": processes.ROOT, "env": environment(), "timeout": processes.TIMEOUT_S}
+    everything: Any = {"cwd": processes.ROOT, "env": environment(), "timeout": processes.TIMEOUT_S}
     return subprocess.run([*launcher, *command], capture_output=True, text=True, **everything)
 
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 
-from clap_ds.evaluation.metrics import Measure, class_features, evaluate_retrieval, evaluate_zero_shot, wilson
+from clap_ds.evaluation.metrics import Measure, evaluate_retrieval, evaluate_zero_shot, wilson
 from tests.evaluation.conftest import ALONE
 
 
@@ -46,10 +46,9 @@ def retrieval_reference(audio: np.ndarray, text: np.ndarray, clip_of_caption: np
         hits = [np.isin(np.argsort(-row), relevant) for row, relevant in zip(rows, wanted, strict=True)]
         for k in (1, 5, 10):
             metrics[f"retrieval_{direction}_r{k}"] = float(np.mean([hit[:k].any() for hit in hits]))
-        precision = []
-        for hit, relevant in zip(hits, wanted, strict=True):
-            top = hit[:10]
-            precision.append(sum(top[: i + 1].mean() for i in np.flatnonzero(top)) / min(10, len(relevant)))
+        tops = [hit[:10] for hit in hits]
+        sums = [sum(top[: i + 1].mean() for i in np.flatnonzero(top)) for top in tops]
+        precision = [each / min(10, len(relevant)) for each, relevant in zip(sums, wanted, strict=True)]
         metrics[f"retrieval_{direction}_map10"] = float(np.mean(precision))
     return metrics
 
@@ -66,6 +65,8 @@ def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int],
     found = evaluate_retrieval(audio, text, clip_of_caption, ALONE)
     expected = retrieval_reference(audio.double().numpy(), text.double().numpy(), clip_of_caption.numpy())
     assert {name: measure.value for name, measure in found.measures.items()} == pytest.approx(expected, abs=1e-9)
+    intervals = {(measure.low, measure.high) for measure in found.measures.values()}
+    assert intervals == {wilson(measure.value, len(audio)) for measure in found.measures.values()}
     assert found.counts == {"clips": len(audio), "captions": len(text)}
 
 
@@ -83,17 +84,6 @@ def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
         assert found["retrieval_text_to_audio_map10"].value == pytest.approx(sum(1 / r for r in range(1, 11)) / 40)
         assert found["retrieval_audio_to_text_r1"].value == pytest.approx(2 / 80)
         assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
-
-
-def test_retrieval_intervals_hold_the_value_and_narrow_with_clips() -> None:
-    widths = []
-    for number in (20, 2000):
-        audio = features(number, 0, dim=3)
-        text = F.normalize(audio + 0.1 * features(number, 1, dim=3), dim=1)
-        for measure in evaluate_retrieval(audio, text, torch.arange(number), ALONE).measures.values():
-            assert 0 <= measure.low <= measure.value <= measure.high <= 1
-        widths.append(measure.high - measure.low)
-    assert widths[1] < widths[0] / 3
 
 
 def several_classes() -> torch.Tensor:
@@ -127,12 +117,6 @@ def test_zero_shot_by_a_constant_model_scores_chance() -> None:
     assert few.value == few.chance == 1.0
 
 
-def test_chance_of_average_precision_is_what_random_models_reach() -> None:
-    found = [zero_shot(features(24, s), features(3, s + 500), torch.arange(24) % 3)["zero_shot_map"] for s in range(60)]
-    reached = [measure.value for measure in found]
-    assert abs(np.mean(reached) - found[0].chance) < 4 * np.std(reached) / np.sqrt(len(reached))
-
-
 def test_the_interval_of_average_precision() -> None:
     labels, classes = torch.arange(200) % 4, features(4, 0, 16)
     audio = F.normalize(classes[labels] + 2 * features(200, 1, 16), dim=1)
@@ -144,9 +128,3 @@ def test_the_interval_of_average_precision() -> None:
         few = zero_shot(features(60, seed), features(26, seed + 9), torch.arange(60) % 26)["zero_shot_map"]
         assert 0 <= few.low < few.value < few.high
         assert few.low < few.chance < few.high
-
-
-def test_a_class_is_the_mean_of_its_captions() -> None:
-    text = features(5, 0)
-    expected = F.normalize(torch.stack([text[:3].mean(0), text[3:].mean(0)]), dim=1)
-    torch.testing.assert_close(class_features([["a", "b", "c"], ["d", "e"]], text), expected)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.ranking import tally
-from tests.evaluation.conftest import ALONE, on_ranks, ranks_here
-from tests.ranks import RankPool
+from tests.evaluation.conftest import ALONE
 
 Case = tuple[list[int], list[bool]]
 
@@ -68,12 +65,6 @@ def test_chance_is_what_equal_scores_give(case: Case, cutoff: int) -> None:
     assert all(map(torch.equal, tied, by_chance))
 
 
-def padded_indices(relevant: Tensor) -> Tensor:
-    rows = [row.nonzero()[:, 0].tolist() for row in relevant]
-    most = max(map(len, rows))
-    return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
-
-
 def test_what_is_no_number_ranks_last() -> None:
     scores = torch.tensor([[torch.nan, 0.1, 0.2], [torch.nan] * 3])
     found = tally(scores, torch.tensor([[0], [0]]), cutoff=3)
@@ -81,33 +72,6 @@ def test_what_is_no_number_ranks_last() -> None:
     assert found.hit_rate(3).tolist() == pytest.approx([1, 1])
     precision = ranking.average_precision(scores, torch.tensor([[True, False, False]] * 2))
     assert precision.tolist() == pytest.approx([1 / 3, (1 + 1 / 2 + 1 / 3) / 3])
-
-
-def rank_features(scores_held: int, on_several: bool) -> tuple[list[Tensor], Tensor]:
-    """Rank the same features in chunks of at most so many scores."""
-    ranks, generator = ranks_here() if on_several else ALONE, torch.Generator().manual_seed(3)
-    queries, candidates = torch.randn(37, 8, generator=generator), torch.randn(23, 8, generator=generator)
-    candidates[5] = candidates[6]  # a tie
-    relevant = torch.rand(37, 23, generator=generator) < 0.2
-    relevant[:, 6] = True
-    with mock.patch.object(ranking, "SCORES_HELD", scores_held):
-        found = ranking.tally_by_similarity(queries, candidates, padded_indices(relevant), cutoff=10, ranks=ranks)
-        return list(found), ranking.average_precision_by_similarity(queries, candidates, relevant, ranks=ranks)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks_finds_the_same(eight_processes: RankPool, tmp_path: Path, world_size: int) -> None:
-    expected_tally, expected_precision = rank_features(2**20, False)
-    for found_tally, found_precision in on_ranks(eight_processes, world_size, tmp_path, rank_features, 50, True):
-        assert all(map(torch.equal, found_tally, expected_tally))
-        assert torch.equal(found_precision, expected_precision)
-
-
-def test_equal_features_are_tied() -> None:
-    feature = torch.nn.functional.normalize(torch.randn(1, 512, generator=torch.Generator().manual_seed(0)))
-    candidates = feature.repeat(1003, 1)
-    found = ranking.tally_by_similarity(feature, candidates, torch.tensor([[1002]]), cutoff=1, ranks=ALONE)
-    assert found.tied.item() == 1003
 
 
 def test_sums_are_finer_than_fp32() -> None:
@@ -122,7 +86,3 @@ def test_holds_no_more_scores_than_said(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = [scores.numel() for _, scores in ranking.similarity(torch.ones(41, 4), torch.ones(30, 4), ALONE)]
     assert max(sizes) <= 100
     assert sum(sizes) == 41 * 30
-
-
-def test_members_by_group() -> None:
-    assert ranking.members_by_group(torch.tensor([1, 0, 1, 2]), 3).tolist() == [[1, -1], [0, 2], [3, -1]]
