@@ -63,8 +63,7 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """The classes a clip is of, by its json; a BrokenItemError where `field` isn't there or holds neither a class name nor a list
-    of them."""
+    """The classes a clip is of, by a field of its json; a BrokenItemError where that is neither a class name nor a list of them."""
     content = _content(described)
     if not isinstance(content, dict) or field not in content:
         raise BrokenItemError(f"no {field} in its json")

@@ -91,24 +91,11 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
     shown = capsys.readouterr().out
-    for text in (
-        *("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"),
-        "1 broken and left out, the first: a.tar: [0001]: empty caption",
-    ):
+    for text in ("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"):
         assert text in shown
+    assert "1 broken and left out, the first: a.tar: [0001]: empty caption" in shown
     row = next(line for line in shown.splitlines() if "audio to text R@1" in line)
-    assert row.replace("│", " ").split() == [
-        "audio",
-        "to",
-        "text",
-        "R@1",
-        "25.00",
-        "%",
-        "[17.55,",
-        "34.30]",
-        "1.00",
-        "%",
-    ]
+    assert " ".join(row.replace("│", " ").split()) == "audio to text R@1 25.00 % [17.55, 34.30] 1.00 %"
 
 
 def evaluate(*options: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
