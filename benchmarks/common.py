@@ -25,9 +25,6 @@ from clap_ds.dist.distributed import choose_accelerator, keep_freed_memory
 if TYPE_CHECKING:
     import torch
 
-LAST_WORDS_S = 10.0
-"""Time a command that is stopped has to record its end."""
-
 T = TypeVar("T")
 
 
@@ -114,4 +111,4 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
-                process.wait(LAST_WORDS_S)
+                process.wait(10)  # time to record its end

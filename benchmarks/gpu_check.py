@@ -26,7 +26,6 @@ from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.record.schema import RECORD_FILES
 
-KEPT_FILES = (*RECORD_FILES, "flops_profile.txt")
 BENCH = "-m deepspeed.launcher.runner --num_gpus 1 clap_ds/bench.py --deepspeed_config ds_configs"
 EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
 PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
@@ -66,7 +65,7 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
         return row
     target.mkdir(parents=True, exist_ok=True)
     (target / "command.txt").write_text(f"python {command}\n")
-    for path in (Path(found[1]) / file for file in KEPT_FILES):
+    for path in (Path(found[1]) / file for file in (*RECORD_FILES, "flops_profile.txt")):
         if path.exists():
             shutil.copy(path, target)
     summary = target / "summary.json"

@@ -26,9 +26,7 @@ from clap_ds.engine.loss import tiled_log_sum_exp, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
-JOINT_DIM = 512
-SCALE = 14.3
-TILE = 4096
+JOINT_DIM, SCALE, TILE = 512, 14.3, 4096
 COLUMNS = (
     "global batch {global_batch:,} | exact local, s {exact_local[seconds]:.4f}"
     " | gather-with-gradient, s {gather_with_gradient[seconds]:.4f} | time ratio {ratio:.2f}"

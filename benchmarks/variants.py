@@ -84,8 +84,7 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 
 
 def title(settings: Mapping[str, Any]) -> str:
-    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    return ", ".join(f"{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in settings.items())
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -138,8 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
-    rows = try_all(arguments, command)
-    return int(not any(row["state"] == "completed" for row in rows))
+    return int(all(row["state"] != "completed" for row in try_all(arguments, command)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """The classes a clip is of, by a field of its json; a BrokenItemError where that is neither a class name nor a list of them."""
+    """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
     content = _content(described)
     if not isinstance(content, dict) or field not in content:
         raise BrokenItemError(f"no {field} in its json")
@@ -113,9 +113,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
     """
     for template in settings.templates:
         if "{}" not in template:
-            raise ValueError(
-                f"{FIELD}.zero_shot.templates: expected {{}} where the class name goes, found {template!r}"
-            )
+            expected = "expected {} where the class name goes"
+            raise ValueError(f"{FIELD}.zero_shot.templates: {expected}, found {template!r}")
     found, broken = _read(clips, lambda described: classes_of(described, settings.class_field))
     note(broken)
     if not found:
@@ -126,8 +125,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [name] for name in sorted(examples)}
     _check_classes(classes, examples, settings.class_field)
-    templates, all_names = settings.templates, classes.values()
-    captions = [[text.replace("{}", name) for name in names for text in templates] for names in all_names]
+    templates = settings.templates
+    captions = [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
     index = {name: number for number, name in enumerate(classes)}
     return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()])
 

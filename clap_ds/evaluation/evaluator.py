@@ -39,13 +39,11 @@ class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
 
     Attributes:
-        settings: what to evaluate.
-        model_config: of the models to come.
+        model_config: of the models to come, which are on `device`.
         tokenizer_name: hub name or folder.
         text_tokens: caption length, padding included.
         micro_batch: clips or captions per rank and forward pass.
         ranks: of the process group, or a single one without any.
-        device: where the models are.
 
     Raises:
         AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes or templates that
