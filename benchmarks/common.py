@@ -25,9 +25,6 @@ from clap_ds.dist.distributed import choose_accelerator, keep_freed_memory
 if TYPE_CHECKING:
     import torch
 
-LAST_WORDS_S = 10.0
-"""Time a command that is stopped has to record its end."""
-
 T = TypeVar("T")
 
 
@@ -35,8 +32,7 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Parser of `python -m benchmarks.NAME`, described by its docstring's first line, with `--output` for `show`."""
     description = (doc or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
-    kept = "keep the tables in this file, and the figures beside it as JSON"
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help=kept)
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="keep the tables there, and a JSON beside it")
     return parser
 
 
@@ -50,28 +46,25 @@ def show(output: Path | None, text: str, figures: Any) -> None:
         write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: each column's title, and the format string of its cells, into which a row's fields go (`{seconds:.2f}`,
-    `{rate[low]:,.1f}`); a cell whose field a row lacks is empty."""
+def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown of columns given as `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`: a row's fields go into the
+    format strings, with `memory_gb` of its `memory_peak_bytes`; a cell whose field a row lacks is empty."""
+    cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
+        if row.get("memory_peak_bytes"):
+            row = {**row, "memory_gb": row["memory_peak_bytes"] / 1e9}
         try:
             return template.format_map(row)
         except (KeyError, TypeError):
             return ""
 
-    return markdown_table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
+    return markdown_table(list(cells), [[cell(template, row) for template in cells.values()] for row in rows])
 
 
 def choose_device(*, plain_allocator: bool = False) -> torch.device:
-    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it.
-
-    Args:
-        plain_allocator: leave a CPU's as the C library has it; else it is as CPU ranks set it.
-
-    Raises:
-        UserError: there is a GPU that torch can't use.
-    """
+    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it; its memory is then allocated as by CPU
+    ranks, unless `plain_allocator`. A UserError where there is a GPU that torch can't use."""
     import torch
 
     device = torch.device(choose_accelerator())
@@ -102,11 +95,8 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
-    """Run a command with its output in `log`; when its time is up it is ended, with every process it started.
-
-    Returns:
-        `completed`, `exit code 3` or `stopped after 60 s`.
-    """
+    """Run a command with its output in `log`, and end every process it started when it or its time is over: how it ended,
+    `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -118,8 +108,7 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,):
-            with contextlib.suppress(ProcessLookupError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_WORDS_S)
+                process.wait(10)  # time to record its end

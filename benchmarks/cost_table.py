@@ -11,6 +11,7 @@ gradients once, and for the optimiser all it reads and writes. Time lost between
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,16 +30,11 @@ from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
-COLUMNS = {
-    "part": "{part}",
-    "GFLOPs": "{gflops:,.2f}",
-    "least GB": "{least_gb:.3f}",
-    "forward, ms": "{forward_ms:,.1f}",
-    "backward, ms": "{backward_ms:,.1f}",
-    "share of step": "{share:.1%}",
-    "GFLOPS reached": "{gflops_per_s:,.0f}",
-    "GB/s of least": "{gb_per_s:,.1f}",
-}
+COLUMNS = (
+    "part {part} | GFLOPs {gflops:,.2f} | least GB {least_gb:.3f} | forward, ms {forward_ms:,.1f}"
+    " | backward, ms {backward_ms:,.1f} | share of step {share:.1%} | GFLOPS reached {gflops_per_s:,.0f}"
+    " | GB/s of least {gb_per_s:,.1f}"
+)
 Call = tuple[list[Any], dict[str, Any]]
 
 
@@ -59,7 +55,7 @@ def parts_of(model: ClapModel) -> dict[str, str]:
 
 @torch.no_grad()
 def count_flops(model: ClapModel, batch: Batch) -> dict[str, float]:
-    """FLOPs of each part's matrix products in a forward pass by torch's operations."""
+    """FLOPs of each part's matrix products in a forward pass, by torch's operations."""
     with reverted(model), FlopCounterMode(display=False) as counter:
         model(*batch.model_inputs())
     counted = counter.get_flop_counts()
@@ -73,13 +69,11 @@ def capture(model: ClapModel, batch: Batch) -> dict[str, Call]:
     def note(part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[part] = [_leaf(each) for each in args], kwargs
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(partial(note, part), with_kwargs=True)
-        for part, name in parts_of(model).items()
-    ]
-    model(*batch.model_inputs())
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for part, name in parts_of(model).items():
+            note_part = partial(note, part)
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(note_part, with_kwargs=True))
+        model(*batch.model_inputs())
     return calls
 
 
@@ -87,9 +81,7 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def measure_part(
-    part: str, module: nn.Module, call: Call, flops: float, device: torch.device, rounds: int
-) -> dict[str, Any]:
+def measure_part(module: nn.Module, call: Call, flops: float, device: torch.device, rounds: int) -> dict[str, float]:
     """Medians over `rounds` after one to warm up; `flops` are of a forward pass."""
     args, kwargs = call
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -109,15 +101,14 @@ def measure_part(
     weights = sum(parameter.nbytes for parameter in module.parameters())
     passes, ways = (3, 2) if is_trained else (1, 1)
     medians = (median_interval([each[phase] for each in times[1:]]).median for phase in ("forward", "backward"))
-    return cost(part, passes * flops, ways * moved + 3 * weights, *medians)
+    return cost(passes * flops, ways * moved + 3 * weights, *medians)
 
 
-def cost(part: str, flops: float, least_bytes: float, forward_s: float, backward_s: float = 0.0) -> dict[str, Any]:
-    """One part's row."""
+def cost(flops: float, least_bytes: float, forward_s: float, backward_s: float = 0.0) -> dict[str, float]:
+    """One part's row, without its name and share."""
     gflops, least_gb, seconds = flops / 1e9, least_bytes / 1e9, max(forward_s + backward_s, 1e-9)
-    row = {"part": part, "gflops": gflops, "least_gb": least_gb, "seconds": seconds}
-    row |= {"forward_ms": 1000 * forward_s, "backward_ms": 1000 * backward_s}
-    return row | {"gflops_per_s": gflops / seconds, "gb_per_s": least_gb / seconds}
+    row = {"gflops": gflops, "least_gb": least_gb, "gflops_per_s": gflops / seconds, "gb_per_s": least_gb / seconds}
+    return row | {"forward_ms": 1000 * forward_s, "backward_ms": 1000 * backward_s, "seconds": seconds}
 
 
 def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> list[dict[str, Any]]:
@@ -128,23 +119,19 @@ def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torc
     side = our_side(model, "cast")
     steps = [side.step(batch) for _ in range(arguments.rounds + 1)][1:]
     step_s, optimizer_s = (median_interval([step[part] for step in steps]).median for part in ("step", "optimizer"))
-    calls = capture(model, batch)
-    rows = [
-        measure_part(part, model.get_submodule(name), calls[part], flops[part], device, arguments.rounds)
-        for part, name in parts_of(model).items()
-    ]
+    calls, rows = capture(model, batch), {}
+    for part, name in parts_of(model).items():
+        rows[part] = measure_part(model.get_submodule(name), calls[part], flops[part], device, arguments.rounds)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     # fp32 master, two moments read and written; bf16 gradient read, bf16 weight written.
-    rows.append(cost("optimiser (AdamW, fp32 masters)", 0.0, num_parameters * (6 * 4 + 2 * 2), optimizer_s))
-    rest_s = max(0.0, step_s - sum(row["seconds"] for row in rows))
-    gflops, least_gb = (sum(row[name] for row in rows) for name in ("gflops", "least_gb"))
-    rows.append(cost("everything else (loss, pooling, glue)", 0.0, 0.0, rest_s))
-    rows.append(cost("whole step", 1e9 * gflops, 1e9 * least_gb, step_s))
-    return [{**row, "share": row["seconds"] / step_s} for row in rows]
+    rows["optimiser (AdamW, fp32 masters)"] = cost(0.0, num_parameters * (6 * 4 + 2 * 2), optimizer_s)
+    gflops, least_gb, parts_s = (sum(row[name] for row in rows.values()) for name in ("gflops", "least_gb", "seconds"))
+    rows["everything else (loss, pooling, glue)"] = cost(0.0, 0.0, max(0.0, step_s - parts_s))
+    rows["whole step"] = cost(1e9 * gflops, 1e9 * least_gb, step_s)
+    return [{"part": part, **row, "share": row["seconds"] / step_s} for part, row in rows.items()]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and show."""
     parser = make_parser("cost_table", __doc__)
     add_step_options(parser, rounds=5)
     parser.add_argument("--attention", default="auto", help="kernel of the window attention")

@@ -26,7 +26,6 @@ from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.record.schema import RECORD_FILES
 
-KEPT_FILES = (*RECORD_FILES, "flops_profile.txt")
 BENCH = "-m deepspeed.launcher.runner --num_gpus 1 clap_ds/bench.py --deepspeed_config ds_configs"
 EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
 PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
@@ -36,10 +35,7 @@ VARIANTS = (
 )
 STEPS = {
     "tests": (180, "-m pytest -q -m gpu tests"),
-    "htsat_tiny": (120, f"{BENCH}/htsat_tiny.json"),
-    "htsat_base": (120, f"{BENCH}/htsat_base.json"),
-    "htsat_tiny_amp": (120, f"{BENCH}/htsat_tiny_amp.json"),
-    "htsat_base_amp": (120, f"{BENCH}/htsat_base_amp.json"),
+    **{f"htsat_{name}": (120, f"{BENCH}/htsat_{name}.json") for name in ("tiny", "base", "tiny_amp", "base_amp")},
     "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
     "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
     "peers_packed": (150, f"{PEERS} --text packed --caption_lengths 8 32 --output {{output}}/peers_packed.md"),
@@ -48,22 +44,15 @@ STEPS = {
     "variants": (500, f"{VARIANTS} --output {{output}}/variants.md"),  # more than the others leave: --only variants
 }
 """The most informative first: seconds each may take, and its command after `python`."""
-COLUMNS = {
-    "step": "{step}",
-    "state": "{state}",
-    "seconds": "{seconds:.0f}",
-    "samples/s/GPU": "{samples_per_s_per_gpu[median]:,.1f}",
-    "95 % interval": "{samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}",
-    "peak memory, GB": "{memory_gb:.1f}",
-}
+COLUMNS = (
+    "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[median]:,.1f}"
+    " | 95 % interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {memory_gb:.1f}"
+)
 
 
 def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
-    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command.
-
-    Returns:
-        The row of the table: the step's name, state and seconds, and the run's summary.
-    """
+    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command. Returns the
+    table's row: the step's name, state and seconds, and the run's summary."""
     words = [word.format(output=target) for word in shlex.split(command)]
     print(f"\n== {name}: {shlex.join(words)}", flush=True)
     started_s = time.monotonic()
@@ -72,12 +61,11 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
         output = log.read()
     row = {"step": name, "state": state, "seconds": time.monotonic() - started_s}
     print(output, flush=True)
-    found = re.search(r"^run directory: (.+)$", output, re.MULTILINE)
-    if not found:
+    if not (found := re.search(r"^run directory: (.+)$", output, re.MULTILINE)):
         return row
     target.mkdir(parents=True, exist_ok=True)
     (target / "command.txt").write_text(f"python {command}\n")
-    for path in (Path(found[1]) / file for file in KEPT_FILES):
+    for path in (Path(found[1]) / file for file in (*RECORD_FILES, "flops_profile.txt")):
         if path.exists():
             shutil.copy(path, target)
     summary = target / "summary.json"
@@ -86,21 +74,14 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
 
 def report(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown table of all steps."""
-    shown = [
-        {**row, "memory_gb": row["memory_peak_bytes"] / 1e9} if row.get("memory_peak_bytes") else row for row in rows
-    ]
     return (
         f"# One {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
-        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, shown)}"
+        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, rows)}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the steps and keep their table; 1 where one didn't complete.
-
-    Raises:
-        UserError: no GPU.
-    """
+    """Run the steps and keep their table; 1 where one didn't complete, a UserError where there is no GPU."""
     parser = make_parser("gpu_check", __doc__)
     parser.add_argument("--minutes", type=float, default=8.0, help="stop starting steps when this time is up")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="just these steps")
@@ -115,10 +96,9 @@ def main(argv: list[str] | None = None) -> int:
         (most_s, command), left_s = STEPS[name], deadline_s - time.monotonic()
         no_time = {"step": name, "state": "no time left", "seconds": 0.0}
         rows.append(run_step(name, command, min(most_s, left_s), folder / name) if left_s > 20 else no_time)
-    text = report(device, rows)
     # A part doesn't take the place of the whole.
     name = "-".join(arguments.only) if arguments.only else "README"
-    show(arguments.output or folder / f"{name}.md", text, rows)
+    show(arguments.output or folder / f"{name}.md", report(device, rows), rows)
     return int(any(row["state"] != "completed" for row in rows))
 
 

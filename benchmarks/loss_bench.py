@@ -26,29 +26,21 @@ from clap_ds.engine.loss import tiled_log_sum_exp, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
-GLOBAL_BATCHES = (1024, 4096, 16384, 65536, 315392)
-JOINT_DIM = 512
-SCALE = 14.3
-TILE = 4096
-COLUMNS = {
-    "global batch": "{global_batch:,}",
-    "exact local, s": "{exact_local[seconds]:.4f}",
-    "gather-with-gradient, s": "{gather_with_gradient[seconds]:.4f}",
-    "time ratio": "{ratio:.2f}",
-    "exact local, MB": "{exact_local[peak_mb]:,.1f}",
-    "gather-with-gradient, MB": "{gather_with_gradient[peak_mb]:,.1f}",
-}
+JOINT_DIM, SCALE, TILE = 512, 14.3, 4096
+COLUMNS = (
+    "global batch {global_batch:,} | exact local, s {exact_local[seconds]:.4f}"
+    " | gather-with-gradient, s {gather_with_gradient[seconds]:.4f} | time ratio {ratio:.2f}"
+    " | exact local, MB {exact_local[peak_mb]:,.1f} | gather-with-gradient, MB {gather_with_gradient[peak_mb]:,.1f}"
+)
 
 
 def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> list[Tensor]:
     """Gradients of rank 0's features, in tiles; the other ranks' log-sum-exps are stood in for by rank 0's mean."""
     pairs = (audio_ND[:micro_batch], text_ND), (text_ND[:micro_batch], audio_ND)
-    own = [tiled_log_sum_exp(own_BD, all_ND, scale, TILE) for own_BD, all_ND in pairs]
+    own = [tiled_log_sum_exp(*pair, scale, TILE) for pair in pairs]
     everyone = [each.mean().expand(len(audio_ND)) for each in reversed(own)]
-    return [
-        tiled_softmax_gradient(own_BD, all_ND, lse_B, lse_N, 0, scale, TILE)[0]
-        for (own_BD, all_ND), lse_B, lse_N in zip(pairs, own, everyone, strict=True)
-    ]
+    sums = zip(pairs, own, everyone, strict=True)
+    return [tiled_softmax_gradient(*pair, lse_B, lse_N, 0, scale, TILE)[0] for pair, lse_B, lse_N in sums]
 
 
 def gather_with_gradient(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> tuple[Tensor, ...]:
@@ -65,9 +57,8 @@ METHODS: dict[str, Callable[..., Any]] = {"exact_local": exact_local, "gather_wi
 
 def work(sizes: tuple[int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """One rank's loss by each method, ready to run on the same random rows of length 1; `sizes` are global and micro-batch."""
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = (torch.randn(sizes[0], JOINT_DIM, device=device, generator=generator) for _ in range(2))
-    features = [F.normalize(rows, dim=1).to(dtype) for rows in drawn]
+    torch.manual_seed(0)
+    features = [F.normalize(torch.randn(sizes[0], JOINT_DIM, device=device), dim=1).to(dtype) for _ in range(2)]
     scale = torch.tensor([SCALE], device=device)
     return {name: partial(method, *features, sizes[1], scale) for name, method in METHODS.items()}
 
@@ -82,9 +73,8 @@ def peak_bytes(method: str, sizes: tuple[int, int], device: torch.device, dtype:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
-    assert profiled.profiler is not None
-    assert profiled.profiler.kineto_results is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    results: Any = profiled.profiler and profiled.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
@@ -100,13 +90,8 @@ def measure(sizes: tuple[int, int], repeats: int, device: torch.device, dtype: t
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and show.
-
-    Raises:
-        UserError: a global batch that doesn't hold a micro-batch.
-    """
     parser = make_parser("loss_bench", __doc__)
-    parser.add_argument("--global_batches", type=int, nargs="+", default=GLOBAL_BATCHES)
+    parser.add_argument("--global_batches", type=int, nargs="+", default=[1024, 4096, 16384, 65536, 315392])
     parser.add_argument("--micro_batch", type=int, default=616)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--features", choices=("float32", "bfloat16"), help="type of the features; bfloat16 on a GPU")
@@ -115,10 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     if min(arguments.global_batches) < micro_batch:
         raise UserError(f"--global_batches: expected none below the micro-batch of {micro_batch}")
     name = arguments.features or ("bfloat16" if device.type == "cuda" else "float32")
-    rows = [
-        measure((global_batch, micro_batch), arguments.repeats, device, getattr(torch, name))
-        for global_batch in arguments.global_batches
-    ]
+    dtype = getattr(torch, name)
+    rows = [measure((size, micro_batch), arguments.repeats, device, dtype) for size in arguments.global_batches]
     text = (
         f"One rank's loss, forward and backward, on {device_name(device)}: micro-batch {micro_batch}, {JOINT_DIM} dimensions,"
         f" features in {name}. Memory is beyond the gathered features.\n\n{table(COLUMNS, rows)}"

@@ -25,38 +25,20 @@ from clap_ds.config.model import TextConfig
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.model.text import TextTower
 
-BYTES_16_BIT = 34
+BYTES = {"bf16": 34, "autocast": 42}
 """Per token, channel and layer, all in 16 bits, without attention scores (arXiv 2205.05198, section 4.1): inputs of the
 query/key/value product 2, of attention 6, of its output layer 2, of the MLP's two layers and its activation 2 + 8 + 8, of two
-norms 4, two dropout masks 2."""
-BYTES_AUTOCAST = 42
-"""The same under autocast with fp32 parameters, as the published runs had: query, key and value each save their own 16-bit
-copy of their input (+4), and both norms' inputs are fp32 (+4)."""
+norms 4, two dropout masks 2. Under autocast with fp32 parameters, as the published runs had: query, key and value each save
+their own 16-bit copy of their input (+4), and both norms' inputs are fp32 (+4)."""
 DROPOUT_MASK_BYTES = 2
-INFERRED = {
-    "micro-batch": "{micro_batch}",
-    "text tokens": "{text_tokens}",
-    **{
-        f"{precision}, {how}, bytes": f"{{{precision}_{how}_bytes:.4g}}"
-        for precision in ("bf16", "autocast")
-        for how in ("formula", "counted")
-    },
-}
-MEASURED = {
-    "text tokens": "{text_tokens}",
-    "state": "{state}",
-    "peak, bytes": "{memory_peak_bytes:.4g}",
-    "device": "{device_name}",
-    "its memory, bytes": "{device_memory_bytes:.4g}",
-    "note": "{note}",
-}
+INFERRED = "micro-batch {micro_batch} | text tokens {text_tokens}" + "".join(
+    f" | {name}, {how}, bytes {{{name}_{how}_bytes:.4g}}" for name in BYTES for how in ("formula", "counted")
+)
+MEASURED = (
+    "text tokens {text_tokens} | state {state} | peak, bytes {memory_peak_bytes:.4g} | device {device_name}"
+    " | its memory, bytes {device_memory_bytes:.4g} | note {note}"
+)
 SHORT = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
-
-
-def formula_bytes(text: TextConfig, num_captions: int, text_tokens: int, *, autocast: bool) -> int:
-    """Bytes that a text tower's layers keep for backward on a GPU, by the formula."""
-    per_channel = BYTES_AUTOCAST if autocast else BYTES_16_BIT
-    return per_channel * text.num_layers * text.hidden_size * num_captions * text_tokens
 
 
 def counted_bytes(text: TextConfig, num_captions: int, text_tokens: int, *, autocast: bool) -> int:
@@ -81,12 +63,10 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
         saved[storage._cdata] = storage  # held, so that no later storage takes its address
         return tensor
 
+    noted = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tower.to_empty(device="cpu")
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-        ):
+        with noted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             tower(torch.full((num_captions, text_tokens), 5), None)
     own = {parameter.untyped_storage()._cdata for parameter in tower.parameters()}
     return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
@@ -95,23 +75,17 @@ def _saved_bytes(text: TextConfig, num_captions: int, text_tokens: int, autocast
 def infer(run: RunSettings, text_tokens: int) -> dict[str, Any]:
     """The text tower's saved activations at the run's micro-batch, in bytes, by formula and by counting."""
     text, micro_batch = run.clap.preset().text, run.micro_batch
-    masks = DROPOUT_MASK_BYTES * text.num_layers * text.hidden_size * micro_batch * text_tokens
-    found = {"text_tokens": text_tokens, "micro_batch": micro_batch}
-    for name, autocast in (("bf16", False), ("autocast", True)):
-        found[f"{name}_formula_bytes"] = formula_bytes(text, micro_batch, text_tokens, autocast=autocast)
-        found[f"{name}_counted_bytes"] = masks + counted_bytes(text, micro_batch, text_tokens, autocast=autocast)
-    return found
+    elements, found = text.num_layers * text.hidden_size * micro_batch * text_tokens, {"micro_batch": micro_batch}
+    for name, per_element in BYTES.items():
+        counted = counted_bytes(text, micro_batch, text_tokens, autocast=name == "autocast")
+        found |= {f"{name}_formula_bytes": per_element * elements}
+        found |= {f"{name}_counted_bytes": DROPOUT_MASK_BYTES * elements + counted}
+    return {"text_tokens": text_tokens, **found}
 
 
 def measure(run: RunSettings, text_tokens: int) -> dict[str, Any]:
-    """Peak memory of a few training steps with captions of `text_tokens`, in a process of its own.
-
-    Returns:
-        `state` (`completed`, `out_of_memory`, …), `memory_peak_bytes` (absent unless completed) and the device's memory.
-
-    Raises:
-        UserError: the run didn't start.
-    """
+    """Peak memory of a few training steps with captions of `text_tokens`, in a process of its own: `run_bench`'s row and the
+    device's memory. A UserError where the run didn't start."""
     command = [sys.executable, "-m", "clap_ds.bench", "--deepspeed_config", CONFIG]
     settings = {"clap.text_tokens": text_tokens, "clap.bench": SHORT}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,11 +99,6 @@ def measure(run: RunSettings, text_tokens: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Infer, measure, print.
-
-    Raises:
-        UserError: a bad configuration or caption length.
-    """
     parser = make_parser("memory_evidence", __doc__)
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help="JSON of a run")
     parser.add_argument("--text_tokens", type=int, nargs="+", metavar="L", help="default: 77 and the most there can be")

@@ -32,12 +32,10 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 """Largest difference of the two losses, relative."""
 COMPARED = {"forward": ("front_end", "forward")} | {name: (name,) for name in ("backward", "optimizer", "step")}
 """What ratios are given of, and the parts of a step that make it up."""
-SIDES = {
-    "ms": "{side}",
-    **{part: f"{{{part}:.1f}}" for part in ("front_end", "forward", "backward", "optimizer", "step")},
-}
-SIDES["first loss"] = "{loss:.5f}"
-SPEEDS = {"part": "{part}", "× the peer's speed": "{median:.2f}", "interval": "{low:.2f}–{high:.2f} ({coverage:.0%})"}
+PARTS = ("front_end", *COMPARED)
+SIDES = f"ms {{side}}{''.join(f' | {part} {{{part}:.1f}}' for part in PARTS)} | first loss {{loss:.5f}}"
+SPEEDS = "part {part} | × the peer's speed {median:.2f} | interval {low:.2f}–{high:.2f} ({coverage:.0%})"
+
 
 Times = Sequence[dict[str, float]]
 """Seconds of a step's parts, round by round."""
@@ -45,53 +43,38 @@ Times = Sequence[dict[str, float]]
 
 def ratios(ours: Times, peer: Times, parts: Sequence[str]) -> MedianInterval:
     """How many times as fast as the peer these parts of a step are, round by round."""
-    return median_interval(
-        [
-            sum(theirs[part] for part in parts) / sum(mine[part] for part in parts)
-            for mine, theirs in zip(ours, peer, strict=True)
-        ]
-    )
-
-
-def build_sides(
-    arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device
-) -> dict[str, Side]:
-    """Every side of one precision by name."""
-    noise, sides = 0.1 if arguments.noise else 0.0, {}
-    for low in ["none"] if precision == "fp32" else arguments.modes:
-        model = our_model(config, device, low=low, noise=noise, attention="auto")
-        sides[f"transformers, {low}"] = peer_side(model, device, low=low, noise=noise)
-        sides[f"ours, {low}"] = our_side(model, low)
-    return sides
+    mine, theirs = ([sum(step[part] for part in parts) for step in steps] for steps in (ours, peer))
+    return median_interval([b / a for a, b in zip(mine, theirs, strict=True)])
 
 
 def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device) -> dict[str, Any]:
-    """Time one precision; returns the result as JSON can hold it."""
-    batch = make_batch(arguments, config, device)
-    sides = build_sides(arguments, config, precision, device)
-    steps = {name: functools.partial(side.step, batch) for name, side in sides.items()}
-    times = in_turns(steps, arguments.rounds, warm_up=2)
+    """Time every side of one precision; returns the result as JSON can hold it."""
+    batch, noise = make_batch(arguments, config, device), 0.1 if arguments.noise else 0.0
+    sides: dict[str, Side] = {}
+    for low in ["none"] if precision == "fp32" else arguments.modes:
+        model = our_model(config, device, low=low, noise=noise)
+        sides[f"transformers, {low}"] = peer_side(model, device, low=low, noise=noise)
+        sides[f"ours, {low}"] = our_side(model, low)
+    actions = {name: functools.partial(side.step, batch) for name, side in sides.items()}
+    times = in_turns(actions, arguments.rounds, warm_up=2)
     median = {
-        name: {part: median_interval([step[part] for step in steps]).median for part in steps[0]}
+        name: {part: median_interval([step[part] for step in steps]).median for part in PARTS}
         for name, steps in times.items()
     }
-    ours, peer = (
-        min((name for name in sides if name.startswith(who)), key=lambda name: median[name]["step"])
-        for who in ("ours", "transformers")
-    )
+    by_speed = sorted(sides, key=lambda name: median[name]["step"])
+    ours, peer = (next(name for name in by_speed if name.startswith(who)) for who in ("ours", "transformers"))
     losses = {name: side.losses[0] for name, side in sides.items()}
     difference = abs(losses[ours] - losses[peer]) / abs(losses[peer])
-    return {
+    result: dict[str, Any] = {
         "precision": precision,
         "ours": ours,
         "peer": peer,
         "median_s": median,
-        "speed_ratio": {name: vars(ratios(times[ours], times[peer], parts)) for name, parts in COMPARED.items()},
         "first_loss": losses,
-        "loss_difference": difference,
-        "loss_agrees": difference < TOLERANCE[precision],
-        "extractor_s": extractor_seconds(batch, config),
     }
+    result |= {"loss_difference": difference, "loss_agrees": difference < TOLERANCE[precision]}
+    result["speed_ratio"] = {name: vars(ratios(times[ours], times[peer], parts)) for name, parts in COMPARED.items()}
+    return result | {"extractor_s": extractor_seconds(batch, config)}
 
 
 def extractor_seconds(batch: Batch, config: ClapConfig) -> float:
@@ -103,10 +86,10 @@ def extractor_seconds(batch: Batch, config: ClapConfig) -> float:
 
 def tables(result: dict[str, Any]) -> str:
     """One precision's result for people."""
-    sides = [
-        {"side": name, "loss": result["first_loss"][name], **{part: 1000 * value for part, value in times.items()}}
-        for name, times in result["median_s"].items()
-    ]
+    sides = []
+    for name, loss in result["first_loss"].items():
+        times = {part: 1000 * value for part, value in result["median_s"][name].items()}
+        sides.append({"side": name, "loss": loss, **times})
     speeds = [{"part": name, **ratio} for name, ratio in result["speed_ratio"].items()]
     best, extractor_s = result["median_s"][result["peer"]], result["extractor_s"]
     extracted = (best["step"] - best["front_end"] + extractor_s) / result["median_s"][result["ours"]]["step"]
@@ -117,15 +100,13 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare and show; 1 where the losses disagree."""
+    """1 where the losses disagree."""
     parser = make_parser("peers", __doc__)
     add_step_options(parser, rounds=8)
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--modes", nargs="+", choices=("autocast", "cast"), default=["autocast", "cast"])
     parser.add_argument("--noise", action="store_true", help="dropout, drop path and SpecAugment while timing")
-    parser.add_argument(
-        "--plain_allocator", action="store_true", help="leave the C library's, for both; else as our CPU ranks set it"
-    )
+    parser.add_argument("--plain_allocator", action="store_true", help="memory as the C library gives it, for both")
     arguments = parser.parse_args(argv)
     device, config = choose_device(plain_allocator=arguments.plain_allocator), load_preset(arguments.preset)
     results = [compare(arguments, config, precision, device) for precision in arguments.precision]

@@ -34,9 +34,8 @@ def add_step_options(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
     parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--text_tokens", type=int, default=77)
-    parser.add_argument(
-        "--caption_lengths", type=int, nargs=2, metavar=("LOW", "HIGH"), help="uniform; default: all of --text_tokens"
-    )
+    lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
+    parser.add_argument("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
     parser.add_argument("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
     parser.add_argument("--rounds", type=int, default=rounds)
 
@@ -45,35 +44,24 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
     """Noise and random captions on the device, as `add_step_options` asks."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
-    with build_batches(
-        SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1),
-        model=config,
-        text_tokens=arguments.text_tokens,
-        micro_batch=arguments.micro_batch,
-        rank=0,
-        world_size=1,
-        seed=0,
-        device=device,
-        pack_captions=arguments.text == "packed",
-    ) as batches:
+    data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
+    of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
+    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
+    with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
 
 
 class MasterAdamW:
-    """AdamW; 16-bit parameters get fp32 masters, which it steps and copies back.
-
-    Args:
-        natively: step them by this project's CPU kernel, without copies of gradients and masters, instead of torch's fused one.
-    """
+    """AdamW, torch's fused one; 16-bit parameters get fp32 masters, which it steps and copies back. `natively`, this project's
+    CPU kernel steps those, without copies of gradients and masters."""
 
     def __init__(self, parameters: list[nn.Parameter], *, natively: bool = False) -> None:
-        self.parameters = parameters
+        self.parameters, self.steps = parameters, 0
         self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
         fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
         self.adam = torch.optim.AdamW([*fp32, *self.masters], lr=1e-6, fused=True)
         self.moments = [[torch.zeros_like(master) for master in self.masters] for _ in range(2)] if natively else []
-        self.steps = 0
 
     @torch.no_grad()
     def step(self) -> None:
@@ -101,8 +89,7 @@ class Side:
     Attributes:
         low: how bf16 is used: `autocast`, `cast` (weights in bf16, fp32 masters) or `none` of it.
         prepare: batch → what `loss` takes; timed as the front end.
-        loss: → scalar.
-        natively: AdamW by this project's CPU kernel.
+        natively: as of `MasterAdamW`.
         losses: of the steps taken.
     """
 
@@ -134,7 +121,6 @@ class Side:
 
 
 def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """CLIP's loss over one batch."""
     logits = scale * audio.float() @ text.float().T
     target = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
@@ -153,8 +139,7 @@ def our_model(
 
 def our_side(model: ClapModel, low: str) -> Side:
     """This project's model at its best: with its CPU kernels where they can be used."""
-    device = model.logit_scale.device
-    natively = low == "cast" and device.type == "cpu" and not unavailable()
+    natively = low == "cast" and model.logit_scale.is_cpu and not unavailable()
     return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
 
 

@@ -2,11 +2,10 @@
 
     python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--compute emulated real] [--output FILE.md]
 
-Two hosts (network namespaces, root needed) with links shaped to each rate; every method in one process, turn and turn about.
-The model's parameters are HTSAT-tiny's, scaled down. `emulated`: its layers sleep in forward and backward for a time in
+Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; every method
+in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down. `emulated`: its layers sleep for a time in
 proportion to their FLOPs, which leaves the cores to the communication as a GPU does. `real`: they multiply matrices for as
-long, one core a rank, which the communication then competes for. Either is 1.5 times what one all-reduce of all gradients
-takes, measured on the link first.
+long, one core a rank, which the communication competes for. Either is 1.5 times one all-reduce of all gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import in_turns, make_parser, show, table
-from benchmarks.shaped_hosts import run_ranks, shape, shaped_hosts
-from clap_ds.config.errors import run_alone
+from benchmarks.common import in_turns, make_parser, seconds, show, table
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
+from clap_ds.config.places import PACKAGE
 from clap_ds.config.settings import ClapSettings
 from clap_ds.dist import distributed
 from clap_ds.model.clap import ClapModel
@@ -41,17 +43,21 @@ DDP_BUCKET_MB = 25.0 / SCALE
 """torch's default, scaled like the model."""
 COMPUTE_PER_COMMUNICATION = 1.5
 METHODS = {"deepspeed": "DeepSpeed as it is", "overlapped": "overlapped", "ddp": "torch DDP"}
-COLUMNS = {
-    "compute": "{compute}",
-    "link, Mbit/s": "{rate_mbit:g}",
-    "gradients, MB": "{megabytes:.1f}",
-    "step without sending": "{overlapped[silent_step_ms]:.0f}",
-    **{
-        title: f"{{{name}[exposed_ms]:.0f}} [{{{name}[low]:.0f}}, {{{name}[high]:.0f}}]"
-        for name, title in METHODS.items()
-    },
-    "overlapped / DeepSpeed": "{ratio:.0%}",
-}
+KINDS = ("sending", "silent")
+EXPOSED = (
+    f"{METHODS[each]} {{{each}[exposed_ms]:.0f}} [{{{each}[low]:.0f}}, {{{each}[high]:.0f}}]" for each in METHODS
+)
+COLUMNS = (
+    "compute {compute} | link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
+    " | step without sending {overlapped[silent_step_ms]:.0f}"
+    f" | {' | '.join(EXPOSED)} | overlapped / DeepSpeed {{ratio:.0%}}"
+)
+SUBNET = "10.98.0"
+VARIABLES = (
+    "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu"
+    f" MASTER_ADDR={SUBNET}.1 MASTER_PORT=29555 GLOO_SOCKET_IFNAME=eth0 PYTHONPATH={PACKAGE.parent}"
+).split()
+"""What a launcher sets, but for the rank."""
 INPUT = torch.ones(1, requires_grad=True)
 Step = Callable[[bool], None]
 """A training step; whether gradients are sent."""
@@ -73,12 +79,8 @@ class _Work(torch.autograd.Function):
 
 
 class EmulatedModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled.
-
-    Args:
-        work: spends the seconds it is given.
-        forward_s: of a forward pass; a backward pass takes twice that.
-    """
+    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled. `work` spends the
+    seconds it is given, in all `forward_s` in a forward pass and twice that in a backward pass."""
 
     def __init__(self, work: Callable[[float], object] = time.sleep, forward_s: float = 0.0) -> None:
         super().__init__()
@@ -94,8 +96,8 @@ class EmulatedModel(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(max(1, size // SCALE)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight, seconds in zip(self.weights, self.seconds, strict=True):
-            x = _Work.apply(x, weight, self.work, seconds)
+        for weight, forward_s in zip(self.weights, self.seconds, strict=True):
+            x = _Work.apply(x, weight, self.work, forward_s)
         return x.sum()
 
 
@@ -106,32 +108,26 @@ def _matrix_products() -> Callable[[float], object]:
     return lambda seconds: [a @ a for _ in range(round(seconds / once_s))]
 
 
-def _ddp_step(model: nn.Module) -> Step:
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+def _step_by(method: str, model: nn.Module) -> Step:
+    if method == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
-    def step(sending: bool) -> None:
-        with nullcontext() if sending else ddp.no_sync():
-            ddp(INPUT).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def ddp_step(sending: bool) -> None:
+            with nullcontext() if sending else ddp.no_sync():
+                ddp(INPUT).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    return step
+        return ddp_step
 
-
-def _deepspeed_step(model: nn.Module, *, overlapped: bool) -> Step:
     import deepspeed
 
     from clap_ds.engine.gradient_sync import GradientSync
 
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-6}},
-        "zero_optimization": {"stage": 0},
-    }
+    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sync = GradientSync(engine, overlapped=overlapped, bucket_mb=BUCKET_MB)
+    sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=BUCKET_MB)
 
     def step(sending: bool) -> None:
         sync.before_forward()
@@ -148,10 +144,7 @@ def _seconds(action: Callable[[], object], repeats: int = 3) -> float:
     times = []
     for _ in range(repeats):
         dist.barrier()
-        started_s = time.perf_counter()
-        action()
-        dist.barrier()
-        times.append(time.perf_counter() - started_s)
+        times.append(seconds(lambda: (action(), dist.barrier()), torch.device("cpu")))
     median = torch.tensor(median_interval(times).median)
     dist.broadcast(median, src=0)
     return float(median)
@@ -166,16 +159,67 @@ def _worker(compute: str, rounds: int) -> None:
     work = time.sleep if compute == "emulated" else _matrix_products()
     actions = {}
     for name in METHODS:
-        model = EmulatedModel(work, forward_s)
-        step = _ddp_step(model) if name == "ddp" else _deepspeed_step(model, overlapped=name == "overlapped")
+        step = _step_by(name, EmulatedModel(work, forward_s))
         for _ in range(3):
             step(True)
-        for kind in ("sending", "silent"):
+        for kind in KINDS:
             actions[f"{name} {kind}"] = partial(_seconds, partial(step, kind == "sending"), repeats=1)
-    seconds = in_turns(actions, rounds)
+    found = {"num_bytes": gradients.nbytes, "seconds": in_turns(actions, rounds)}
     if dist.get_rank() == 0:
-        print(json.dumps({"num_bytes": gradients.nbytes, "seconds": seconds}), flush=True)
+        print(json.dumps(found), flush=True)
     distributed.leave(0)
+
+
+@contextmanager
+def shaped_hosts() -> Iterator[list[str]]:
+    """Names of two namespaces, each with one interface `eth0`, for the length of a `with` block. A UserError where there is no
+    root or no iproute2, or the kernel refuses."""
+    if os.geteuid() != 0:
+        raise UserError("network namespaces need root: run this command as root, for example under sudo")
+    if not (shutil.which("ip") and shutil.which("tc")):
+        raise UserError("ip or tc is missing: install the package iproute2")
+    hosts = [f"clap{os.getpid()}-{number}" for number in (1, 2)]
+    try:
+        for host in hosts:
+            _run(f"ip netns add {host}")
+        _run(f"ip link add eth0 netns {hosts[0]} type veth peer name eth0 netns {hosts[1]}")
+        for number, host in enumerate(hosts, start=1):
+            for change in (f"addr add {SUBNET}.{number}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                _run(f"ip -n {host} {change}")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+def shape(hosts: Sequence[str], rate_mbit: float) -> None:
+    """Let every host send at `rate_mbit`."""
+    for host in hosts:
+        _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
+
+
+def run_ranks(hosts: Sequence[str], command: Sequence[str]) -> str:
+    """Run a rank on each host, pinned to a core, with the launcher's variables set; rank 0's standard output, or a UserError
+    where a rank failed."""
+    processes = []
+    for rank, host in enumerate(hosts):
+        words = f"ip netns exec {host} taskset -c {rank % (os.cpu_count() or 1)} env RANK={rank}".split()
+        processes.append(subprocess.Popen([*words, *VARIABLES, *command], stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise UserError(f"rank {rank} ended with exit code {process.returncode}")
+    return outputs[0]
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{command}: {done.stderr.strip()}")
 
 
 def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) -> dict[str, Any]:
@@ -185,7 +229,7 @@ def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) 
     found = json.loads(run_ranks(hosts, worker).splitlines()[-1])
     row: dict[str, Any] = {"compute": compute, "rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
-        sending, silent = ([1000 * s for s in found["seconds"][f"{name} {kind}"]] for kind in ("sending", "silent"))
+        sending, silent = ([1000 * each for each in found["seconds"][f"{name} {kind}"]] for kind in KINDS)
         exposed = median_interval([a - b for a, b in zip(sending, silent, strict=True)])
         row[name] = {"step_ms": median_interval(sending).median, "silent_step_ms": median_interval(silent).median}
         row[name] |= {"exposed_ms": exposed.median, "low": exposed.low, "high": exposed.high}
@@ -193,11 +237,6 @@ def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and show.
-
-    Raises:
-        UserError: the hosts can't be made, or a rank failed.
-    """
     parser = make_parser("sync_bench", __doc__)
     parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000])
     parser.add_argument("--compute", nargs="+", choices=("emulated", "real"), default=["emulated", "real"])
@@ -210,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         runs = itertools.product(arguments.compute, arguments.rates_mbit)
         rows = [_measure(hosts, compute, rate, arguments.rounds) for compute, rate in runs]
     title = (
-        "Exposed communication: a step that sends its gradients less one that keeps them; median and 95 % interval, ms."
+        "Exposed communication: a step that sends its gradients less one that keeps them; median [95 % interval], ms"
     )
     show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
 

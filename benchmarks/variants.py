@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser, run_for, show, table
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.launch.run_config import parse_assignment, read_config, with_field
@@ -29,22 +29,12 @@ from clap_ds.launch.run_config import parse_assignment, read_config, with_field
 CONFIG = "{config}"
 """Stands in a command for the JSON of a combination."""
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config", CONFIG]
-SHORT = (
-    "clap.bench.warmup_steps=5",
-    "clap.bench.windows=6",
-    "clap.bench.steps_per_window=4",
-    "clap.bench.breakdown_steps=0",
+SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
+COLUMNS = (
+    "settings {title} | samples/s/GPU {samples_per_s_per_gpu[median]:,.2f}"
+    " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f} | ratio {ratio:.3f}"
+    " | memory, GB {memory_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
-COLUMNS = {
-    "settings": "{title}",
-    "samples/s/GPU": "{samples_per_s_per_gpu[median]:,.2f}",
-    "interval": "{samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}",
-    "ratio": "{ratio:.3f}",
-    "memory, GB": "{memory_gb:.2f}",
-    "seconds": "{seconds:.0f}",
-    "state": "{state}",
-    "note": "{note}",
-}
 
 
 def run_bench(
@@ -76,59 +66,51 @@ def run_bench(
 
 
 def last_error(log: Path) -> str:
-    """The error a run's output ends with."""
+    """What a run's output ends with."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
     return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """`a.b=1,2` as name and values.
-
-    Raises:
-        ValueError: no `=`, an empty name or value, or a value twice.
-    """
+    """`a.b=1,2` as name and values; a UserError without `=`, for an empty name or value, and for a value twice."""
     name, equals, values = text.partition("=")
     found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
     if not found or "" in found:
-        raise ValueError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,step")
+        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,step")
     if len({json.dumps(value) for value in found}) < len(found):
-        raise ValueError(f"--vary {text!r}: the same value twice")
+        raise UserError(f"--vary {text!r}: the same value twice")
     return name, found
 
 
 def title(settings: Mapping[str, Any]) -> str:
-    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    return ", ".join(f"{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in settings.items())
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a row each; ratios are to the first that has a rate."""
     rates = [(row.get("samples_per_s_per_gpu") or {}).get("median", 0.0) for row in rows]
     first = next(filter(None, rates), None)
-    shown = [{**row, "title": title(row["settings"])} for row in rows]
+    shown: list[dict[str, Any]] = [{**row, "title": title(row["settings"])} for row in rows]
     for row, rate in zip(shown, rates, strict=True):
         if rate and first:
-            row |= {"ratio": rate / first, "memory_gb": (row["memory_peak_bytes"] or 0) / 1e9}
+            row["ratio"] = rate / first
     return table(COLUMNS, shown)
 
 
 def try_all(arguments: argparse.Namespace, command: Sequence[str]) -> list[dict[str, Any]]:
-    """Run every combination, the last field changing quickest, and keep the rows and their table as they come.
-
-    Raises:
-        ValueError: the configuration or an option is wrong.
-    """
+    """Run every combination, the last field changing quickest, and keep the rows and their table as they come; a UserError
+    where the configuration or an option is wrong."""
     content = read_config(arguments.config)
     if not any(CONFIG in word for word in command):
-        raise ValueError(f"no {CONFIG} in the command after --")
+        raise UserError(f"no {CONFIG} in the command after --")
     for assignment in (*SHORT, *arguments.set):
         content = with_field(content, *parse_assignment(assignment))
     varied = dict(parse_varied(text) for text in arguments.vary)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--folder {folder}: expected a new or empty folder")
+        raise UserError(f"--folder {folder}: expected a new or empty folder")
     choices = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     print(f"{len(choices)} runs in {folder}", flush=True)
     rows: list[dict[str, Any]] = []
@@ -140,11 +122,7 @@ def try_all(arguments: argparse.Namespace, command: Sequence[str]) -> list[dict[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Try all combinations; 1 where none completed.
-
-    Raises:
-        ValueError: the configuration or an option is wrong.
-    """
+    """1 where no run completed, a UserError where the configuration or an option is wrong."""
     parser = make_parser("variants", __doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
@@ -159,9 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
-    rows = try_all(arguments, command)
-    return int(not any(row["state"] == "completed" for row in rows))
+    return int(all(row["state"] != "completed" for row in try_all(arguments, command)))
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    run_alone(main)

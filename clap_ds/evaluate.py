@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
     add(
-        "--deepspeed_config",
-        help="a run's JSON or a packaged one's name, for clap.evaluation",
-        type=Path,
-        metavar="FILE",
+        "--deepspeed_config", help="run with clap.evaluation: JSON, or a packaged one's name", type=Path, metavar="FILE"
     )
     add("--hostfile", help="refuse to run on fewer or more ranks", type=Path, metavar="FILE")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
@@ -98,11 +96,8 @@ def in_options(message: str) -> str:
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
-    """`clap.evaluation` of the configuration, if there is one, with the command line's changes.
-
-    Raises:
-        UserError: nothing to evaluate, options without the task they are for, or values that can't be.
-    """
+    """`clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
+    evaluate, options without the task they are for, and values that can't be."""
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
     classes = _read_classes(arguments.classes) if arguments.classes else None
     zero_shot = {"class_field": arguments.class_field, "templates": arguments.template, "classes": classes}
@@ -110,9 +105,7 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
         changes = {"shards": getattr(arguments, name), **options}
         task = (content.get(name) or {}) | {field: value for field, value in changes.items() if value is not None}
         if task and "shards" not in task:
-            raise UserError(
-                "--class_field, --template and --classes are for zero-shot evaluation: give --zero_shot SHARDS too"
-            )
+            raise UserError("--class_field, --template and --classes are for zero-shot: give --zero_shot SHARDS too")
         content[name] = task or None
     if not (content["retrieval"] or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
@@ -142,11 +135,7 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
 def evaluate_checkpoint(
     settings: EvaluationSettings, arguments: argparse.Namespace, run: RunSettings | None, ranks: Ranks
 ) -> None:
-    """Load, evaluate, print a table and write the JSON. A collective.
-
-    Raises:
-        UserError: on every rank, for a mistake found on any.
-    """
+    """Load, evaluate, print a table and write the JSON. A collective; a mistake found on any rank is every rank's UserError."""
     # Loading torch takes seconds: only for an evaluation that can start.
     import torch
 
@@ -218,9 +207,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         table.add_section()
         table.add_row(f"{TITLES[task]} ({counts})", style="bold")
         for name, measure in result.measures.items():
-            value, low, high, chance = (
-                100 * each for each in (measure.value, measure.low, measure.high, measure.chance)
-            )
+            value, chance, low, high = (100 * each for each in astuple(measure))
             # `retrieval_audio_to_text_r1` is audio to text R@1, `zero_shot_top5` top-5.
             *words, kind = name.removeprefix(f"{task}_").split("_")
             shown = " ".join([*words, MEASURES.get(kind) or kind.replace("top", "top-")])

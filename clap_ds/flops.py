@@ -21,7 +21,9 @@ from rich.table import Table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
+from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.flop_count.analytic import CONVENTIONS, STAGE_VIEWS, TextLengths, forward_components, published_flops
+from clap_ds.flop_count.peaks import utilization
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
@@ -39,16 +41,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
     add("--counters", nargs="+", choices=names, default=names, help="default: all three")
     add("--json", action="store_true", help="print JSON")
+    add(
+        "--samples_per_s",
+        type=float,
+        metavar="R",
+        help="samples/s of one GPU: the MFU that amounts to, by the run's peak",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw both published models by component there, and no more")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Count and print.
-
-    Raises:
-        UserError: a bad configuration or caption length.
-    """
+    """Count and print; a UserError for a bad configuration, caption length or rate."""
     arguments = parse_arguments(argv)
     if arguments.plot is not None:
         from clap_ds.flop_count.picture import draw
@@ -67,6 +71,12 @@ def main(argv: list[str] | None = None) -> None:
         )
     counts, parameters = count(config, text_tokens, arguments.counters)
     report = make_report(config, text_tokens, counts) | {"parameters": parameters}
+    if (rate := arguments.samples_per_s) is not None:
+        if not rate > 0:
+            raise UserError(f"--samples_per_s {rate:g}: expected a number above 0")
+        device = next(iter(nvidia_smi()), "this machine's CPU").split(",")[0].strip()
+        counted = published_flops(config), report["model"]["analytic"] * 1e9
+        report["utilization"] = utilization(*counted, rate, device, run.clap.hardware.peak_tflops)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
@@ -82,9 +92,8 @@ def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> tuple[di
         from clap_ds.flop_count.counters import build, count_by_deepspeed, count_by_torch, parameter_counts
 
         model, functions = build(config), {"deepspeed": count_by_deepspeed, "torch": count_by_torch}
-        return {name: functions[name](model, text_tokens) for name in COUNTERS if name in counters}, parameter_counts(
-            model
-        )
+        counts = {name: functions[name](model, text_tokens) for name in COUNTERS if name in counters}
+        return counts, parameter_counts(model)
 
 
 def make_report(config: ClapConfig, text_tokens: int, counts: dict[str, Count]) -> dict[str, Any]:
@@ -136,10 +145,8 @@ def agreement(report: dict[str, Any], counts: dict[str, Count]) -> str:
     expected = report["model"]["analytic"] * 1e9
     worst = max((abs(found.total / expected - 1) for found in counts.values()), default=0.0)
     if worst > EXACT:
-        return (
-            f"NOT EXPLAINED: counters and the closed form are {100 * worst:.4f} % apart: the model executes something that"
-            " clap_ds/flop_count/analytic.py doesn't know"
-        )
+        unknown = "the model executes something that clap_ds/flop_count/analytic.py doesn't know"
+        return f"NOT EXPLAINED: counters and the closed form are {100 * worst:.4f} % apart: {unknown}"
     return "every counter agrees with the closed form to the last FLOP" if counts else "no counter was asked"
 
 
@@ -159,6 +166,11 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
         notes.append(
             f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
         )
+    if found := report.get("utilization"):
+        percents = (
+            "MFU {mfu_published_percent:.1f} % published, {mfu_model_percent:.1f} % model, of {peak_tflops:g} TFLOPS"
+        )
+        notes.append(percents.format_map(found) if found["peak_tflops"] else found["peak_source"])
     return notes
 
 

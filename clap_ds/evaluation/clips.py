@@ -23,7 +23,6 @@ from clap_ds.data.tar_items import DAMAGE, ContentReader, Place, read_items, wor
 from clap_ds.data.workers import Loader
 
 FIELD = "clap.evaluation"
-PLACEHOLDER = "{}"
 NUM_EXAMPLES = 5  # quoted in errors
 _PIECE = 16  # clips that a worker process hands over at a time
 
@@ -32,13 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One item of a shard.
-
-    Attributes:
-        shard, key: the tar's path and the item's name in it.
-        place: where in the tar the encoded audio lies.
-        described: its text files, by extension.
-    """
+    """One item of a shard: the tar's path, the item's name in it, where the encoded audio lies, its text files by extension."""
 
     shard: str
     key: str
@@ -54,12 +47,13 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
     """The items of tars that hold audio, in order, and what else was met."""
     clips: list[Clip] = []
     broken: list[Broken] = []
+    texts = tuple(f".{extension}" for extension in CAPTION_FORMATS)
 
     def report(name: str, reason: str) -> None:
         broken.append(Broken(name, reason))
 
     for shard in shards:
-        for item in read_items(shard, report, leave=_is_no_text, any_order=True):
+        for item in read_items(shard, report, leave=lambda name: not name.lower().endswith(texts), any_order=True):
             try:
                 described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
                 clips.append(Clip(shard, item["__key__"], choose_audio(item), described))
@@ -68,23 +62,14 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
     return clips, broken
 
 
-def _is_no_text(member: str) -> bool:
-    return not member.lower().endswith(tuple(f".{extension}" for extension in CAPTION_FORMATS))
-
-
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """The classes a clip is of, by its json.
-
-    Raises:
-        BrokenItemError: no json, no such field, or neither a class name nor a list of them.
-    """
+    """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
     content = _content(described)
     if not isinstance(content, dict) or field not in content:
         raise BrokenItemError(f"no {field} in its json")
     names = [content[field]] if isinstance(content[field], str) else content[field]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
-        found = repr(content[field])
-        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {found}")
+        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {content[field]!r}")
     return list(dict.fromkeys(name.strip() for name in names))
 
 
@@ -99,13 +84,8 @@ def _content(described: Mapping[str, bytes]) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task uses.
-
-    Attributes:
-        clips: their numbers among all.
-        captions: of each clip, or of each class.
-        classes: numbers of the classes that each clip is of; None for retrieval.
-    """
+    """What a task uses: numbers of clips among all, the captions of each clip or, for zero-shot, of each class, and there the
+    numbers of the classes that each clip is of."""
 
     clips: list[int]
     captions: list[list[str]]
@@ -117,11 +97,7 @@ Note = Callable[[Iterable[Broken]], None]
 
 
 def plan_retrieval(clips: Numbered, note: Note) -> Plan:
-    """The clips that have a caption; `note` is called with the others.
-
-    Raises:
-        ValueError: none has.
-    """
+    """The clips that have a caption, a ValueError if none has; `note` is called with the others."""
     found, broken = _read(clips, captions_of)
     note(broken)
     if not found:
@@ -136,8 +112,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
         ValueError: none has, a class that isn't among those expected, fewer than two classes, a template without {}.
     """
     for template in settings.templates:
-        if PLACEHOLDER not in template:
-            expected = f"expected {PLACEHOLDER} where the class name goes"
+        if "{}" not in template:
+            expected = "expected {} where the class name goes"
             raise ValueError(f"{FIELD}.zero_shot.templates: {expected}, found {template!r}")
     found, broken = _read(clips, lambda described: classes_of(described, settings.class_field))
     note(broken)
@@ -149,8 +125,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [name] for name in sorted(examples)}
     _check_classes(classes, examples, settings.class_field)
-    templates, all_names = settings.templates, classes.values()
-    captions = [[text.replace(PLACEHOLDER, name) for name in names for text in templates] for names in all_names]
+    templates = settings.templates
+    captions = [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
     index = {name: number for number, name in enumerate(classes)}
     return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()])
 
@@ -172,7 +148,7 @@ def _nothing_usable(task: str, wanted: str, broken: list[Broken]) -> ValueError:
 
 
 def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_field: str) -> None:
-    """Args: found: a clip of each class that the shards have."""
+    """`found`: a clip of each class that the shards have."""
     field = f"{FIELD}.zero_shot.classes"
     for name, names in classes.items():
         if not names or not all(each.strip() for each in names):
@@ -193,12 +169,9 @@ def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_
 
 
 class _ClipAudio(Dataset[Tensor | str]):
-    """Waveforms of clips, (num_samples,) float32, or the reason why one can't be had."""
-
     def __init__(self, clips: list[Clip], audio: AudioConfig) -> None:
         self.reader = ContentReader()
-        self._clips = clips
-        self._audio = audio
+        self._clips, self._audio = clips, audio
 
     def __len__(self) -> int:
         return len(self._clips)
@@ -222,14 +195,8 @@ class _Middle(random.Random):
 
 
 def load_audio(clips: list[Clip], audio: AudioConfig, *, num_workers: int) -> Iterator[Tensor | str]:
-    """Waveforms of clips in order, or the reason why one can't be had.
-
-    Args:
-        num_workers: processes that decode; 0: this one.
-
-    Raises:
-        WorkerError: one of these processes was killed.
-    """
+    """Waveforms of clips in order, (num_samples,) float32, or the reason why one can't be had. Decoded by `num_workers`
+    processes (0: by this one); a WorkerError where one of these was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio), min(num_workers, len(clips))

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,21 +33,17 @@ from clap_ds.model.clap import ClapModel
 
 MAX_NOTES = 20  # lines about broken items at a time
 
-T = TypeVar("T")
-
 
 @dataclass
 class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
 
     Attributes:
-        settings: what to evaluate.
-        model_config: of the models to come.
+        model_config: of the models to come, which are on `device`.
         tokenizer_name: hub name or folder.
         text_tokens: caption length, padding included.
         micro_batch: clips or captions per rank and forward pass.
         ranks: of the process group, or a single one without any.
-        device: where the models are.
 
     Raises:
         AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes or templates that
@@ -75,20 +69,17 @@ class Evaluator:
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
     def _prepare(self) -> None:
-        field, name, vocab_size = f"{FIELD}.tokenizer", self.tokenizer_name, self.model_config.text.vocab_size
-        if name is None:
-            raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
-        self._tokenizer = _renamed(
-            field, tokenizer.FIELD, lambda: tokenizer.load_tokenizer(name, vocab_size=vocab_size)
-        )
-        tasks = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
-        wanted = {task: chosen.shards for task, chosen in tasks.items() if chosen is not None}
-        if not wanted:
+        if self.tokenizer_name is None:
+            raise ValueError(f"{FIELD}.tokenizer: missing: the tokenizer that the model's captions are for")
+        with _about(f"{FIELD}.tokenizer", tokenizer.FIELD):
+            vocab_size = self.model_config.text.vocab_size
+            self._tokenizer = tokenizer.load_tokenizer(self.tokenizer_name, vocab_size=vocab_size)
+        shards: dict[str, list[str]] = {}
+        for task, chosen in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
+            with _about(f"{FIELD}.{task}.shards", shard_list.FIELD):
+                shards |= {task: shard_list.expand_shards(chosen.shards)} if chosen else {}
+        if not shards:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        shards = {
-            task: _renamed(f"{FIELD}.{task}.shards", shard_list.FIELD, partial(shard_list.expand_shards, patterns))
-            for task, patterns in wanted.items()
-        }
         self._clips, broken = list_clips(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
         self._note(broken)
         for task, paths in shards.items():
@@ -102,8 +93,7 @@ class Evaluator:
                 self._plans[task] = plan_retrieval(clips, self._note)
             elif self.settings.zero_shot is not None:
                 self._plans[task] = plan_zero_shot(clips, self.settings.zero_shot, self._note)
-        for task, plan in self._plans.items():
-            self._check_any_decodes(f"{FIELD}.{task}.shards", plan.clips)
+            self._check_any_decodes(f"{FIELD}.{task}.shards", self._plans[task].clips)
 
     def _check_any_decodes(self, field: str, numbers: list[int]) -> None:
         """Decode until one clip is sound, usually the first."""
@@ -160,8 +150,8 @@ class Evaluator:
             return evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
         classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
         is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
-        for row, place in enumerate(used):
-            is_of_class[row, plan.classes[place]] = True
+        for row, place in zip(is_of_class, used, strict=True):
+            row[plan.classes[place]] = True
         return evaluate_zero_shot(features, classes, is_of_class.to(self.device), self.ranks, resample=resample)
 
     def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
@@ -183,10 +173,11 @@ class Evaluator:
                 on_batch(len(rows))
         except WorkerError as error:
             problem = f"rank {self.ranks.rank}: {error}"
-        everywhere = gather((broken, problem))
-        if problems := [theirs for _, theirs in everywhere if theirs is not None]:
-            raise WorkerError(problems[0])
-        failed = {number: reason for each, _ in everywhere for number, reason in each.items()}
+        failed: dict[int, str] = {}
+        for theirs, their_problem in gather((broken, problem)):
+            if their_problem is not None:
+                raise WorkerError(their_problem)
+            failed |= theirs
         return self._gather(rows, len(self._clips)), failed
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
@@ -232,9 +223,10 @@ def _evaluating(model: ClapModel) -> Iterator[None]:
             module.training = training
 
 
-def _renamed(field: str, theirs: str, build: Callable[[], T]) -> T:
-    """What `build` gives; its errors are about `field`, not the training data's."""
+@contextmanager
+def _about(field: str, theirs: str) -> Iterator[None]:
+    """Errors within are about `field`, not the training data's."""
     try:
-        return build()
+        yield
     except ValueError as error:
         raise ValueError(str(error).replace(theirs, field)) from None

@@ -75,12 +75,10 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """In words of JSON."""
-        return {
-            "metrics": self.metrics,
-            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
-            "num_broken_items": len(self.broken),
-            "broken_items": [asdict(broken) for broken in self.broken],
-        }
+        tasks = {name: asdict(task) for name, task in self.tasks.items()}
+        broken_items = [asdict(broken) for broken in self.broken]
+        counted = {"num_broken_items": len(broken_items), "broken_items": broken_items}
+        return {"metrics": self.metrics, "tasks": tasks, **counted}
 
 
 def wilson(proportion: float, number: int) -> tuple[float, float]:
@@ -123,12 +121,7 @@ def _retrieval_means(found: Tally, num_relevant_Q: Tensor) -> dict[str, float]:
 
 
 def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
-    """(classes, D), fp32 rows of length 1: the mean of each class's captions' features.
-
-    Args:
-        captions: of each class.
-        text_MD: their features in the same order.
-    """
+    """(classes, D), fp32 rows of length 1: the mean of the features of each class's captions, held by `text_MD` in order."""
     means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
     return F.normalize(torch.stack(means), dim=-1).float()
 

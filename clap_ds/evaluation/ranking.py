@@ -110,16 +110,10 @@ def average_precision_by_similarity(
 
 
 def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
-    """Average precision over all candidates, (Q,) float64; NaN where none is relevant.
-
-    Args:
-        scores_QC: floating; NaN ranks last.
-        relevant_QC: bool.
-    """
-    values, order = _nan_last(scores_QC).sort(dim=1, descending=True, stable=True)
-    descending = -values
-    above = torch.searchsorted(descending, descending)
-    end = torch.searchsorted(descending, descending, right=True)
+    """Average precision over all candidates, (Q,) float64; NaN where none is relevant. `relevant_QC` is bool; NaN scores rank
+    last."""
+    negated, order = (-_nan_last(scores_QC)).sort(dim=1, stable=True)
+    above, end = torch.searchsorted(negated, negated), torch.searchsorted(negated, negated, right=True)
     counts = torch.nn.functional.pad(relevant_QC.gather(1, order).long().cumsum(1), (1, 0))
     relevant_above = counts.gather(1, above)
     found = Tally(above, end - above, relevant_above, counts.gather(1, end) - relevant_above)

@@ -69,19 +69,16 @@ def utilization(
     TFLOPS (of the work really done), and the peak. Without a peak there is no percentage, and `peak_source` says what to do.
 
     Args:
-        published_flops: forward FLOPs a sample in the published convention.
-        model_flops: forward FLOPs a sample of the work really done.
-        samples_per_s: samples per second of one device.
-        device_name: as the driver gives it.
+        published_flops, model_flops: forward FLOPs a sample in the published convention, and of the work really done.
+        samples_per_s: of one device, whose name is as the driver gives it.
         override_tflops: `clap.hardware.peak_tflops`.
-        recomputed_flops: of those, the FLOPs that activation checkpointing does once more in the backward pass. They count
+        recomputed_flops: of the work really done, what activation checkpointing does once more in the backward pass. It counts
             as hardware's (`hfu_percent`), never as the model's.
     """
     peak = peak_for(device_name, override_tflops)
-    published, achieved = (
-        TRAINING_OVER_FORWARD * each * samples_per_s / 1e12 for each in (published_flops, model_flops)
-    )
-    hardware = achieved + recomputed_flops * samples_per_s / 1e12
+    per_s = samples_per_s / 1e12
+    published, achieved = (TRAINING_OVER_FORWARD * each * per_s for each in (published_flops, model_flops))
+    hardware = achieved + recomputed_flops * per_s
     missing = (
         f"no MFU: the peak of {device_name!r} is not known; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'

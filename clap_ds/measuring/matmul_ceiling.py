@@ -16,13 +16,8 @@ CPU_SIZE = 1024  # larger ones would take too long
 def measure_matmul_tflops(
     device: torch.device, size: int | None = None, *, warm_up_s: float = 1.0, measure_s: float = 2.0
 ) -> float:
-    """TFLOPS of bf16 square matrix products with random data, median over short windows; a few seconds.
-
-    Args:
-        size: rows and columns; None: as large as the device needs to be busy.
-        warm_up_s: seconds of products before measuring, for clocks to settle under load.
-        measure_s: seconds of products that are measured.
-    """
+    """TFLOPS of bf16 square matrix products with random data, median over short windows. `size`: rows and columns (None: as
+    many as keep the device busy); `warm_up_s`: for clocks to settle under load."""
     size = size or (GPU_SIZE if device.type == "cuda" else CPU_SIZE)
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty_like(a)}

@@ -67,11 +67,8 @@ class Measurement:
 
 
 def measure(session: Session) -> Summary:
-    """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars.
-
-    Returns:
-        The summary; on ranks other than 0 an empty dict.
-    """
+    """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars. Returns the summary,
+    on ranks other than 0 an empty one."""
     protocol = session.run.clap.bench
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(protocol.steps_per_window * session.samples_per_step)
@@ -83,9 +80,8 @@ def measure(session: Session) -> Summary:
             measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
             of_windows = measurement.samples_per_s_per_gpu
             samples_per_s = of_windows[-1] * session.ranks.world_size
-            progress.advance(
-                protocol.steps_per_window, f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
-            )
+            shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
+            progress.advance(protocol.steps_per_window, shown)
             if session.ranks.is_first:
                 session.record.update_summary(samples_per_s_per_gpu=rates(of_windows))
                 session.record.add_scalars(session.engine.steps, bench__samples_per_s=samples_per_s)
@@ -130,21 +126,15 @@ def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
         data_wait_s.append(timer.seconds["data_wait"])
         clock.mark()
     window_s, step_s = clock.stop()
-    window = _gather_window(session, window_s, step_s, data_wait_s)
+    own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
+    columns = gather_tensor(own).T.tolist()  # every rank's times, on every rank
+    window = Window(columns[0], columns[1 : 1 + num_steps], columns[1 + num_steps :])
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
     if session.ranks.is_first:
         _write_steps(session, window, (loss_means / session.ranks.world_size).tolist(), number)
     session.engine.check_loss()
     return window
-
-
-def _gather_window(session: Session, window_s: float, step_s: list[float], data_wait_s: list[float]) -> Window:
-    """Bring every rank's times together on every rank."""
-    num_steps = len(step_s)
-    own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
-    columns = gather_tensor(own).T
-    return Window(columns[0].tolist(), columns[1 : 1 + num_steps].tolist(), columns[1 + num_steps :].tolist())
 
 
 def _write_steps(session: Session, window: Window, losses: list[float], number: int | None) -> None:

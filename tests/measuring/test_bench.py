@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,26 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.ranks import free_port
-from tests.training.training_commands import RunningRanks, environment, make_sounds, shard_data
+from tests.training.training_commands import (
+    RunningRanks,
+    deepspeed_launcher,
+    environment,
+    make_sounds,
+    shard_data,
+    wait_until,
+)
 
 BENCH = "clap_ds/bench.py"
+REFUSED = "DeepSpeed refuses the configuration"
 WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
 
 
 def _launcher(name: str) -> list[str]:
-    port = str(free_port())
-    return {
-        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-        "python": [sys.executable],
-    }[name]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    return {"deepspeed": deepspeed_launcher(), "torchrun": [sys.executable, *torchrun], "python": [sys.executable]}[
+        name
+    ]
 
 
 def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
@@ -96,23 +101,18 @@ def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
     summary = _summary(config)
     lines = [json.loads(line) for line in (_run_directory(config) / "metrics.jsonl").read_text().splitlines()]
     assert summary["global_batch"] == 12
-    assert summary["samples_per_s_per_gpu"]["windows"][0] == pytest.approx(
-        24 / sum(line["time_s"] for line in lines[1:3]), rel=0.2
-    )
+    rate = 24 / sum(line["time_s"] for line in lines[1:3])
+    assert summary["samples_per_s_per_gpu"]["windows"][0] == pytest.approx(rate, rel=0.2)
 
 
 @pytest.mark.parametrize(
     ("launcher", "changes", "message"),
     [
         ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("deepspeed", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
+        ("deepspeed", {"bf16": {"enabled": "perhaps"}}, REFUSED),
         ("python", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("two ranks", {"bf16": {"enabled": "perhaps"}}, "DeepSpeed refuses the configuration"),
-        (
-            "two ranks",
-            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-            "DeepSpeed refuses the configuration",
-        ),
+        ("two ranks", {"bf16": {"enabled": "perhaps"}}, REFUSED),
+        ("two ranks", {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, REFUSED),
     ],
 )
 def test_bad_settings_give_one_message_and_exit_code_2(
@@ -146,33 +146,26 @@ def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> Non
     assert "step 2" in summary["error"]
 
 
-def test_exhausted_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:
-    config = write_run(train_micro_batch_size_per_gpu=10**12)
-    result = _bench(config)
-    assert result.returncode == 1
-    summary = _summary(config)
-    assert summary["state"] == "out_of_memory"
-    assert f"micro-batch {10**12}" in summary["error"]
+ON_GPU = {"clap": {"data": {"source": "synthetic", "placement": "device", "num_batches": 1}}}
 
 
-@pytest.mark.gpu
-def test_exhausted_gpu_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:
-    synthetic = {"source": "synthetic", "placement": "device", "num_batches": 1}
-    config = write_run(train_micro_batch_size_per_gpu=10**6, clap={"data": synthetic})
+@pytest.mark.parametrize(
+    ("micro_batch", "changes"), [(10**12, {}), pytest.param(10**6, ON_GPU, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
+)
+def test_exhausted_memory_is_recorded_with_the_micro_batch(
+    write_run: WriteRun, micro_batch: int, changes: dict[str, Any]
+) -> None:
+    config = write_run(train_micro_batch_size_per_gpu=micro_batch, **changes)
     assert _bench(config).returncode == 1
     assert _summary(config)["state"] == "out_of_memory"
-    assert "micro-batch 1000000" in _summary(config)["error"]
+    assert f"micro-batch {micro_batch}" in _summary(config)["error"]
 
 
 @pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "timeout")])
 def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.Signals, state: str) -> None:
     config = write_run(clap={"bench": {"warmup_steps": 100000}})
     process = Command([BENCH, "--deepspeed_config", str(config)], env=environment())
-    deadline = time.monotonic() + 120
-    while not list(config.parent.glob("runs/*/metrics.jsonl")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or process.poll() is not None)
     assert _summary(config)["state"] == "running"
     process.send_signal(number)
     assert process.wait(timeout=60) == 128 + number
@@ -196,9 +189,10 @@ def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
 
 
 def test_shards_that_are_all_broken_end_the_run(write_run: WriteRun, sounds: Path, tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"broken-{number}.tar").write_bytes(b"this is not a tar file" * 100)
-    data = shard_data(sounds) | {"shards": [str(tmp_path / f"broken-{number}.tar") for number in range(2)]}
+    broken = [tmp_path / f"broken-{number}.tar" for number in range(2)]
+    for path in broken:
+        path.write_bytes(b"this is not a tar file" * 100)
+    data = shard_data(sounds) | {"shards": list(map(str, broken))}
     result = _bench(write_run(clap={"data": data}), "two ranks")
     assert result.returncode in (1, 2)
     assert "broken-" in result.stderr
