@@ -31,12 +31,11 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """How fast B is relative to A at one scale."""
+    """How fast B is at one scale: its samples/s/GPU over A's."""
 
     a: Row
     b: Row
     ratio: float
-    """B's samples/s/GPU over A's."""
     interval: tuple[float, float] | None
     interval_from: str
 
@@ -57,12 +56,9 @@ class Comparison:
 
 
 def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
-    """Pair the rows of A and B and divide.
+    """Pair the rows of A and B by model, nodes and GPUs (two single runs whatever they are) and divide.
 
-    Rows are paired by model, nodes and GPUs; two single runs are paired whatever they are.
-
-    Raises:
-        UserError: one of them has no rate, or no scale of one is in the other.
+    Raises UserError where one of them has no rate, or no scale of one is in the other.
     """
     a_rows, b_rows = _measured(a_runs, "A"), _measured(b_runs, "B")
     if len(a_rows) == len(b_rows) == 1:
@@ -74,35 +70,33 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
         alike = [b for b in partners if b.scaling == a.scaling] or partners
         found += [_ratio(a, b) for b in alike[:1]]
     if not found:
-        raise UserError(f"A has {_scales(a_rows)} and B has {_scales(b_rows)}: no model and scale in common")
+        a_scales, b_scales = (
+            ", ".join(f"{row.model or 'model not stated'} on {row.nodes} nodes × {row.gpus} GPUs" for row in rows)
+            for rows in (a_rows, b_rows)
+        )
+        raise UserError(f"A has {a_scales} and B has {b_scales}: no model and scale in common")
     return found
 
 
 def _measured(runs: Sequence[Run], name: str) -> list[Row]:
     rows = scaling_table(runs)
-    measured = [row for row in rows if row.rate]
-    if not measured:
-        states = ", ".join(dict.fromkeys(row.state for row in rows))
-        raise UserError(f"{name}: no rate was measured (state: {states})")
-    return measured
-
-
-def _scales(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{row.model or 'model not stated'} on {row.nodes} nodes × {row.gpus} GPUs" for row in rows)
+    if measured := [row for row in rows if row.rate]:
+        return measured
+    states = ", ".join(dict.fromkeys(row.state for row in rows))
+    raise UserError(f"{name}: no rate was measured (state: {states})")
 
 
 def _ratio(a: Row, b: Row, a_windows: Sequence[float] = (), b_windows: Sequence[float] = ()) -> Comparison:
-    assert a.rate
-    assert b.rate
     if min(len(a_windows), len(b_windows)) >= FEWEST_WINDOWS:
         described = f"95 % bootstrap of the medians of {len(b_windows)} and {len(a_windows)} windows"
         ratio = median(b_windows) / median(a_windows)
         return Comparison(a, b, ratio, bootstrap_ratio(b_windows, a_windows), described)
+    assert a.rate
+    assert b.rate
     ratio = b.rate / a.rate
-    a_error, b_error = a.samples_per_s_per_gpu_2sigma, b.samples_per_s_per_gpu_2sigma
-    if a_error is None or b_error is None:
+    error = ratio_uncertainty(b.rate, b.samples_per_s_per_gpu_2sigma, a.rate, a.samples_per_s_per_gpu_2sigma)
+    if error is None:
         return Comparison(a, b, ratio, None, "no interval: not both state their spread")
-    error = ratio_uncertainty(b.rate, b_error, a.rate, a_error)
     described = f"first-order propagation; A: {a.uncertainty_from}, B: {b.uncertainty_from}"
     return Comparison(a, b, ratio, (ratio - error, ratio + error), described)
 
@@ -123,8 +117,8 @@ def render(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         a, b = comparison.a, comparison.b
         titles = dict.fromkeys(f"{row.title}, {row.nodes} nodes × {row.gpus} GPUs" for row in (a, b))
-        facts = [[label, a.cell(column), b.cell(column)] for column, label in _FACTS.items()]
-        facts = [row for row in facts if row[1] or row[2]]
+        cells = ([label, a.cell(column), b.cell(column)] for column, label in _FACTS.items())
+        facts = [row for row in cells if row[1] or row[2]]
         blocks = [f"### {' and '.join(titles)}", comparison.verdict, markdown_table(("", "A", "B"), facts)]
         parts.append("\n\n".join([*blocks, *_changes(comparison.part_changes)]) + "\n")
     return "\n".join(parts)
@@ -151,9 +145,8 @@ def _changes(changes: Sequence[tuple[str, float, float]]) -> list[str]:
 
 
 def main() -> None:
-    options = parse_options(
-        "Compare two runs or tables: how much faster is B than A, and where.", "a", "b", *INPUT_OPTIONS
-    )
+    description = "Compare two runs or tables: how much faster is B than A, and where."
+    options = parse_options(description, "a", "b", *INPUT_OPTIONS)
     print(render(compare(read_runs([options.a], options), read_runs([options.b], options))), end="")
 
 

@@ -18,22 +18,17 @@ from clap_ds.config.errors import UserError, run_alone
 
 @dataclass(frozen=True)
 class Cost:
-    """Time and GPU-hours of a number of samples at one scale."""
+    """Time, GPU-hours and, where there is a price, money (in its unit) of a number of samples at one scale."""
 
     row: Row
     samples_per_s: float
     hours: float
     gpu_hours: float
     money: float | None
-    """In the unit of the price; None without one."""
 
 
 def costs(rows: Sequence[Row], samples: float, price_per_gpu_hour: float | None = None) -> list[Cost]:
-    """Cost of `samples` (repetitions counted each time) at every row that has a rate, in the rows' order.
-
-    Raises:
-        UserError: no row has a rate.
-    """
+    """Cost of `samples` (repetitions counted each time) at every row that has a rate; UserError where none has."""
     found = []
     for row in rows:
         if row.rate:
@@ -57,17 +52,14 @@ def render(found: Sequence[Cost], deadline_hours: float | None = None) -> str:
     parts = []
     for rows in by_series([cost.row for cost in found]):
         members = [cost for cost in found if cost.row.series == rows[0].series]
-        columns = {
-            "nodes": [str(cost.row.nodes) for cost in members],
-            "GPUs": [str(cost.row.gpus) for cost in members],
-            "samples/s": [significant(cost.samples_per_s) for cost in members],
-            "hours": [significant(cost.hours) for cost in members],
-            "GPU-hours": [significant(cost.gpu_hours) for cost in members],
-            "cost": [f"{cost.money:.2f}" for cost in members if cost.money is not None],
-            "in time": ["yes" if cost.hours <= deadline_hours else "no" for cost in members if deadline_hours],
-        }
-        columns = {name: cells for name, cells in columns.items() if cells}
-        table = markdown_table(tuple(columns), list(zip(*columns.values(), strict=True)))
+        header, body = ["nodes", "GPUs", "samples/s", "hours", "GPU-hours"], []
+        header += ["cost"] * (members[0].money is not None) + ["in time"] * (deadline_hours is not None)
+        for cost in members:
+            cells = cost.row.cells("nodes", "gpus")
+            cells += map(significant, (cost.samples_per_s, cost.hours, cost.gpu_hours))
+            cells += [f"{cost.money:.2f}"] if cost.money is not None else []
+            body.append(cells + ["yes" if cost.hours <= limit else "no" for limit in [deadline_hours] if limit])
+        table = markdown_table(header, body)
         parts += [f"### {rows[0].title}", table, _verdict(members, deadline_hours)]
     return "\n\n".join(parts) + "\n"
 
@@ -76,21 +68,17 @@ def _verdict(members: Sequence[Cost], deadline_hours: float | None) -> str:
     best = cheapest(members, deadline_hours)
     if best is None:
         fastest = min(members, key=lambda cost: cost.hours)
-        return (
-            f"No measured scale meets {deadline_hours:g} hours; the fastest, {fastest.row.gpus} GPUs, takes "
-            f"{significant(fastest.hours)} hours."
-        )
+        takes = f"the fastest, {fastest.row.gpus} GPUs, takes {significant(fastest.hours)} hours"
+        return f"No measured scale meets {deadline_hours:g} hours; {takes}."
     money = f", {best.money:.2f}" if best.money is not None else ""
     within = f" within {deadline_hours:g} hours" if deadline_hours is not None else ""
-    return (
-        f"Cheapest{within}: {best.row.nodes} nodes, {best.row.gpus} GPUs: {significant(best.hours)} hours, "
-        f"{significant(best.gpu_hours)} GPU-hours{money}."
-    )
+    spent = f"{significant(best.hours)} hours, {significant(best.gpu_hours)} GPU-hours{money}"
+    return f"Cheapest{within}: {best.row.nodes} nodes, {best.row.gpus} GPUs: {spent}."
 
 
 def main() -> None:
     description = "GPU-hours and money for a number of samples at each measured scale."
-    options = parse_options(description, "tables", *COST_OPTIONS, required=["--samples"])
+    options = parse_options(description, "tables", *COST_OPTIONS, required="--samples")
     rows = [row for path in options.tables for row in read_table(path)]
     print(render(costs(rows, options.samples, options.price_per_gpu_hour), options.deadline_hours), end="")
 

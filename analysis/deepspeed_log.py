@@ -118,8 +118,7 @@ class Scan:
 
     def read(self, block: bytes) -> None:
         """Take in the lines of a block, in the order they stand."""
-        if b"\x1b[" in block:
-            block = _ANSI.sub(b"", block)
+        block = _ANSI.sub(b"", block) if b"\x1b[" in block else block
         found: list[tuple[int, str, re.Match[bytes]]] = []
         for kind, marker, pattern in _PATTERNS:
             if marker in block:
@@ -166,8 +165,7 @@ class Scan:
                 self.repeated += 1
                 return
             attempt = self._restart()
-        if match[4]:
-            attempt.max_memory_gib = max(attempt.max_memory_gib, float(match[4]))
+        attempt.max_memory_gib = max(attempt.max_memory_gib, float(match[4] or 0))
         previous_step, previous_average = attempt.last_step, attempt.last_average
         attempt.last_step, attempt.last_average = step, average
         attempt.interval = min(attempt.interval, step - previous_step) if previous_step else step
@@ -184,11 +182,7 @@ class Scan:
 
 
 def scan_log(path: Path, warmup_steps: int = 10) -> Scan:
-    """Read a DeepSpeed log, plain or gzip (by content, not by name), no window of which covers a start's first steps.
-
-    Raises:
-        UserError: the file can't be read.
-    """
+    """Read a DeepSpeed log, plain or gzip (by content, not by name), no window of which covers a start's first steps."""
     scan = Scan(warmup_steps)
     try:
         with path.open("rb") as raw:
@@ -234,9 +228,7 @@ def read_log(path: Path, warmup_steps: int = 10, gpus: int | None = None) -> lis
     """Runs of a DeepSpeed log: one per shape (nodes, GPUs, batch), restarts of the same shape taken together.
 
     Where the log doesn't say how many GPUs there are it is `gpus`; rates are of all of them where that isn't given either.
-
-    Raises:
-        UserError: empty, binary, no throughput, or only zero or infinite throughput; says which.
+    Raises UserError where the file can't be read, is empty or binary, or has no throughput that is possible; says which.
     """
     scan = scan_log(path, warmup_steps)
     measured = [attempt for attempt in scan.attempts if attempt.last_step]
@@ -277,9 +269,8 @@ def _run(path: Path, attempts: list[Attempt], scan: Scan, given_gpus: int) -> Ru
     micro_batch = shape.get("micro_batch") or shape.get("global_batch", 0) // gpus // accumulation
     steps = sum(attempt.breakdown_steps for attempt in attempts)
     sums_ms = [sum(column) for column in zip(*(attempt.breakdown_ms for attempt in attempts), strict=True)]
-    parts: dict[str, Any] = {
-        f"{name}_s": ms / steps / 1000 for name, ms in zip(BREAKDOWN_PHASES, sums_ms, strict=True) if steps
-    }
+    totals = zip(BREAKDOWN_PHASES, sums_ms, strict=True)
+    parts: dict[str, Any] = {f"{name}_s": ms / steps / 1000 for name, ms in totals if steps}
     return Run(
         source=str(path), kind="log", state=last.state, precision=last.precision,
         nodes=shape.get("nodes", 0), gpus=shape.get("gpus", 0),

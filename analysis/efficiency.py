@@ -19,7 +19,7 @@ from typing import Any
 
 from clap_ds.analysis.published import FORWARD_GFLOPS, published_mfu_percent, wrong_claims
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.table import Row, Run, by_series, markdown_table, significant, write_csv, write_text
+from clap_ds.analysis.table import Row, Run, by_series, markdown_table, significant, write_csv
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
 from clap_ds.record.statistics import median_interval
@@ -51,10 +51,7 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
 
     A series is one model on one kind of GPU at one precision and caption length, with the batch per GPU constant
     (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline, usually) has a row
-    in each.
-
-    Raises:
-        UserError: `baseline_nodes` is given and no series has it.
+    in each. Raises UserError where no series has the `baseline_nodes` given.
     """
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
@@ -85,14 +82,11 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", _global_batch)):
         for size in sorted({size for run in group if (size := size_of(run))}):
             members = [run for run in group if size_of(run) == size]
-            if len({run.gpus for run in members}) > 1:
-                found.append((name, members))
+            found += [(name, members)] if len({run.gpus for run in members}) > 1 else []
     placed = {id(run) for _, members in found for run in members}
-    alone: dict[int | None, list[Run]] = defaultdict(list)
-    for run in group:
-        if id(run) not in placed:
-            alone[run.batch_per_gpu].append(run)
-    return found + [("", members) for members in alone.values()]
+    alone = [run for run in group if id(run) not in placed]
+    sizes = dict.fromkeys(run.batch_per_gpu for run in alone)
+    return found + [("", [run for run in alone if run.batch_per_gpu == size]) for size in sizes]
 
 
 def _global_batch(run: Run) -> int | None:
@@ -104,7 +98,7 @@ def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> l
     for run in runs:
         scales[run.nodes, run.gpus].append(run)
     rows = [combine_repeats(scaling, members) for _, members in sorted(scales.items())]
-    baseline = find_baseline(rows, baseline_nodes)
+    baseline = _baseline(rows, baseline_nodes)
     claims = {(run.nodes, run.gpus): run.claims for run in runs if run.claims}
     rows = [_with_efficiency(row, baseline, claims) for row in rows]
     notes = []
@@ -123,11 +117,9 @@ def _with_notes(row: Row, notes: Iterable[str]) -> Row:
 
 def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
-    first = runs[0]
-    with_rate = [run for run in runs if run.rate]
+    first, with_rate = runs[0], [run for run in runs if run.rate]
     used = [run for run in with_rate if run.state in GOOD_STATES] or with_rate
-    rate = _median(used, "samples_per_s_per_gpu")
-    total = used[0].samples_per_s if len(used) == 1 else None
+    rate, total = _median(used, "samples_per_s_per_gpu"), used[0].samples_per_s if len(used) == 1 else None
     peak = next(filter(None, (run.peak_tflops for run in used)), None)
     breakdown = _mean_breakdown(used)
     exposed = breakdown.get("exposed_communication_s")
@@ -138,8 +130,9 @@ def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
     averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent")
     medians: dict[str, Any] = {name: _median(used, name) for name in averaged}
     identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu")
+    medians |= {name: getattr(first, name) for name in identity}
     return Row(
-        **{name: getattr(first, name) for name in identity}, **medians, **breakdown, scaling=scaling,
+        **medians, **breakdown, scaling=scaling,
         samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
         mfu_percent=published_mfu_percent(first.model, rate, peak) if rate else None, peak_tflops=peak,
         samples_per_s_per_gpu_2sigma=spread, uncertainty_from=spread_from, repeats=len(used),
@@ -216,40 +209,33 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def find_baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
-    """The row others are divided by: of the least (or the given) node count, the one with most GPUs.
-
-    Where every row has the same node count it is the one with fewest GPUs.
-    """
+def _baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
+    """Of the least (or the given) node count, the row with most GPUs; with fewest where all have one node count."""
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
     fewest = 1 if len({row.nodes for row in measured}) == 1 and baseline_nodes is None else -1
     return min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
 
 
-def ratio_uncertainty(top: float, top_error: float, bottom: float, bottom_error: float) -> float:
-    """Error of top / bottom for independent errors, to first order (delta method)."""
+def ratio_uncertainty(top: float, top_error: float | None, bottom: float, bottom_error: float | None) -> float | None:
+    """Error of top / bottom for independent errors, to first order (delta method); None where one isn't known."""
+    if top_error is None or bottom_error is None:
+        return None
     return top / bottom * math.hypot(top_error / top, bottom_error / bottom)
 
 
 def _with_efficiency(row: Row, baseline: Row | None, claims: Mapping[tuple[int, int], Mapping[str, str]]) -> Row:
     """The row with its efficiency, and notes of digits its table states that don't follow from its own samples/s."""
-    if row.rate is None:
-        return row
     if baseline is None:
-        return _with_notes(row, ["no baseline: efficiency not given"])
-    assert row.samples_per_s
-    assert baseline.rate
-    assert baseline.samples_per_s
+        return _with_notes(row, ["no baseline: efficiency not given"] if row.rate else [])
+    if not (row.rate and row.samples_per_s and baseline.rate and baseline.samples_per_s):
+        return row
     errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
-    uncertainty = None
-    if errors[0] is not None and errors[1] is not None:
-        uncertainty = 0.0 if row is baseline else 100 * ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
+    uncertainty = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
     row = replace(
-        row,
-        scaling_efficiency_percent=100 * row.rate / baseline.rate,
-        scaling_efficiency_2sigma_percent=uncertainty,
+        row, scaling_efficiency_percent=100 * row.rate / baseline.rate,
+        scaling_efficiency_2sigma_percent=uncertainty and 100 * uncertainty * (row is not baseline),
         speedup=row.samples_per_s / baseline.samples_per_s,
-    )
+    )  # fmt: skip
     cells, base = claims.get((row.nodes, row.gpus)), claims.get((baseline.nodes, baseline.gpus))
     wrong = wrong_claims(cells, row.gpus, row.model, row.peak_tflops, base, baseline.gpus) if cells else {}
     unlike = "which does not follow from its samples/s"
@@ -270,25 +256,22 @@ def render(rows: Sequence[Row]) -> str:
         if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from)):
             blocks.append(f"± from: {spread}.")
         if members[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in members):
-            blocks.append(
-                "MFU published: forward cost at 514 text tokens, as the published tables count; MFU model: work done."
-            )
+            counted = "forward cost at 514 text tokens, as the published tables count"
+            blocks.append(f"MFU published: {counted}; MFU model: work done.")
         parts += [*blocks, *(f"[{number}] {note}" for note, number in notes.items())]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
-    options = parse_options(
-        "Scaling efficiency and MFU of runs, logs or tables.",
-        *("inputs", "--baseline_nodes", "--csv", "--markdown", *INPUT_OPTIONS),
-    )
+    names = ("inputs", "--baseline_nodes", "--csv", "--markdown", *INPUT_OPTIONS)
+    options = parse_options("Scaling efficiency and MFU of runs, logs or tables.", *names)
     rows = scaling_table(read_runs(options.inputs, options), options.baseline_nodes)
     text = render(rows)
     print(text, end="")
     if options.csv:
         write_csv(options.csv, rows)
     if options.markdown:
-        write_text(options.markdown, text)
+        options.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from clap_ds.analysis.table import write_text
 from clap_ds.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,20 +43,15 @@ _Result = TypeVar("_Result")
 
 
 def styled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """A function that draws, in this project's style.
-
-    Raises:
-        UserError: when called without matplotlib.
-    """
+    """A function that draws, in this project's style; UserError when called without matplotlib."""
 
     @functools.wraps(function)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         try:
             import matplotlib as mpl
         except ImportError:
-            raise UserError(
-                "figures need matplotlib, which is not installed: pip install 'clap-ds[analysis]'"
-            ) from None
+            message = "figures need matplotlib, which is not installed: pip install 'clap-ds[analysis]'"
+            raise UserError(message) from None
         with mpl.rc_context(_STYLE):
             return function(*args, **kwargs)
 
@@ -101,29 +95,18 @@ class Picture:
 
     @styled
     def save(self, path: Path, title: str = "") -> None:
-        """Write the figure in the format its name ends in; `title` is an HTML page's.
-
-        Raises:
-            UserError: unknown ending, or the file can't be written.
-        """
-        check_format(path)
+        """Write the figure in the format (one of `FORMATS`) that its name ends in; `title` is an HTML page's."""
         if path.suffix.lower() == ".svg":
-            write_text(path, self.svg())
+            path.write_text(self.svg(), encoding="utf-8")
         elif path.suffix.lower() == ".html":
-            write_text(path, page(title, f"# {title}\n\n![{title}](figure)\n\n{self.table}", {"figure": self.svg()}))
+            text = page(title, f"# {title}\n\n![{title}](figure)\n\n{self.table}", {"figure": self.svg()})
+            path.write_text(text, encoding="utf-8")
         else:
-            try:
-                self.figure.savefig(path, dpi=300)
-            except OSError as error:
-                raise UserError(f"{path}: can't be written ({error.strerror})") from error
+            self.figure.savefig(path, dpi=300)
 
 
 def check_format(path: Path) -> None:
-    """Refuse a figure's file name whose ending names no format.
-
-    Raises:
-        UserError: not .png, .svg, .pdf or .html.
-    """
+    """UserError for a figure's file name that ends in none of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: expected a name ending in {', '.join(FORMATS)}")
 
@@ -141,11 +124,7 @@ def gpu_axis(axes: Axes, gpus: Sequence[int]) -> None:
 
 
 def page(title: str, markdown: str, figures: Mapping[str, str]) -> str:
-    """One HTML page that refers to nothing outside itself; `figures` is SVG by its name in the Markdown's `![…](name)`.
-
-    Raises:
-        UserError: markdown-it-py is not installed.
-    """
+    """One HTML page that refers to nothing outside itself; `figures` is SVG by its name in the Markdown's `![…](name)`."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:

@@ -35,11 +35,8 @@ _FACES = ("#b8a100", ""), ("#0b3c6f", ""), ("#8c2d7d", ""), ("#7fa8d1", ""), ("#
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
     """Draw one run of the benchmark, or any number of training runs, whatever state they are in.
 
-    The ending of `output` chooses the format: .png, .svg, .pdf or .html.
-
-    Raises:
-        UserError: no run directories, runs that can't be drawn together or have no timed step, no matplotlib, or a file that
-            can't be written.
+    The ending of `output` chooses the format: .png, .svg, .pdf or .html. Raises UserError for what are no run directories,
+    runs that can't be drawn together or have no timed step, and where matplotlib is missing.
     """
     check_format(output)
     notes: list[str] = []
@@ -58,11 +55,7 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
 
 @styled
 def draw_benchmark(directory: Path) -> Picture:
-    """Draw a run of the benchmark.
-
-    Raises:
-        UserError: it has no timed step.
-    """
+    """Draw a run of the benchmark; UserError where it has no timed step."""
     run = read_record(directory)
     steps = [line for line in read_steps(directory, "warmup", "window") if non_negative(line.get("time_s"))]
     timed = [line["time_s"] for line in steps if line["phase"] == "window"]
@@ -119,28 +112,22 @@ def _draw_bars(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
             continue
         shares = [height / 10 / sum(row.breakdown_s.values()) for row, height in zip(rows, heights, strict=True)]
         name = part.replace("_", " ")
+        face: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": "white"}
         label = f"{name} {shares[0]:.0f} %" if len(rows) == 1 else name
-        axes.bar(
-            range(len(rows)), heights, 0.62, bottom=bottoms, color=color, hatch=hatch, edgecolor="white", label=label
-        )
+        axes.bar(range(len(rows)), heights, 0.62, bottom=bottoms, label=label, **face)
         for index, (row, height, share) in enumerate(zip(rows, heights, shares, strict=True)):
             if height:
                 text = f"{row.nodes} nodes, {row.gpus} GPUs\n{name} {height:.3g} ms, {share:.1f} %"
                 picture.hover(axes, index, bottoms[index] + height / 2, text)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_xticks(range(len(rows)), [str(row.gpus) for row in rows])
-    axes.set_xlim(-0.75, max(len(rows), 3) - 0.25)
     axes.grid(axis="x", visible=False)
-    axes.set(xlabel="GPUs", ylabel="ms a step")
+    axes.set(xlabel="GPUs", ylabel="ms a step", xlim=(-0.75, max(len(rows), 3) - 0.25))
 
 
 @styled
 def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
-    """Draw training runs, by their directories.
-
-    Raises:
-        UserError: one without a step.
-    """
+    """Draw training runs, by their directories; UserError for one without a step."""
     picture = Picture((2, 3), columns_wide=3, panel_height=2.4)
     picture.figure.suptitle(_title(list(summaries.values())))
     handles: list[Any] = []
@@ -156,14 +143,12 @@ def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
         timed = [(before, line) for before, line in pairwise(steps) if non_negative(line.get("time_s"))]
         speed = [(line["samples"] - before["samples"]) / line["time_s"] for before, line in timed]
         picture.panels[5].plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)
-    labels = [*CURVES.values(), "evaluation", "samples/s, each step"]
-    for axes, label in zip(picture.panels, labels, strict=True):
+    for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation", "samples/s, each step"], strict=True):
         axes.set(xlabel="step", ylabel=label)
     picture.panels[3].set_yscale("log")
     picture.panels[4].set_ylim(0, 1.02)
     picture.panels[5].set_ylim(bottom=0)
-    if len(summaries) > 1:
-        names = [directory.name for directory in summaries]
+    if names := [directory.name for directory in summaries if len(summaries) > 1]:
         picture.figure.legend(handles, names, loc="outside lower center", ncols=2)
     return picture
 
@@ -192,8 +177,8 @@ def _draw_curve(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, color
 
 def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
     """Up to four of what was evaluated, each in a colour of its own where the run has none."""
-    names = dict.fromkeys(name for line in lines for name in line if name.startswith(("retrieval_", "zero_shot_")))
-    chosen = [name for name in names if name.endswith(("_r1", "_top1", "_map"))][:4]
+    names = (name for line in lines for name in line if name.startswith(("retrieval_", "zero_shot_")))
+    chosen = [name for name in dict.fromkeys(names) if name.endswith(("_r1", "_top1", "_map"))][:4]
     for name, style in zip(chosen, SERIES_STYLES, strict=False):
         known = [line for line in lines if name in line]
         at, values = [line["step"] for line in known], [line[name] for line in known]
@@ -205,7 +190,7 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str
 
 
 def main() -> None:
-    options = parse_options("Draw a run, or several of training.", "directories", "--output", required=["--output"])
+    options = parse_options("Draw a run, or several of training.", "directories", "--output", required="--output")
     draw_runs(options.directories, options.output)
     print(f"wrote {options.output}")
 

@@ -9,7 +9,7 @@ curve of every model shown is laid over it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from clap_ds.config.errors import UserError, run_alone
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+DOTTED: dict[str, Any] = {"linestyle": ":", "markerfacecolor": "white"}
 LEGEND_CHARACTERS = 46
 """That fit beside a legend's line in a column's width."""
 _COLUMNS = {
@@ -36,8 +37,7 @@ _COLUMNS = {
 def read_curves(paths: Sequence[Path], with_published: bool = True) -> dict[str, list[Row]]:
     """The series of the tables, and the published ones of the same models: rows with a rate, by label.
 
-    Raises:
-        UserError: a table that can't be read, or no row with a rate in any of them.
+    Raises UserError for a table that can't be read, and where no row of any has a rate.
     """
     series = [rows for path in paths for rows in _series(path)]
     if not series:
@@ -87,27 +87,26 @@ def draw(curves: Mapping[str, Sequence[Row]]) -> Picture:
     throughput, efficiency, *mfu = picture.panels
     styles = _styles(curves)
     for label, members in curves.items():
-        line, gpus = _Line(picture, label, members, styles[label]), [row.gpus for row in members]
+        line = partial(_draw_column, picture, label, styles[label], members)
         base = next((row for row in members if row.speedup and abs(row.speedup - 1) < 1e-9), members[0])
-        ideal = [(base.rate or 0) * end for end in (min(gpus), max(gpus))]
+        ends = [pick(row.gpus for row in members) for pick in (min, max)]
         name = "ideal" if label == next(iter(curves)) else None
-        throughput.plot([min(gpus), max(gpus)], ideal, **IDEAL, label=name)
-        line.draw(throughput, "samples_per_s", "samples/s", "samples_per_s_per_gpu_2sigma")
-        line.draw(efficiency, "scaling_efficiency_percent", "%", "scaling_efficiency_2sigma_percent")
+        throughput.plot(ends, [(base.rate or 0) * end for end in ends], **IDEAL, label=name)
+        line(throughput, "samples_per_s", "samples/s", "samples_per_s_per_gpu_2sigma")
+        line(efficiency, "scaling_efficiency_percent", "%", "scaling_efficiency_2sigma_percent")
+        dotted = partial(_draw_column, picture, label, styles[label] | DOTTED, members)
         for axes in mfu:
-            line.draw(axes, "mfu_percent", "% MFU, published convention")
-            dotted = {"linestyle": ":", "markerfacecolor": "white"}
-            line.draw(axes, "mfu_model_percent", "% MFU, by the work done", **dotted)
-            axes.set_ylabel("MFU (%)")
+            line(axes, "mfu_percent", "% MFU, published convention")
+            dotted(axes, "mfu_model_percent", "% MFU, by the work done")
     throughput.set(yscale="log", ylabel="samples/s")
     efficiency.axhline(100, **IDEAL)
     efficiency.set_ylabel("scaling efficiency (%)")
     for axes in mfu:
-        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+        axes.set(ylim=(0, 1.06 * axes.get_ylim()[1]), ylabel="MFU (%)")
     gpu_axis(picture.panels[-1], [row.gpus for row in rows])
     handles, labels = throughput.get_legend_handles_labels()
     if any(row.mfu_model_percent for row in rows):
-        handles += picture.panels[-1].plot([], [], color="0.3", linestyle=":", marker="o", markerfacecolor="white")
+        handles += picture.panels[-1].plot([], [], color="0.3", marker="o", **DOTTED)
         labels.append("MFU by the work done (else published FLOPs)")
     wrapped = [fill(label, LEGEND_CHARACTERS) for label in labels]
     picture.figure.legend(handles, wrapped, loc="outside lower center", handlelength=3.2)
@@ -129,38 +128,27 @@ def _styles(curves: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One series of measured scales, to be drawn on several panels."""
-
-    picture: Picture
-    label: str
-    rows: Sequence[Row]
-    style: Mapping[str, Any]
-
-    def draw(self, axes: Axes, column: str, unit: str, spread: str = "", **style: str) -> None:
-        """Draw a column with error bars, each value shown on hover."""
-        rows = [row for row in self.rows if getattr(row, column) is not None]
-        is_total = column == "samples_per_s"
-        values = [getattr(row, column) for row in rows]
-        errors = [(getattr(row, spread, None) or 0.0) * (row.gpus if is_total else 1) for row in rows]
+def _draw_column(
+    picture: Picture, label: str, style: Mapping[str, Any], rows: Sequence[Row],
+    axes: Axes, column: str, unit: str, spread: str = "",
+) -> None:  # fmt: skip
+    """Draw a column of a series with error bars, each value shown on hover."""
+    rows = [row for row in rows if getattr(row, column) is not None]
+    is_total = column == "samples_per_s"
+    gpus, values = [row.gpus for row in rows], [getattr(row, column) for row in rows]
+    errors = [(getattr(row, spread, None) or 0.0) * (row.gpus if is_total else 1) for row in rows]
+    if rows:
         bars = errors if any(errors) else None
-        label = self.label if is_total else None
-        if rows:
-            axes.errorbar(
-                [row.gpus for row in rows], values, bars, elinewidth=0.8, label=label, **{**self.style, **style}
-            )
-        for row, value, error in zip(rows, values, errors, strict=True):
-            text = f"{value:.1f}" + (f" ± {error:.2f}" if error else "") + f" {unit}"
-            if is_total:
-                text = f"{row.cell(column)} {unit}\n{row.cell('samples_per_s_per_gpu', spread)} samples/s/GPU"
-            self.picture.hover(axes, row.gpus, value, f"{self.label}\n{row.nodes} nodes, {row.gpus} GPUs\n{text}")
+        axes.errorbar(gpus, values, bars, elinewidth=0.8, label=label if is_total else None, **style)
+    for row, value, error in zip(rows, values, errors, strict=True):
+        text = f"{value:.1f}" + (f" ± {error:.2f}" if error else "") + f" {unit}"
+        if is_total:
+            text = f"{row.cell(column)} {unit}\n{row.cell('samples_per_s_per_gpu', spread)} samples/s/GPU"
+        picture.hover(axes, row.gpus, value, f"{label}\n{row.nodes} nodes, {row.gpus} GPUs\n{text}")
 
 
 @styled
-def draw_projection(
-    found: Sequence[Series], fit_nodes: int = FIT_NODES, max_gpus: int = max(PROJECTED_GPUS)
-) -> Picture:
+def draw_projection(found: Sequence[Series], fit_nodes: int = FIT_NODES, max_gpus: int = PROJECTED_GPUS[-1]) -> Picture:
     """Draw projected efficiency with its band over the measured one, and what the first series' step is lost to.
 
     Hold-out fits, on up to `fit_nodes`, are drawn where a series has one.
@@ -229,14 +217,13 @@ def _draw_losses(picture: Picture, axes: Axes, series: Series, counts: Sequence[
         axes.plot(gpus, shares, markersize=3.5, label=term, **style)
         for count, share in zip(gpus, shares, strict=True):
             picture.hover(axes, count, share, f"{term}\n{count} GPUs\n{share:.1f} % of the step")
-    axes.set_ylabel("share of the step (%)")
-    axes.set_ylim(bottom=0)
+    axes.set(ylabel="share of the step (%)", ylim=(0, None))
     axes.set_title(series.name, fontsize=7, loc="right", pad=2)
     axes.legend(loc="upper left", handlelength=3)
 
 
 def main() -> None:
-    options = parse_options("Plot scaling tables.", "tables", "--output", "--no_published", required=["--output"])
+    options = parse_options("Plot scaling tables.", "tables", "--output", "--no_published", required="--output")
     check_format(options.output)
     draw(read_curves(options.tables, not options.no_published)).save(options.output, "Scaling of CLAP training")
     print(f"wrote {options.output}")

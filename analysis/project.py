@@ -17,7 +17,7 @@ from clap_ds.analysis.figure import check_format
 from clap_ds.analysis.published import GH200_PEAK_TFLOPS
 from clap_ds.analysis.runs import FIT_NODES, MACHINE_OPTIONS, PROJECTED_GPUS, parse_options
 from clap_ds.analysis.step_model import BACKWARD_SHARE, TERMS, Machine, Method, Series, StepModel, read_series, transfer
-from clap_ds.analysis.table import markdown_table, write_text
+from clap_ds.analysis.table import markdown_table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import ClapSettings
 
@@ -47,21 +47,14 @@ def engine_methods() -> dict[str, Method]:
     """This project's loss and all-reduce, each with and without, bf16 on the wire throughout."""
     neither = Method(overlap=False, gradient_bytes=2, feature_bytes=2, bucket_bytes=1e6 * DEFAULT_BUCKET_MB)
     exact = replace(neither, loss="exact_local", early_gather=True)
-    return {
-        "neither": neither,
-        "exact local loss": exact,
-        "overlapped all-reduce": replace(neither, overlap=True),
-        "both": replace(exact, overlap=True),
-    }
+    overlapped, both = (replace(method, overlap=True) for method in (neither, exact))
+    return {"neither": neither, "exact local loss": exact, "overlapped all-reduce": overlapped, "both": both}
 
 
 def at_rate(model: StepModel, rate: float, nodes: int, delays_shrink: bool) -> StepModel:
-    """The model with compute so short that it reaches `rate` samples/s/GPU on `nodes` nodes.
+    """The model with compute so short that it reaches `rate` samples/s/GPU on `nodes` nodes, or UserError if that's too fast.
 
     Delays shorten with the step (work that varies) or stay (what the machine does).
-
-    Raises:
-        UserError: so fast that what is not compute alone takes longer.
     """
     step_s = model.workload.batch_per_gpu / rate
     delay_s = model.delay_s * step_s / model.step_s(nodes) if delays_shrink else model.delay_s
@@ -72,12 +65,9 @@ def at_rate(model: StepModel, rate: float, nodes: int, delays_shrink: bool) -> S
 
 
 def render(
-    series: Series,
-    others: Sequence[Series] = (),
-    fit_nodes: int = FIT_NODES,
-    gpus: Sequence[int] = PROJECTED_GPUS,
+    series: Series, others: Sequence[Series] = (), fit_nodes: int = FIT_NODES, gpus: Sequence[int] = PROJECTED_GPUS,
     faster_rate: float | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """The whole answer as Markdown: `series` is fitted and projected, its delays are tried on `others`.
 
     The hold-out is fitted on up to `fit_nodes`; `gpus` that fill no whole number of nodes are left out; the faster step's
@@ -126,9 +116,8 @@ def _hold_out(series: Series, fit_nodes: int) -> list[str]:
     for nodes, rate in larger:
         actual, predicted = series.efficiency_percent(rate), series.efficiency_percent(model.rate(nodes))
         rival = f"{small.log_linear_efficiency(nodes) - actual:+.2f}" if len(small.rates) >= 3 else ""
-        rows.append(
-            [str(nodes), f"{actual:.1f}", f"{predicted:.1f}", _band(bands, nodes), f"{predicted - actual:+.2f}", rival]
-        )
+        shown = (f"{actual:.1f}", f"{predicted:.1f}", _band(bands, nodes), f"{predicted - actual:+.2f}")
+        rows.append([str(nodes), *shown, rival])
     header = ("nodes", "measured %", "predicted %", "95 % band", "error pp", "log + linear pp")
     return [f"### Fitted on up to {fit_nodes} nodes, tried on the rest", markdown_table(header, rows)]
 
@@ -176,7 +165,6 @@ def _what_if(model: StepModel, counts: Sequence[int], baseline: int) -> list[str
 
 
 def _rates(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
-    """Samples/s/GPU on the baseline's nodes; efficiency and rate at every count."""
     cells = [f"{model.efficiency_percent(nodes, baseline):.1f} ({model.rate(nodes):.1f})" for nodes in counts]
     return [f"{model.rate(baseline):.1f}", *cells]
 
@@ -191,11 +179,9 @@ def _with_engine(model: StepModel, counts: Sequence[int], baseline: int, faster_
     methods = engine_methods()
     both = replace(model, method=methods["both"])
     faster = f"{faster_rate:.0f} samples/s/GPU, delays"
-    steps = {
-        "as measured": model,
-        f"{faster} unchanged": at_rate(both, faster_rate, baseline, False),
-        f"{faster} in proportion": at_rate(both, faster_rate, baseline, True),
-    }
+    steps = {"as measured": model}
+    for kept, shrink in (("unchanged", False), ("in proportion", True)):
+        steps[f"{faster} {kept}"] = at_rate(both, faster_rate, baseline, shrink)
     rows = [
         [step, name, *_rates(replace(found, method=method), counts, baseline)]
         for step, found in steps.items()
@@ -211,7 +197,7 @@ def _with_engine(model: StepModel, counts: Sequence[int], baseline: int, faster_
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
-    """What a projection assumes of links and GPUs: a Jupiter node unless the options say otherwise."""
+    """What a projection assumes of links and GPUs, from `MACHINE_OPTIONS`."""
     return Machine(
         1e9 * options.node_gbytes_per_s, 1e9 * options.gpu_gbytes_per_s, 1e-6 * options.latency_us,
         1e12 * (options.peak_tflops or GH200_PEAK_TFLOPS), 1e12 * options.memory_tbytes_per_s,
@@ -219,11 +205,9 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 
 def main() -> None:
-    options = parse_options(
-        "Project scaling tables to more GPUs: the first is fitted, the others tried.",
-        *("tables", "--fit_nodes", "--project_gpus", "--output", "--markdown", "--faster_rate", "--num_parameters"),
-        *("--joint_dim", *MACHINE_OPTIONS, "--gradient_bytes", "--no_overlap", "--loss"),
-    )
+    names = ("tables", "--fit_nodes", "--project_gpus", "--output", "--markdown", "--faster_rate", "--num_parameters",
+             "--joint_dim", *MACHINE_OPTIONS, "--gradient_bytes", "--no_overlap", "--loss")  # fmt: skip
+    options = parse_options("Project scaling tables to more GPUs: the first is fitted, the others tried.", *names)
     if options.output:
         check_format(options.output)
     method = Method(not options.no_overlap, options.gradient_bytes, 2, options.loss)
@@ -232,7 +216,7 @@ def main() -> None:
     text = render(found[0], found[1:], options.fit_nodes, options.project_gpus, options.faster_rate)
     print(text, end="")
     if options.markdown:
-        write_text(options.markdown, text)
+        options.markdown.write_text(text, encoding="utf-8")
     if options.output:
         picture = plot_scaling.draw_projection(found, options.fit_nodes, max(options.project_gpus))
         picture.save(options.output, "Projected scaling of CLAP training")

@@ -26,14 +26,9 @@ PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) -> float | None:
-    """MFU in the published convention at `rate` samples/s/GPU.
-
-    None where the model (a preset's name) has no published cost or the dense peak of its GPU is not known.
-    """
+    """MFU in the published convention at `rate` samples/s/GPU; None without a published cost of the model or a peak."""
     gflops = FORWARD_GFLOPS.get(model)
-    if gflops is None or peak_tflops is None:
-        return None
-    return 100 * gflops * 3 * rate / (peak_tflops * 1000)
+    return 100 * gflops * 3 * rate / (peak_tflops * 1000) if gflops and peak_tflops else None
 
 
 def rounding_bounds(digits: str) -> tuple[float, float]:
@@ -46,25 +41,18 @@ def rounding_bounds(digits: str) -> tuple[float, float]:
 def rate_bounds(rate: str, total: str, num_gpus: int) -> tuple[float, float]:
     """Range of samples/s/GPU that agrees with the printed rate and, unless it is empty or contradicts it, the printed total."""
     low, high = rounding_bounds(rate)
-    if total:
-        total_low, total_high = rounding_bounds(total)
-        narrowed = max(low, total_low / num_gpus), min(high, total_high / num_gpus)
-        if narrowed[0] <= narrowed[1]:
-            return narrowed
-    return low, high
+    total_low, total_high = rounding_bounds(total) if total else (0.0, 0.0)
+    narrowed = max(low, total_low / num_gpus), min(high, total_high / num_gpus)
+    return narrowed if narrowed[0] <= narrowed[1] else (low, high)
 
 
 def wrong_claims(
-    cells: Mapping[str, str],
-    gpus: int,
-    model: str,
-    peak_tflops: float | None,
-    base: Mapping[str, str] | None,
-    base_gpus: int,
-) -> dict[str, str]:
+    cells: Mapping[str, str], gpus: int, model: str, peak_tflops: float | None,
+    base: Mapping[str, str] | None, base_gpus: int,
+) -> dict[str, str]:  # fmt: skip
     """Digits (by column) a table states that don't follow from its own samples/s, however those were rounded.
 
-    Args are the row's cells as printed and what its MFU needs; and, where known, cells of the row that is 100 % efficient.
+    Takes the row's cells as printed and what its MFU needs; and, where known, cells of the row that is 100 % efficient.
     """
     total = cells.get("samples_per_s", "")
     low, high = rate_bounds(cells["samples_per_s_per_gpu"], total, gpus)

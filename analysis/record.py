@@ -6,6 +6,7 @@ run that was killed before it could sum up come from `metrics.jsonl`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -26,13 +27,9 @@ def is_record(path: Path) -> bool:
 
 
 def read_record(path: Path) -> Run:
-    """Read a run directory.
+    """The run of a run directory; UserError where neither summary, configuration nor environment can be read.
 
-    Returns:
-        the run; its rates are None where it ended before one window was complete, and `notes` says what is missing.
-
-    Raises:
-        UserError: no summary, configuration or environment that can be read.
+    Its rates are None where it ended before one window was complete, and `notes` says what is missing.
     """
     notes: list[str] = []
     summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
@@ -74,12 +71,11 @@ def read_record(path: Path) -> Run:
 
 def _rate_fields(rates: Mapping[str, Any], rate: float | None, windows: tuple[float, ...]) -> dict[str, Any]:
     """The median rate and its interval, from the summary where it has them, else from the windows."""
+    known = interval_fields(windows)
     low, high = positive(rates.get("low")), positive(rates.get("high"))
-    if (rate or windows) and low is not None and high is not None:
+    if (rate or windows) and low and high:
         described = f"95 % interval of {len(windows)} windows of 1 run" if windows else "interval of 1 run"
-        known = {"interval": (low, high), "windows": windows, "uncertainty_from": described}
-    else:
-        known = interval_fields(windows)
+        known |= {"interval": (low, high), "uncertainty_from": described}
     return {"samples_per_s_per_gpu": rate or (median(windows) if windows else None), **known}
 
 
@@ -88,14 +84,11 @@ def interval_fields(windows: tuple[float, ...]) -> dict[str, Any]:
     if len(windows) < 2:
         return {"windows": windows}
     found = median_interval(windows)
-    kind = "95 % interval" if found.coverage >= 0.95 else "range"
-    described = f"{kind} of {len(windows)} windows of 1 run"
+    described = f"{'95 % interval' if found.coverage >= 0.95 else 'range'} of {len(windows)} windows of 1 run"
     return {"windows": windows, "interval": (found.low, found.high), "uncertainty_from": described}
 
 
-def _windows_of_steps(
-    path: Path, batch_per_gpu: int, steps_per_window: int | None
-) -> tuple[tuple[float, ...], dict[str, float]]:
+def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[tuple[float, ...], dict[str, float]]:
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
     times: dict[float, list[float]] = defaultdict(list)
     slowest: list[float] = []
@@ -104,42 +97,36 @@ def _windows_of_steps(
         if time is not None and window is not None:
             times[window].append(time)
             slowest.append(positive(line.get("slowest_rank_time_s")) or time)
-    wanted = steps_per_window or max(map(len, times.values()), default=0)
+    wanted = wanted or max(map(len, times.values()), default=0)
     whole_windows = [steps for _, steps in sorted(times.items()) if len(steps) == wanted]
     if not whole_windows:
         return (), {}
-    rates = tuple(batch_per_gpu * wanted / sum(steps) for steps in whole_windows)
+    rates = tuple(batch * wanted / sum(steps) for steps in whole_windows)
     step_s = median(time for steps in whole_windows for time in steps)
     return rates, {"median": step_s, "slowest_rank_median": median(slowest)}
 
 
 def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     """A JSON object of a run directory (`summary`, …); empty where it is missing or damaged, the latter with a note."""
-    file = path / f"{name}.json"
+    file, value = path / f"{name}.json", None
     if not file.is_file():
         return {}
-    try:
+    with contextlib.suppress(ValueError, OSError):
         value = json.loads(file.read_bytes())
-    except (ValueError, OSError):
-        value = None
-    if not isinstance(value, dict):
-        notes.append(f"{file.name} is not readable JSON")
-        return {}
-    return value
+    if isinstance(value, dict):
+        return value
+    notes.append(f"{file.name} is not readable JSON")
+    return {}
 
 
 def read_steps(path: Path, *phases: str) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of these phases (`clap_ds.record.schema.StepLine`); a line that was cut is left out."""
-    lines = []
-    if (path / "metrics.jsonl").is_file():
-        with (path / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(line, dict) and line.get("phase") in phases:
-                    lines.append(line)
+    file, lines = path / "metrics.jsonl", []
+    for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and line.get("phase") in phases:
+                lines.append(line)
     return lines
 
 

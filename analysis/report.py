@@ -21,7 +21,7 @@ from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Method, Series, series_of
-from clap_ds.analysis.table import Row, Run, by_series, markdown_table, read_table_runs, write_csv, write_text
+from clap_ds.analysis.table import Row, Run, by_series, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
 
@@ -29,14 +29,10 @@ TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-def build(
-    runs: Sequence[Run], rows: Sequence[Row], table: Path, options: argparse.Namespace
-) -> tuple[str, dict[str, Picture]]:
-    """The whole report: Markdown, and the figures it shows by file name.
-
-    `rows` are the runs' scaling table, `table` the same as a file, `options` those of the command.
-    """
-    figures: dict[str, Picture] = {}
+def build(runs: Sequence[Run], table: Path, options: argparse.Namespace) -> tuple[str, dict[str, Picture]]:
+    """The whole report, Markdown and the figures it shows by file name, and the runs' scaling table written to `table`."""
+    rows, figures = efficiency.scaling_table(runs, options.baseline_nodes), {}
+    write_csv(table, rows)
 
     def shown(name: str, alt: str, picture: Picture) -> str:
         figures[name] = picture
@@ -166,11 +162,7 @@ def _projection(series: Series) -> tuple[str, Picture]:
 
 
 def projectable(rows: Sequence[Row], runs: Sequence[Run], machine: Machine) -> Series:
-    """A series with the method that its runs' configuration says.
-
-    Raises:
-        UserError: it can't be projected; says why.
-    """
+    """A series with the method that its runs' configuration says; UserError, saying why, if it can't be projected."""
     if rows[0].scaling == "strong":
         raise UserError("Not for strong scaling: the model is one of a constant batch per GPU")
     own = [getattr(rows[0], name) for name in ("model", "device", "precision", "text_tokens")]
@@ -270,22 +262,17 @@ def _some(runs: Iterator[Run]) -> str:
 
 
 def main() -> None:
-    options = parse_options(
-        "One page about some runs: efficiency, reasons, projection, provenance.",
-        *("inputs", "--output", "--baseline_nodes", *COST_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS),
-        output=Path("report"),
-    )
+    names = ("inputs", "--output", "--baseline_nodes", *COST_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS)
+    description = "One page about some runs: efficiency, reasons, projection, provenance."
+    options = parse_options(description, *names, output=Path("report"))
     runs = read_runs(options.inputs, options)
-    rows = efficiency.scaling_table(runs, options.baseline_nodes)
     options.output.mkdir(parents=True, exist_ok=True)
-    table = options.output / "table.csv"
-    write_csv(table, rows)
-    markdown, figures = build(runs, rows, table, options)
+    markdown, figures = build(runs, options.output / "table.csv", options)
     for name, picture in figures.items():
         picture.save(options.output / name)
     drawings = {name: picture.svg(f"f{number}-") for number, (name, picture) in enumerate(figures.items())}
-    write_text(options.output / "report.md", markdown)
-    write_text(options.output / "report.html", page(TITLE, markdown, drawings))
+    (options.output / "report.md").write_text(markdown, encoding="utf-8")
+    (options.output / "report.html").write_text(page(TITLE, markdown, drawings), encoding="utf-8")
     print(f"wrote {options.output / 'report.html'}, report.md and table.csv beside it")
 
 

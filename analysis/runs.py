@@ -25,14 +25,10 @@ from clap_ds.config.errors import UserError, run_alone
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
-    """Runs of every path; a file that holds none is named on stderr and the rest goes on.
+    """Runs of run directories, folders of them, DeepSpeed logs (plain or gzip) and CSV tables.
 
-    Args:
-        paths: run directories, folders of run directories, DeepSpeed logs (plain or gzip) or CSV tables.
-        given: values of `INPUT_OPTIONS`: what to assume where an input doesn't say.
-
-    Raises:
-        UserError: none of the paths holds a run.
+    `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
+    on stderr and the rest goes on; UserError where none has one.
     """
     runs: list[Run] = []
     problems: list[str] = []
@@ -62,27 +58,15 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
 def _complete(run: Run, given: argparse.Namespace) -> Run:
     """Fill what the input left out from what the user gave, and insist on the counts."""
     nodes, gpus = run.nodes or given.nodes, run.gpus or given.gpus
-    missing = [
-        f"number of {what}" for count, what in ((nodes, "nodes (--nodes)"), (gpus, "GPUs (--gpus)")) if not count
-    ]
-    if missing:
+    counts = {"number of nodes (--nodes)": nodes, "number of GPUs (--gpus)": gpus}
+    if missing := [what for what, count in counts.items() if not count]:
         raise UserError(f"{run.source}: doesn't state the {' and the '.join(missing)}; give it")
     if gpus < nodes:
         raise UserError(f"{run.source}: {gpus} GPUs on {nodes} nodes; expected at least one per node")
     batch = run.batch_per_gpu or (given.micro_batch and given.micro_batch * run.accumulation)
     step_s = batch / run.rate if run.kind == "log" and run.rate and batch else run.step_time_s
-    known: dict[str, Any] = {
-        "model": run.model or given.model or "",
-        "peak_tflops": run.peak_tflops or given.peak_tflops,
-    }
-    return replace(run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, **known)
-
-
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above zero")
-    return value
+    model, peak = run.model or given.model or "", run.peak_tflops or given.peak_tflops
+    return replace(run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, model=model, peak_tflops=peak)
 
 
 def positive_float(text: str) -> float:
@@ -90,6 +74,11 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: expected a number above zero")
     return value
+
+
+def positive_int(text: str) -> int:
+    positive_float(text)
+    return int(text)
 
 
 PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
@@ -135,13 +124,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """Every option of every command here."""
 
 
-def parse_options(
-    description: str, *names: str, required: Sequence[str] = (), **defaults: object
-) -> argparse.Namespace:
+def parse_options(description: str, *names: str, required: str = "", **defaults: object) -> argparse.Namespace:
     """Options of a command, of those that all commands share; `defaults` are its own."""
     parser = argparse.ArgumentParser(description=description)
     for name in dict.fromkeys(names):
-        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name in required else {})))
+        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name == required else {})))
     parser.set_defaults(**defaults)
     return parser.parse_args()
 

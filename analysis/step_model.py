@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.table import Row, by_series, read_table_runs
 from clap_ds.config.errors import UserError
@@ -35,12 +37,11 @@ TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained. Sizes per GPU and step."""
+    """What is trained: sizes per GPU and step. Parameters are those whose gradients are reduced."""
 
     batch_per_gpu: int
     joint_dim: int
     num_parameters: float
-    """Trained ones: those whose gradients are reduced."""
     gpus_per_node: int = 4
 
 
@@ -60,7 +61,7 @@ class Machine:
     gpu_bytes_per_s: float = 150e9
     """Between GPUs of a node."""
     latency_s: float = 10e-6
-    """Of one hop between nodes."""
+    """Of a hop between nodes."""
     peak_flops: float = 989e12
     memory_bytes_per_s: float = 4e12
 
@@ -83,17 +84,13 @@ class Method:
 def all_reduce_s(num_bytes: float, nodes: int, gpus_per_node: int, machine: Machine) -> float:
     """Hierarchical all-reduce: within nodes over their GPUs, between nodes by ring or tree, whichever is quicker."""
     inside = 2 * (gpus_per_node - 1) / gpus_per_node * num_bytes / machine.gpu_bytes_per_s
-    if nodes == 1:
-        return inside
-    hops = min(nodes - 1, math.ceil(math.log2(nodes)))
+    hops = math.ceil(math.log2(nodes))
     return inside + 2 * (nodes - 1) / nodes * num_bytes / machine.node_bytes_per_s + 2 * hops * machine.latency_s
 
 
 def all_gather_s(bytes_per_gpu: float, nodes: int, gpus_per_node: int, machine: Machine) -> float:
     """Ring all-gather (or, backwards, reduce-scatter): every node takes in what all others hold."""
     inside = (gpus_per_node - 1) * bytes_per_gpu / machine.gpu_bytes_per_s
-    if nodes == 1:
-        return inside
     return inside + (nodes - 1) * gpus_per_node * bytes_per_gpu / machine.node_bytes_per_s
 
 
@@ -188,29 +185,19 @@ class Series:
         return [percent(model.rate(nodes)) - percent(rate) for nodes, rate in self.rates]
 
     def fit(self, tail_index: float = TAIL_INDEX) -> StepModel:
-        """Least squares on relative step time over the rates; neither parameter may be negative.
-
-        Raises:
-            ValueError: fewer than two different node counts.
-        """
-        if len({nodes for nodes, _ in self.rates}) < 2:
-            raise ValueError("a fit needs at least two node counts")
-        times = [self.workload.batch_per_gpu / rate for _, rate in self.rates]
-        window_s = BACKWARD_SHARE * min(times)
+        """Least squares on relative step time over the rates, of two node counts or more; no parameter is negative."""
+        node_counts, rates = zip(*self.rates, strict=True)
+        times = self.workload.batch_per_gpu / np.array(rates)
+        window_s = BACKWARD_SHARE * float(times.min())
         model = StepModel(self.workload, self.machine, self.method, window_s=window_s, tail_index=tail_index)
-        aa = ab = bb = ay = by = 0.0
-        for (nodes, _), time in zip(self.rates, times, strict=True):
-            a = 1 / time
-            b = expected_slowest(nodes * self.workload.gpus_per_node, tail_index) / time
-            y = (time - model.step_s(nodes)) / time
-            aa, ab, bb, ay, by = aa + a * a, ab + a * b, bb + b * b, ay + a * y, by + b * y
-        determinant = aa * bb - ab * ab
-        compute_s, delay_s = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
+        slowest = [expected_slowest(nodes * self.workload.gpus_per_node, tail_index) for nodes in node_counts]
+        a, b, y = 1 / times, slowest / times, 1 - np.array([model.step_s(nodes) for nodes in node_counts]) / times
+        compute_s, delay_s = np.linalg.lstsq(np.stack([a, b], axis=1), y, rcond=None)[0]
         if delay_s < 0:
-            compute_s, delay_s = ay / aa, 0.0
+            compute_s, delay_s = a @ y / (a @ a), 0.0
         if compute_s < 0:
-            compute_s, delay_s = 0.0, max(by / bb, 0.0)
-        return replace(model, compute_s=compute_s, delay_s=delay_s)
+            compute_s, delay_s = 0.0, max(b @ y / (b @ b), 0.0)
+        return replace(model, compute_s=float(compute_s), delay_s=float(delay_s))
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """95 % bands of efficiency at each node count, by refitting to the fitted table with its residuals' noise put back.
@@ -236,8 +223,6 @@ class Series:
 
     def log_linear_efficiency(self, nodes: int) -> float:
         """The plain rival: step time = a + b·log2(nodes) + c·nodes by least squares, as efficiency in percent at `nodes`."""
-        import numpy as np
-
         times = np.array([1 / rate for _, rate in self.rates])
         columns = np.array([[1.0, math.log2(count), count] for count, _ in self.rates]) / times[:, None]
         weights, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
@@ -259,11 +244,7 @@ def transfer(model: StepModel, series: Series) -> StepModel:
 
 
 def read_series(path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0) -> Series:
-    """The weak-scaling series of a table; sizes are for models that are not published.
-
-    Raises:
-        UserError: several models in it, or as of `series_of`.
-    """
+    """The weak-scaling series of a table, errors as of `series_of`; sizes are for models that are not published."""
     rows = scaling_table(read_table_runs(path))
     series = by_series([row for row in rows if row.rate and row.scaling != "strong"])
     if len(series) > 1:
@@ -277,8 +258,7 @@ def series_of(
 ) -> Series:
     """One series' rows as a weak-scaling series; `name` is what an error calls them.
 
-    Raises:
-        UserError: fewer than two scales, or model sizes that are neither published nor given.
+    Raises UserError for fewer than two scales, or model sizes that are neither published nor given.
     """
     rows = [row for row in rows if row.rate and row.scaling != "strong"]
     if len({row.nodes for row in rows}) < 2:
@@ -291,10 +271,6 @@ def series_of(
         raise UserError(f"{name}: no batch_per_gpu; a step's time can't be told from its rate")
     if len(gpus_per_node) > 1 or not min(gpus_per_node).is_integer():
         raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
-    workload = Workload(
-        first.batch_per_gpu,
-        joint_dim or known.joint_dim,
-        num_parameters or known.num_parameters,
-        int(min(gpus_per_node)),
-    )
+    sizes = joint_dim or known.joint_dim, num_parameters or known.num_parameters
+    workload = Workload(first.batch_per_gpu, *sizes, int(min(gpus_per_node)))
     return Series(first.title, workload, tuple((row.nodes, row.rate) for row in rows if row.rate), machine, method)

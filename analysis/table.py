@@ -10,7 +10,6 @@ import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -81,7 +80,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The series in words: model, GPU, precision, caption length, kind of scaling."""
+        """The series in words."""
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, scaling)))
@@ -172,30 +171,13 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        UserError: it can't be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror})") from error
-
-
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    output = StringIO()
-    csv.writer(output, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
-    write_text(path, output.getvalue())
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
 
 
 def read_table(path: Path) -> list[Row]:
-    """Rows of a table of this project or of `published/`.
-
-    Raises:
-        UserError: not a CSV table, a column missing, or a cell that isn't what its column holds; says which row.
-    """
+    """Rows of a table of this project or of `published/`; UserError, saying where, if it isn't as it should be."""
     return [row for row, _ in _read(path)]
 
 
@@ -210,11 +192,8 @@ def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
     if not text.strip():
         raise UserError(f"{path}: empty file")
     reader = csv.DictReader(text.splitlines())
-    missing = [
-        column for column in ("nodes", "gpus", "samples_per_s_per_gpu") if column not in (reader.fieldnames or [])
-    ]
-    if missing:
-        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins nodes,gpus,samples_per_s_per_gpu,…")
+    if missing := [column for column in COLUMNS[:3] if column not in (reader.fieldnames or [])]:
+        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins {','.join(COLUMNS[:3])},…")
     found = []
     for record in reader:
         cells = {name: (cell or "").strip() for name, cell in record.items() if name}
@@ -226,9 +205,8 @@ def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
 
 def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
     values = {column: _value(where, column, text) for column in COLUMNS if (text := cells.get(column))}
-    for column in ("nodes", "gpus"):
-        if column not in values:
-            raise UserError(f"{where}: {column} is empty")
+    if empty := [column for column in ("nodes", "gpus") if column not in values]:
+        raise UserError(f"{where}: {' and '.join(empty)} is empty")
     if facts := PUBLISHED_TABLES.get(path.stem):
         values = {**facts, "global_batch": facts["batch_per_gpu"] * values["gpus"], **values}
     elif "model" not in cells:
@@ -252,18 +230,12 @@ def _value(where: str, column: str, text: str) -> Any:
 
 
 def read_table_runs(path: Path) -> list[Run]:
-    """The rows of a table as runs, so that its efficiencies and MFU can be worked out again.
-
-    Raises:
-        UserError: as of `read_table`.
-    """
+    """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
     runs: dict[Row, Run] = {}
-    worked_out: dict[str, Any] = dict.fromkeys(
-        ("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent", "speedup")
-    )
     for row, cells in _read(path):
         # A scale that serves weak and strong scaling has a row in each; it was measured once.
-        identity = replace(row, scaling="", notes="", **worked_out)
+        identity = replace(row, scaling="", notes="", scaling_efficiency_percent=None,
+                           scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
         rate, spread, total = row.samples_per_s_per_gpu, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         if rate is not None and total is not None:
             # Both columns round one number: the middle of what agrees with both is nearer to it than either.
@@ -271,8 +243,8 @@ def read_table_runs(path: Path) -> list[Run]:
             total_low, total_high = rounding_bounds(cells["samples_per_s"])
             total = total if low * row.gpus <= total_high and total_low <= high * row.gpus else None
             rate = (low + high) / 2
-        known: dict[str, Any] = {"samples_per_s_per_gpu": rate, "samples_per_s": total, "time_to_target_s": None}
-        known["state"] = row.state or "completed"
+        known: dict[str, Any] = {"samples_per_s_per_gpu": rate, "samples_per_s": total, "time_to_target_s": None,
+                                 "state": row.state or "completed"}  # fmt: skip
         if rate is not None and spread is not None and spread < rate:
             known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
         claims = {} if "scaling" in cells else cells

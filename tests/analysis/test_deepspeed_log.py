@@ -21,18 +21,22 @@ LAUNCHER = "[x] [INFO] [launch.py:158:main] nnodes={}, num_local_procs=4, node_r
 def test_windows_of_single_steps_agree_with_deepspeeds_own_rate_of_each_step() -> None:
     # Printed every step, a window is one step, and DeepSpeed prints that step's rate too, measured separately
     # (with 1e-6 s added to each step's time).
-    current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
-    scan = scan_log(TWO_RANKS, warmup_steps=10)
-    rates = scan.attempts[0].rates()
-    assert len(rates) == 30
-    assert rates == pytest.approx(current[-30:], rel=1e-3)
+    text = TWO_RANKS.read_text()
+    current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", text)]
+    (run,) = read_log(TWO_RANKS)
+    assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
+    assert run.rate == median(run.windows)
+    assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
+    assert "data loading" in run.notes
+    backward = re.findall(r"bwd_inner: (\S+)", text)[-31:]
+    assert run.breakdown_s["backward"] == pytest.approx(sum(map(float, backward)) / 31_000)
+    assert list(run.breakdown_s) == ["forward", "backward", "exposed_communication", "optimizer"]
 
 
 def test_windows_of_sparse_lines_cover_the_steps_between_them(tmp_path: Path) -> None:
     times = [9.0, 9.0, 2.0, 1.0, 4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
     log = write(tmp_path / "run.log", running_log(times, batch=64, every=2))
-    scan = scan_log(log, warmup_steps=4)
-    assert scan.attempts[0].rates() == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
+    assert scan_log(log, warmup_steps=4).attempts[0].rates() == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
 
 
 def test_launcher_and_engine_lines_give_shape_and_state() -> None:
@@ -57,12 +61,18 @@ def test_precision_is_autocasts_before_the_weights(tmp_path: Path, lines: str, p
 
 
 @pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", ""])
-def test_prefixes_colours_carriage_returns_and_lines_run_together_change_nothing(tmp_path: Path, prefix: str) -> None:
+def test_prefixes_colours_carriage_returns_merged_lines_and_block_edges_change_nothing(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = scan_log(TWO_RANKS).attempts
     text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
     if not prefix:
         text = text.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr")
         text = text.replace("GB\n", "GB").replace("\n", "\r\n")
-    assert scan_log(write(tmp_path / "p.log", text)).attempts == scan_log(TWO_RANKS).attempts
+    log = write(tmp_path / "p.log", text)
+    for size in (8 << 20, 257, 4099):
+        monkeypatch.setattr(deepspeed_log, "BLOCK_BYTES", size)
+        assert scan_log(log).attempts == plain
 
 
 def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path: Path) -> None:
@@ -70,45 +80,32 @@ def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path:
     packed = gzip.compress(running_log([1.0 + 0.001 * (step * 7919 % 101) for step in range(3000)]).encode())
     whole = scan_log(write(tmp_path / "whole.txt", packed))
     cut = scan_log(write(tmp_path / "cut.gz", packed[: len(packed) // 2]))
-    assert (whole.attempts[0].last_step, whole.truncated_gzip) == (3000, False)
-    assert cut.truncated_gzip
+    assert (whole.attempts[0].last_step, whole.truncated_gzip, cut.truncated_gzip) == (3000, False, True)
     assert 500 < cut.attempts[0].last_step < 3000
 
 
-def test_blocks_cut_anywhere_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = scan_log(TWO_RANKS)
-    for size in (257, 1000, 4099):
-        monkeypatch.setattr(deepspeed_log, "BLOCK_BYTES", size)
-        assert scan_log(TWO_RANKS).attempts == plain.attempts
-
-
 def test_a_restart_is_a_new_attempt_with_its_own_warmup(tmp_path: Path) -> None:
-    first, second = running_log([1.0] * 20), running_log([2.0] * 20)
-    scan = scan_log(write(tmp_path / "r.log", first + second), warmup_steps=10)
+    scan = scan_log(write(tmp_path / "r.log", running_log([1.0] * 20) + running_log([2.0] * 20)))
     assert [len(attempt.rates()) for attempt in scan.attempts] == [10, 10]
     assert [attempt.rates()[0] for attempt in scan.attempts] == pytest.approx([64.0, 32.0])
-
-
-def test_a_restart_soon_after_the_start_is_seen_by_the_launchers_lines(tmp_path: Path) -> None:
-    text = LAUNCHER.format(2, 8) + running_log([1.0] * 4) + LAUNCHER.format(1, 4) + running_log([1.0] * 4)
-    attempts = scan_log(write(tmp_path / "r.log", text)).attempts
+    early = LAUNCHER.format(2, 8) + running_log([1.0] * 4) + LAUNCHER.format(1, 4) + running_log([1.0] * 4)
+    attempts = scan_log(write(tmp_path / "r.log", early)).attempts
     assert [attempt.shape for attempt in attempts] == [{"nodes": 2, "gpus": 8}, {"nodes": 1, "gpus": 4}]
 
 
-def test_the_same_steps_from_another_rank_are_counted_once(tmp_path: Path) -> None:
-    twice = "".join(line * 2 for line in running_log([1.0] * 20).splitlines(keepends=True))
-    scan = scan_log(write(tmp_path / "t.log", twice), warmup_steps=10)
-    assert (len(scan.attempts), scan.repeated) == (1, 18)
-    assert list(scan.attempts[0].steps) == [1] * 10
-
-
-def test_impossible_rates_and_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_repeated_impossible_and_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     good = running_log([1.0] * 16).splitlines(keepends=True)
     bad = [throughput_line(17, value) for value in (0.0, float("-inf"), float("nan"), -5.0)]
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
-    scan = scan_log(write(tmp_path / "b.log", "".join([*good, *bad, torn])), warmup_steps=10)
-    assert (scan.unusable, scan.damaged) == (4, 1)
+    text = "".join([*(2 * line for line in good), *bad, torn])
+    scan = scan_log(write(tmp_path / "b.log", text))
+    assert (scan.unusable, scan.damaged, scan.repeated, len(scan.attempts)) == (4, 1, 14, 1)
+    assert list(scan.attempts[0].steps) == [1] * 6
     assert scan.attempts[0].rates() == pytest.approx([64.0] * 6)
+    packed = gzip.compress((text + running_log([1.0] * 20)).encode())
+    (run,) = read_log(write(tmp_path / "odd.log", packed[:-4]))
+    for note in ("2 starts", "4 throughput lines with an impossible", "1 damaged", "14 repeated", "gzip file is cut"):
+        assert note in run.notes
 
 
 @pytest.mark.parametrize(
@@ -124,18 +121,14 @@ def test_impossible_rates_and_damaged_lines_are_counted_and_left_out(tmp_path: P
     ],
 )
 def test_how_the_run_ended(tmp_path: Path, text: str, state: str) -> None:
-    scan = scan_log(write(tmp_path / "s.log", running_log([1.0] * 16) + text))
-    assert scan.attempts[-1].state == state
+    assert scan_log(write(tmp_path / "s.log", running_log([1.0] * 16) + text)).attempts[-1].state == state
 
 
 def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_log, "BLOCK_BYTES", 1 << 16)
-    log = tmp_path / "large.log"
-    filler = "x" * 200 + "\n"
-    with log.open("w") as output:
-        for part in range(40):
-            output.write(filler * 1000 + throughput_line(100 + part, 64.0))
-        output.write("#" * (4 << 20))  # and a progress bar that never ends its line
+    filler = ("x" * 200 + "\n") * 1000
+    parts = [filler + throughput_line(100 + part, 64.0) for part in range(40)]
+    log = write(tmp_path / "large.log", "".join(parts) + "#" * (4 << 20))  # and a progress bar without a line's end
     tracemalloc.start()
     scan = scan_log(log)
     peak = tracemalloc.get_traced_memory()[1]
@@ -152,54 +145,29 @@ def test_windows_are_few_alike_and_lose_only_the_last_steps() -> None:
     assert len(rates) < MAX_WINDOWS
 
 
-def test_an_unreadable_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="gone"):
-        scan_log(tmp_path / "gone.log")
-
-
-def test_rates_of_a_log_are_of_one_gpu() -> None:
-    (run,) = read_log(TWO_RANKS)
-    assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
-    assert run.windows == tuple(rate / 2 for rate in scan_log(TWO_RANKS).attempts[0].rates())
-    assert run.rate == median(run.windows)
-    assert "data loading" in run.notes
-    printed = re.findall(r"bwd_inner: (\S+)", TWO_RANKS.read_text())[-31:]
-    assert run.breakdown_s["backward"] == pytest.approx(sum(map(float, printed)) / 31_000)
-    assert list(run.breakdown_s) == ["forward", "backward", "exposed_communication", "optimizer"]
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "empty"),
         (gzip.compress(b"")[:12], "empty file .truncated gzip"),
         (b"\x7fELF\0\0\0\1" * 40, "binary"),
         (b"hello\nworld\n", "no throughput lines"),
         (running_log([1.0] * 9, batch=0).encode(), "zero, negative or infinite"),
+        (None, "can't be read"),
     ],
 )
-def test_a_file_without_throughput_is_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
-    with pytest.raises(UserError, match=rf"bad\.log.*{said}"):
-        read_log(write(tmp_path / "bad.log", content))
+def test_a_file_without_throughput_is_refused_with_the_reason(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    log = tmp_path / "bad.log" if content is None else write(tmp_path / "bad.log", content)
+    with pytest.raises(UserError, match=rf"bad\.log.*{message}"):
+        read_log(log)
 
 
-def test_what_was_left_out_is_noted(tmp_path: Path) -> None:
-    lines = running_log([1.0] * 20).splitlines(keepends=True)
-    text = "".join(line * 2 for line in lines) + throughput_line(21, 0.0) + lines[0].replace(", Curr", "[Rank 1]")
-    packed = gzip.compress((text + running_log([1.0] * 20)).encode())
-    (run,) = read_log(write(tmp_path / "odd.log", packed[:-4]))
-    for note in ("2 starts", "1 throughput lines with an impossible", "1 damaged", "repeated", "gzip file is cut"):
-        assert note in run.notes
-
-
-def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_says_so(tmp_path: Path) -> None:
+def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_one_its_state(tmp_path: Path) -> None:
     (run,) = read_log(write(tmp_path / "short.log", running_log([1.0, 1.0, 2.0, 4.0], batch=12)), gpus=2)
-    assert run.rate == pytest.approx(12 / 3 / 2)
-    assert (run.windows, run.interval) == ((), None)
+    assert (run.rate, run.windows, run.interval) == (pytest.approx(12 / 3 / 2), (), None)
     assert "too short" in run.notes
-
-
-def test_a_failed_log_without_throughput_still_makes_a_run(tmp_path: Path) -> None:
     (run,) = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
 

@@ -4,12 +4,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
 from clap_ds.analysis import efficiency
-from clap_ds.analysis.efficiency import outliers, render, scaling_table, split_scaling
-from clap_ds.analysis.table import read_table, read_table_runs, write_csv
+from clap_ds.analysis.efficiency import render, scaling_table
+from clap_ds.analysis.table import Run, read_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, command, run
 
@@ -20,25 +21,31 @@ def test_repeats_are_their_median_with_two_sigma_carried_into_efficiency() -> No
     assert (base.samples_per_s_per_gpu, base.samples_per_s_per_gpu_2sigma, base.repeats) == (100.0, 4.0, 3)
     assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
     assert (row.samples_per_s, row.samples_per_s_per_gpu_2sigma) == (720.0, 2.0)
-    assert row.scaling_efficiency_percent == pytest.approx(90.0)
+    assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
     assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * math.sqrt((2 / 90) ** 2 + (4 / 100) ** 2))
-    assert row.speedup == pytest.approx(1.8)
     assert row.uncertainty_from == "2σ over 3 repeats"
 
 
 def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
-    runs = [run(1, 100.0, interval=(97.0, 101.0), uncertainty_from="windows"), run(2, 90.0)]
-    base, row = scaling_table(runs)
+    base, row = scaling_table([run(1, 100.0, interval=(97.0, 101.0), uncertainty_from="windows"), run(2, 90.0)])
     assert (base.samples_per_s_per_gpu_2sigma, base.uncertainty_from) == (2.0, "windows")
     assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
 
 
-def test_an_outlier_is_named_and_kept() -> None:
-    (row,) = scaling_table([run(1, rate) for rate in (100.0, 101.0, 99.0, 100.0, 60.0)])
-    assert row.repeats == 5
-    assert "outlier kept: 60.00 samples/s/GPU" in row.notes
-    assert row.samples_per_s_per_gpu_2sigma is not None
-    assert row.samples_per_s_per_gpu_2sigma > 30
+@pytest.mark.parametrize(
+    ("rates", "outlier"),
+    [
+        ([100.0, 101.0, 99.0, 100.5, 80.0], "80.00"),
+        ([100.0, 101.0, 99.0, 100.5, 98.5], None),
+        ([100.0, 100.0, 100.0, 90.0], "90.00"),
+        ([1.0, 50.0, 99.0], None),
+    ],
+)
+def test_an_outlier_is_named_and_kept(rates: list[float], outlier: str | None) -> None:
+    (row,) = scaling_table([run(1, rate) for rate in rates])
+    assert row.repeats == len(rates)
+    assert row.samples_per_s_per_gpu_2sigma == pytest.approx(2 * stdev(rates))
+    assert row.notes.partition("; ")[0].startswith(f"outlier kept: {outlier} samples/s/GPU") == (outlier is not None)
 
 
 def test_failed_runs_stay_in_the_table_without_a_rate() -> None:
@@ -63,19 +70,11 @@ def test_a_partial_rate_counts_only_where_nothing_completed() -> None:
 def test_weak_and_strong_scaling_are_told_apart() -> None:
     weak = [run(nodes, 100.0, batch_per_gpu=64) for nodes in (1, 2, 4)]
     strong = [run(2, 80.0, batch_per_gpu=32), run(4, 60.0, batch_per_gpu=16)]
-    assert split_scaling(weak) == [("weak", weak)]
-    series = dict(split_scaling([weak[0], *strong]))
-    assert series["strong"] == [weak[0], *strong]
-    found = split_scaling(weak + strong)
-    assert [(name, [item.nodes for item in members]) for name, members in found] == [
-        ("weak", [1, 2, 4]),
-        ("strong", [1, 2, 4]),
-    ]
-    rows = scaling_table(weak + strong)
-    assert [(row.scaling, row.gpus, row.scaling_efficiency_percent) for row in rows] == [
-        ("weak", 4, 100.0), ("weak", 8, 100.0), ("weak", 16, 100.0),
-        ("strong", 4, 100.0), ("strong", 8, 80.0), ("strong", 16, 60.0),
-    ]  # fmt: skip
+    of_weak = [("weak", 4, 100.0), ("weak", 8, 100.0), ("weak", 16, 100.0)]
+    of_strong = [("strong", 4, 100.0), ("strong", 8, 80.0), ("strong", 16, 60.0)]
+    for runs, found in ((weak, of_weak), ([weak[0], *strong], of_strong), (weak + strong, of_weak + of_strong)):
+        rows = scaling_table(runs)
+        assert [(row.scaling, row.gpus, row.scaling_efficiency_percent) for row in rows] == found
 
 
 def test_a_scale_in_both_series_of_a_table_is_one_measurement(tmp_path: Path) -> None:
@@ -100,34 +99,28 @@ def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
     assert all("one scale only" in row.notes for row in rows)
 
 
-def test_baseline_is_the_fullest_of_the_fewest_nodes_unless_told() -> None:
+def test_baseline_is_the_fullest_of_the_fewest_nodes_with_a_rate_unless_given() -> None:
+    def percents(runs: list[Run], baseline_nodes: int | None = None) -> list[float | None]:
+        return [row.scaling_efficiency_percent for row in scaling_table(runs, baseline_nodes)]
+
     runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
-    assert [row.scaling_efficiency_percent for row in scaling_table(runs)] == pytest.approx([110, 100, 90, 72])
-    told = scaling_table(runs, baseline_nodes=2)
-    assert [row.scaling_efficiency_percent for row in told][2:] == pytest.approx([100, 80])
-    single_node = scaling_table(runs[:2])
-    assert [row.scaling_efficiency_percent for row in single_node] == pytest.approx([100, 100 / 1.1])
+    assert percents(runs) == pytest.approx([110, 100, 90, 72])
+    assert percents(runs, 2)[2:] == pytest.approx([100, 80])
+    assert percents(runs[:2]) == pytest.approx([100, 100 / 1.1])
+    assert percents([run(1, None, state="failed"), *runs[2:]]) == [None, 100.0, pytest.approx(80.0)]
     with pytest.raises(UserError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
-        scaling_table(runs, baseline_nodes=3)
+        percents(runs, 3)
+    other = replace(run(3, 9.0), model="micro")
+    assert "no baseline: efficiency not given" in scaling_table([*runs, other], 3)[0].notes
 
 
-def test_the_baseline_moves_up_when_the_smallest_scale_failed() -> None:
-    rows = scaling_table([run(1, None, state="failed"), run(2, 90.0), run(4, 81.0)])
-    assert [row.scaling_efficiency_percent for row in rows] == [None, 100.0, pytest.approx(90.0)]
-
-
-def test_mfu_needs_a_peak_and_a_published_model() -> None:
-    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, mfu_model_percent=5.2)])
-    assert row.mfu_percent == pytest.approx(21.04, abs=0.005)
-    assert row.mfu_model_percent == 5.2
-    assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
-
-
-def test_exposed_communication_is_its_share_of_the_parts() -> None:
+def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() -> None:
     parts = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}
-    (row,) = scaling_table([run(1, 1.0, **parts)])
+    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, mfu_model_percent=5.2, **parts)])
+    assert (row.mfu_percent, row.mfu_model_percent) == (pytest.approx(21.04, abs=0.005), 5.2)
     assert row.exposed_communication_percent == pytest.approx(30.0)
     assert row.breakdown_s == pytest.approx({name[:-2]: seconds for name, seconds in parts.items()})
+    assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
 
 
 def test_times_to_a_target_are_combined(tmp_path: Path) -> None:
@@ -146,22 +139,9 @@ def test_a_batch_that_is_not_stated_leaves_the_scaling_open() -> None:
     assert [row.batch_per_gpu for row in alone] == [8, 16, None]
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ([100.0, 101.0, 99.0, 100.5, 80.0], [4]),
-        ([100.0, 101.0, 99.0, 100.5, 98.5], []),
-        ([100.0, 100.0, 100.0, 90.0], [3]),
-        ([1.0, 50.0, 99.0], []),
-    ],
-)
-def test_outliers(values: list[float], found: list[int]) -> None:
-    assert outliers(values) == found
-
-
 def test_settings_that_differ_between_scales_are_pointed_out() -> None:
     configs = [{"zero_optimization": {"stage": stage}, "clap": {"seed": stage}} for stage in (0, 1)]
-    rows = scaling_table([run(1, 100.0, config=configs[0]), run(2, 90.0, config=configs[1])])
+    rows = scaling_table([run(nodes, 90.0, config=config) for nodes, config in enumerate(configs, start=1)])
     assert rows[0].notes == "settings differ between runs: zero_optimization.stage"
 
 
@@ -171,11 +151,8 @@ def test_command_on_a_real_log_and_a_real_record(
     csv, markdown = tmp_path / "t.csv", tmp_path / "t.md"
     inputs = [DATA / "deepspeed_2ranks.log", DATA / "record_2ranks"]
     command(monkeypatch, efficiency.main, *inputs, "--csv", csv, "--markdown", markdown)
-    printed = capsys.readouterr().out
-    assert printed == markdown.read_text()
-    rows = read_table(csv)
+    assert capsys.readouterr().out == markdown.read_text()
+    _, recorded = read_table(csv)
     summary = json.loads((DATA / "record_2ranks" / "summary.json").read_text())
-    (recorded,) = [row for row in rows if row.model == "htsat_tiny_roberta_base"]
     assert recorded.samples_per_s_per_gpu == pytest.approx(summary["samples_per_s_per_gpu"]["median"], rel=1e-3)
     assert recorded.memory_peak_gib == pytest.approx(summary["memory_peak_bytes"] / 2**30, abs=0.01)
-    assert len(rows) == 2

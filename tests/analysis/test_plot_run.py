@@ -14,10 +14,8 @@ COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes":
 
 
 def benchmark(folder: Path, **changes: Any) -> Path:
-    steps = [
-        {"step": step, "phase": "warmup" if step == 1 else "window", "window": step // 4, "time_s": step / 10}
-        for step in range(1, 6)
-    ]
+    phases = ["warmup", *["window"] * 4]
+    steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "text_tokens": 16, "data_wait_percent": 0.5,
         "samples_per_s_per_gpu": {"median": 10.0, "low": 9.0, "high": 11.0}, "memory_peak_bytes": 2**30,
@@ -49,9 +47,8 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
 
 
 def test_a_killed_benchmark_is_drawn_from_its_windows(tmp_path: Path) -> None:
-    run = benchmark(tmp_path / "run", samples_per_s_per_gpu=None, step_time_s=None, memory_peak_bytes=None, breakdown_s=None,
-                    state="terminated", data_wait_percent=None)  # fmt: skip
-    draw_runs([run], tmp_path / "run.png")
+    measured = ("samples_per_s_per_gpu", "step_time_s", "memory_peak_bytes", "breakdown_s", "data_wait_percent")
+    draw_runs([benchmark(tmp_path / "run", state="terminated", **dict.fromkeys(measured))], tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -69,35 +66,25 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
     assert every == [[step, 2 / step] for step in range(1, 51)]
     assert mean[0] == [5, pytest.approx(sum(2 / step for step in range(1, 6)) / 5)]
-    assert len(mean) == 46
-    assert [len(line.get_xydata()) for line in rate.lines] == [50]
+    assert (len(mean), [len(line.get_xydata()) for line in rate.lines]) == (46, [50])
     assert norm.get_yscale() == "log"
-    assert {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines} == {
-        "zero_shot_top1": [[25, 0.5]], "retrieval_audio_to_text_r1": [[25, 0.1]],
-    }  # fmt: skip
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines}
+    assert drawn == {"zero_shot_top1": [[25, 0.5]], "retrieval_audio_to_text_r1": [[25, 0.1]]}
     assert speed.lines[0].get_xydata()[0].tolist() == [2, 20.0]
     assert picture.figure.get_suptitle().endswith("0 samples, failed, target reached after 12 s")
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"},
-         "no timed windows; the run's state is 'failed'"),
-        ({"command": "train"}, "no step of training; the run's state is 'completed'"),
-    ],
-)  # fmt: skip
-def test_a_run_with_nothing_to_draw_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        draw_runs([benchmark(tmp_path / "run", **changes)], tmp_path / "run.png")
-
-
-def test_folders_that_do_not_belong_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a readable run directory: no summary\.json"):
-        draw_runs([tmp_path], tmp_path / "run.png")
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "summary.json").write_text("{")
+    killed = {"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"}
     runs = [training(tmp_path / "run"), benchmark(tmp_path / "bench")]
-    with pytest.raises(UserError, match="only where all are of training"):
-        draw_runs(runs, tmp_path / "run.png")
-    (tmp_path / "bench" / "summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json is not readable JSON"):
-        draw_runs(runs, tmp_path / "run.png")
+    for folders, message in (
+        ([benchmark(tmp_path / "killed", **killed)], "no timed windows; the run's state is 'failed'"),
+        ([benchmark(tmp_path / "untrained", command="train")], "no step of training; the run's state is 'completed'"),
+        ([tmp_path], r"not a readable run directory: no summary\.json"),
+        (runs, "only where all are of training"),
+        ([*runs, tmp_path / "torn"], r"summary\.json is not readable JSON"),
+    ):
+        with pytest.raises(UserError, match=message):
+            draw_runs(folders, tmp_path / "run.png")

@@ -10,6 +10,8 @@ from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import BASE, TINY, command
 
+NAME = "htsat-tiny-roberta-base"
+
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
@@ -23,30 +25,29 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "mine.csv"
 
 
-def test_the_published_curve_of_the_same_model_is_laid_over(table: Path) -> None:
-    curves = read_curves([table])
-    assert {label: [row.gpus for row in rows] for label, rows in curves.items()} == {
-        "htsat-tiny-roberta-base": [4, 8, 16],
-        "htsat-tiny-roberta-base (published, GH200)": [4, 8, 16, 32, 64, 128, 256, 512],
-    }
+def test_the_published_curve_of_the_same_model_is_laid_over_in_its_colour(table: Path) -> None:
+    gpus = {label: [row.gpus for row in rows] for label, rows in read_curves([table]).items()}
+    assert gpus == {NAME: [4, 8, 16], f"{NAME} (published, GH200)": [4, 8, 16, 32, 64, 128, 256, 512]}
     assert len(read_curves([table], with_published=False)) == 1
     assert len(read_curves([TINY, BASE])) == 2
+    throughput = draw(read_curves([table, BASE])).panels[0]
+    tiny, base, tiny_published = (bars.lines[0].get_color() for bars in throughput.containers)
+    assert tiny == tiny_published != base
 
 
 def test_labels_say_what_differs_and_count_what_does_not(tmp_path: Path) -> None:
     paths = []
     for index, (tokens, scaling) in enumerate(((77, "weak"), (514, "weak"), (514, "weak"), (514, ""))):
-        row = Row(1, 4, 9.0, 36.0, speedup=1.0, model="micro", text_tokens=tokens, scaling=scaling)
         paths.append(tmp_path / f"{index}.csv")
-        write_csv(paths[-1], [row])
+        write_csv(paths[-1], [Row(1, 4, 9.0, 36.0, speedup=1.0, model="micro", text_tokens=tokens, scaling=scaling)])
     plain = "micro (514 tokens, weak scaling)"
     assert list(read_curves(paths)) == ["micro (77 tokens, weak scaling)", plain, f"{plain} [2]", "micro (514 tokens)"]
 
 
 def test_panels_hold_the_tables_numbers(table: Path) -> None:
     throughput, efficiency, mfu = draw(read_curves([table], with_published=False)).panels
-    drawn = [list(container.lines[0].get_xydata().tolist()) for container in throughput.containers]
-    assert drawn == [[[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]]
+    (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
+    assert drawn == [[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]
     assert (throughput.get_xscale(), throughput.get_yscale()) == ("log", "log")
     ideal = next(line for line in throughput.lines if line.get_label() == "ideal")
     assert ideal.get_xydata().tolist() == [[4, 2800], [16, 11200]]
@@ -56,13 +57,6 @@ def test_panels_hold_the_tables_numbers(table: Path) -> None:
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.1, 92.9], abs=0.05)
     assert [bar[1][1] - bar[0][1] for bar in bars] == pytest.approx([3.0] * 3)
     assert len(mfu.containers) == 2
-
-
-def test_a_published_curve_has_its_models_colour(table: Path) -> None:
-    throughput = draw(read_curves([table, BASE])).panels[0]
-    colors = {bars.get_label(): bars.lines[0].get_color() for bars in throughput.containers}
-    tiny, base = "htsat-tiny-roberta-base", "htsat-base-roberta-base"
-    assert colors[tiny] == colors[f"{tiny} (published, GH200)"] != colors[f"{base} (published, GH200)"]
 
 
 def test_tables_without_rates_are_refused_and_one_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +15,20 @@ from clap_ds.analysis.step_model import Machine
 from clap_ds.analysis.table import Row, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import ClapSettings
-from tests.analysis.samples import DATA, ROOT, TINY, command, run
+from tests.analysis.samples import DATA, ROOT, TINY, command, record, run
 
-INPUTS = [DATA / "record_2ranks", TINY, DATA / "deepspeed_failed.log"]
+SUMMARY, ENVIRONMENT = (
+    json.loads((DATA / f"record_2ranks/{name}.json").read_text()) for name in ("summary", "environment")
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report on a real run, a published table and a log of a failed run."""
     output = tmp_path_factory.mktemp("report") / "out"
+    inputs = [DATA / "record_2ranks", TINY, DATA / "deepspeed_failed.log"]
     arguments = ["--output", output, "--nodes", "1", "--gpus", "2", "--samples", "1e9", "--price_per_gpu_hour", "2"]
-    words = [sys.executable, "-X", "importtime", "-m", "analysis.report", *INPUTS, *arguments]
+    words = [sys.executable, "-X", "importtime", "-m", "analysis.report", *inputs, *arguments]
     done = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
@@ -35,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_has_every_section_and_needs_nothing_outside(folder: Path) -> None:
+def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert re.findall("<h2>(.*?)</h2>", text) == [
         "Efficiency", "Against the published tables", "Where a step's time goes", "Projection",
@@ -46,6 +48,11 @@ def test_has_every_section_and_needs_nothing_outside(folder: Path) -> None:
     assert set(references) <= {f"#{name}" for name in ids}
     assert not re.search(r"\b(nan|None|inf)\b", re.sub(r"<(style|svg).*?</\1>", "", text, flags=re.DOTALL))
     assert text.count('class="hover"><title>') > 40
+    shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
+    assert {re.sub(r"-\d+", "", name) for name in shown} == {"scaling.png", "breakdown.png", "projection.png"}
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+    assert sorted(shown) == sorted(path.name for path in folder.glob("*.png"))
+    assert text.count("<svg") == len(shown)
 
 
 def test_numbers_are_the_inputs_own(folder: Path) -> None:
@@ -55,43 +62,26 @@ def test_numbers_are_the_inputs_own(folder: Path) -> None:
         start = [row["nodes"], row["gpus"], row["samples_per_s_per_gpu"]]
         (found,) = [line for line in lines if line[:3] == start and len(line) == 13]
         assert found[4] == row["scaling_efficiency_percent"]
-    summary = json.loads((DATA / "record_2ranks" / "summary.json").read_text())
     shown = {cell for line in lines for cell in line}
-    assert f"{1000 * summary['breakdown_s']['forward']:.1f}" in shown
-    assert f"{summary['samples_per_s_per_gpu']['median'] / 623.7:.6f}" in shown
+    assert f"{1000 * SUMMARY['breakdown_s']['forward']:.1f}" in shown
+    assert f"{SUMMARY['samples_per_s_per_gpu']['median'] / 623.7:.6f}" in shown
     assert any(cell.startswith("890.") for cell in shown)  # 1e9 / 623.7 / 3600 GPU-hours at 2 each
 
 
 def test_says_where_numbers_come_from_and_what_is_missing(folder: Path) -> None:
     runs, missing = (folder / "report.md").read_text().partition("## Runs")[2].split("## What is missing")
-    environment = json.loads((DATA / "record_2ranks" / "environment.json").read_text())
-    for said in (
-        environment["versions"]["torch"],
-        environment["versions"]["deepspeed"],
-        " ".join(environment["command"]),
-    ):
-        assert said in runs
-    assert "1–128" in runs
-    for said in ("deepspeed_failed.log: state failed", "git commit not recorded: record_2ranks",
+    versions = ENVIRONMENT["versions"]
+    for part in (versions["torch"], versions["deepspeed"], " ".join(ENVIRONMENT["command"]), "1–128"):
+        assert part in runs
+    for part in ("deepspeed_failed.log: state failed", "git commit not recorded: record_2ranks",
                  "no record of versions, commit or command: jupiter_htsat_tiny.csv, deepspeed_failed.log",
                  "no breakdown of the step"):  # fmt: skip
-        assert said in missing
-
-
-def test_markdown_shows_the_pictures_beside_it(folder: Path) -> None:
-    shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
-    assert {re.sub(r"-\d+", "", name) for name in shown} == {"scaling.png", "breakdown.png", "projection.png"}
-    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    assert sorted(shown) == sorted(path.name for path in folder.glob("*.png"))
-    assert (folder / "report.html").read_text().count("<svg") == len(shown)
+        assert part in missing
 
 
 def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = shutil.copytree(DATA / "record_2ranks", tmp_path / "run")
-    (failed / "metrics.jsonl").unlink()
-    summary = json.loads((failed / "summary.json").read_text())
-    kept = {key: summary[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
-    (failed / "summary.json").write_text(json.dumps(kept | {"state": "out_of_memory", "error": "too <big>"}))
+    kept = {key: SUMMARY[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
+    failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")
     command(monkeypatch, report.main, failed, "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
     assert "no rate was measured (out_of_memory)" in text
@@ -101,8 +91,7 @@ def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: py
 
 def test_method_follows_the_configuration() -> None:
     assert method_of({}).loss == "gather_with_grad"
-    config = {"bf16": {"enabled": True}, "clap": {"gradient_sync": "deepspeed", "gradient_bucket_mb": 5.0}}
-    found = method_of(config)
+    found = method_of({"bf16": {"enabled": True}, "clap": {"gradient_sync": "deepspeed", "gradient_bucket_mb": 5.0}})
     assert (found.overlap, found.gradient_bytes, found.feature_bytes) == (False, 2, 2)
     assert (found.loss, found.bucket_bytes) == ("exact_local", 5e6)
     older = method_of({"clap": {"loss": {"features": "bf16"}}})
@@ -110,34 +99,18 @@ def test_method_follows_the_configuration() -> None:
 
 
 def test_headline_and_gaps_of_two_scales() -> None:
-    rows = [
-        Row(1, 4, 10.0, 40.0, scaling_efficiency_percent=100.0, model="micro", repeats=2),
-        Row(
-            2,
-            8,
-            9.0,
-            72.0,
-            scaling_efficiency_percent=90.0,
-            scaling_efficiency_2sigma_percent=1.5,
-            model="micro",
-            repeats=2,
-        ),
-    ]
-    runs = [
-        Run(source=name, state=state, error=error)
-        for name, state, error in (("a", "completed", ""), ("b", "failed", "x"))
-    ]
+    percents = {"scaling_efficiency_percent": 90.0, "scaling_efficiency_2sigma_percent": 1.5}
+    rows = [Row(1, 4, 10.0, 40.0, model="micro", repeats=2), Row(2, 8, 9.0, 72.0, model="micro", repeats=2, **percents)]
+    runs = [Run(source="a", state="completed"), Run(source="b", state="failed", error="x")]
     assert "9.000 samples/s/GPU on 8 GPUs (2 nodes), 90.0 ± 1.5 % of the rate per GPU on 4 GPUs" in headline(runs, rows)
     assert "2 runs, at 2 scales" in headline(runs, rows)
-    found = list(gaps(rows, runs))
+    found = "\n".join(gaps(rows, runs))
     assert "b: state failed: x" in found
-    assert any("no spread known at 4, 8 GPUs" in gap for gap in found)
-    assert not any("one run only" in gap for gap in found)
+    assert "no spread known at 4, 8 GPUs" in found
+    assert "one run only" not in found
     differing = [Run(environment={"git_commit": sign, "versions": {"torch": sign}}) for sign in "ab"]
-    assert [gap.split(":")[0] for gap in gaps([], differing)][-2:] == [
-        "runs differ in commit",
-        "runs differ in versions",
-    ]
+    *_, commit, versions = gaps([], differing)
+    assert (commit[:21], versions[:23]) == ("runs differ in commit", "runs differ in versions")
 
 
 def test_the_part_that_grew_most_with_scale() -> None:

@@ -1,15 +1,15 @@
 """The one way to measured numbers: what it makes of directories, logs, tables, gaps and rubbish."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from clap_ds.analysis import runs
 from clap_ds.analysis.runs import read_runs
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import DATA, ROOT, TINY, given, running_log, write
+from tests.analysis.samples import DATA, ROOT, TINY, command, given, record, running_log, write
 
 LOG = DATA / "deepspeed_2ranks.log"
 
@@ -28,46 +28,42 @@ def test_counts_not_in_the_log_are_asked_for_by_option_name(tmp_path: Path) -> N
 def test_the_input_is_believed_before_the_options() -> None:
     (run,) = read_runs([LOG], given(nodes=7, gpus=28, micro_batch=1))
     assert (run.nodes, run.gpus, run.batch_per_gpu) == (1, 2, 64)
-    assert run.rate is not None
-    assert run.step_time_s == pytest.approx(64 / run.rate)
+    assert run.step_time_s == pytest.approx(64 / (run.rate or 0))
     assert read_runs([TINY], given(model="micro"))[0].model == "htsat_tiny_roberta_base"
 
 
 def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = write(tmp_path / "bad.log", "hello")
-    with pytest.raises(UserError, match=r"bad\.log.*no throughput lines.*gone.*no such file"):
-        read_runs([bad, tmp_path / "gone"], given())
-    assert len(read_runs([bad, LOG], given())) == 1
-    assert "warning" in (error := capsys.readouterr().err)
-    assert "bad.log" in error
-
-
-def test_a_folder_of_records_is_read_whole(tmp_path: Path) -> None:
     for nodes in (1, 2):
-        folder = tmp_path / f"run-{nodes}"
-        folder.mkdir()
-        write(folder / "summary.json", json.dumps({"state": "failed", "num_nodes": nodes, "world_size": 4 * nodes}))
-    assert [run.gpus for run in read_runs([tmp_path], given())] == [4, 8]
+        record(tmp_path / f"run-{nodes}", [], state="failed", num_nodes=nodes, world_size=4 * nodes)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="neither a run directory nor a folder of them"):
-        read_runs([tmp_path / "empty"], given())
+    assert [run.gpus for run in read_runs([tmp_path], given())] == [4, 8]
+    inputs = [write(tmp_path / "bad.log", "hello"), tmp_path / "gone", tmp_path / "empty"]
+    reasons = (
+        "bad.log: no throughput lines",
+        "gone: no such file",
+        "empty: neither a run directory nor a folder of them",
+    )
+    with pytest.raises(UserError, match=".*; .*".join(reasons)):
+        read_runs(inputs, given())
+    command(monkeypatch, runs.main, *inputs, tmp_path / "run-1")
+    printed = capsys.readouterr()
+    assert printed.err.count("warning") == 3
+    assert all(f"{tmp_path}/{reason}" in printed.err for reason in reasons)
+    assert printed.out.endswith(
+        "run-1: model not stated, 1 nodes × 4 GPUs, failed\n  no complete window was measured\n"
+    )
 
 
 @pytest.mark.parametrize("how", [["analysis/runs.py"], ["-m", "analysis.runs"]])
-def test_the_command_works_as_script_and_module_without_torch(how: list[str]) -> None:
-    arguments = [sys.executable, "-X", "importtime", *how, str(LOG)]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (
-        "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95 % interval of 30 windows" in done.stdout
-    )
+def test_the_command_works_as_script_and_module_without_torch(how: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", *how, LOG]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    expected = "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95 % interval of 30 windows"
+    assert expected in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported
     assert not imported & {"torch", "deepspeed", "matplotlib", "pydantic", "numpy"}
-
-
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "analysis.runs", str(tmp_path / "nothing")]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *how, tmp_path / "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: {tmp_path / 'nothing'}: no such file or directory\n")

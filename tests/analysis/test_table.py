@@ -4,26 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.table import (
-    COLUMNS,
-    Row,
-    format_cell,
-    markdown_table,
-    read_table,
-    read_table_runs,
-    significant,
-    write_csv,
-)
+from clap_ds.analysis.table import COLUMNS, Row, markdown_table, read_table, read_table_runs, significant, write_csv
 from clap_ds.config.errors import UserError
+from tests.analysis.samples import TINY, write
 
-HEADER = "nodes,gpus,samples_per_s_per_gpu,samples_per_s,mfu_percent,scaling_efficiency_percent\n"
-
-
-def test_columns_begin_as_the_published_tables_do() -> None:
-    assert ",".join(COLUMNS[:6]) + "\n" == HEADER
+HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
 
-def test_a_table_survives_writing_and_reading(tmp_path: Path) -> None:
+def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp_path: Path) -> None:
     rows = [
         Row(1, 4, 623.7, 2495.0, 21.0, 100.0, 3.215, 0.0, "2σ over 3 repeats", 3, 1.0, model="micro", scaling="weak"),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
@@ -31,10 +19,13 @@ def test_a_table_survives_writing_and_reading(tmp_path: Path) -> None:
     ]
     write_csv(tmp_path / "t.csv", rows)
     assert read_table(tmp_path / "t.csv") == rows
+    assert ",".join(COLUMNS[:6]) + "\n" == HEADER
+    with pytest.raises(AssertionError, match="nan"):
+        write_csv(tmp_path / "t.csv", [Row(1, 4, float("nan"))])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "empty"),
         (HEADER, "no rows"),
@@ -46,38 +37,22 @@ def test_a_table_survives_writing_and_reading(tmp_path: Path) -> None:
         (HEADER + "1,4,-3,40,3,100\n", "is -3"),
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes is empty"),
+        (b"\x89PNG\xff\xfe\0", "binary"),
+        (None, "can't be read"),
     ],
 )
-def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    with pytest.raises(UserError, match=rf"bad\.csv.*{said}"):
+def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+    path = tmp_path / "bad.csv" if text is None else write(tmp_path / "bad.csv", text)
+    with pytest.raises(UserError, match=rf"bad\.csv.*{message}"):
         read_table(path)
 
 
-def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.csv").write_bytes(b"\x89PNG\xff\xfe\0")
-    with pytest.raises(UserError, match=r"bad\.csv: binary"):
-        read_table(tmp_path / "bad.csv")
-    with pytest.raises(UserError, match=r"gone\.csv: can't be read"):
-        read_table(tmp_path / "gone.csv")
-    with pytest.raises(UserError, match="can't be written"):
-        write_csv(tmp_path / "no" / "t.csv", [])
-
-
-def test_a_table_without_a_model_column_is_named_after_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "my_model.csv"
-    path.write_text(HEADER + "1,4,10,40,,\n")
-    assert read_table(path)[0].model == "my_model"
-
-
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text(HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
+    path = write(tmp_path / "my_model.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
     agreeing, contradicting = read_table_runs(path)
-    assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
-    assert agreeing.samples_per_s == 9865
+    assert (agreeing.rate, agreeing.samples_per_s) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 9865)
     assert (contradicting.rate, contradicting.samples_per_s) == (pytest.approx(10.0), None)
+    assert agreeing.model == "my_model"  # a table without that column is named after its file
 
 
 @pytest.mark.parametrize(
@@ -86,11 +61,6 @@ def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Pat
 )
 def test_significant(value: float, least: int, text: str) -> None:
     assert significant(value, least) == text
-
-
-def test_nan_cannot_be_written() -> None:
-    with pytest.raises(AssertionError):
-        format_cell("samples_per_s", float("nan"))
 
 
 def test_markdown_shows_gaps_as_dashes() -> None:
