@@ -58,7 +58,7 @@ def nvml_sampler(nvml: Any) -> Sampler:
 
 def cpu_sample() -> list[Sample]:
     """This host's memory, and the busy share of its processors since the last sample."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     memory = psutil.virtual_memory()
     used = {"memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total}
