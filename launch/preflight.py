@@ -37,11 +37,8 @@ from clap_ds.launch.sites import LAUNCHERS, Site, format_environment, load_site,
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
 Answer = dict[str, Any]
-MAX_SKEW_S = 1.0
-MIN_FREE_GB = 5.0
-MIN_OPEN_FILES = 4096
-SLOW = 0.7
-"""A host whose rate is below this share of the median is called slow."""
+MAX_SKEW_S, MIN_FREE_GB, MIN_OPEN_FILES = 1.0, 5.0, 4096
+SLOW = 0.7  # a host whose rate is below this share of the median
 
 
 @dataclass
@@ -215,9 +212,8 @@ def check(arguments: argparse.Namespace) -> int:
     launcher = arguments.launcher or site.chosen_launcher()
     port = master_port(f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
     report = Report()
-    answers = ask_hosts(list(slots), site, launcher, port)
     on_cpu = rank_environment(site, os.environ).get("DS_ACCELERATOR") == "cpu"
-    judge_hosts(answers, slots, report, on_cpu=on_cpu)
+    judge_hosts(ask_hosts(list(slots), site, launcher, port), slots, report, on_cpu=on_cpu)
     if not report.problems and not arguments.no_ranks:
         run_ranks(site, slots, launcher, arguments.megabytes, report)
     print(report.format())

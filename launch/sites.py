@@ -42,25 +42,21 @@ class Site:
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None
-    """Ranks per node; null takes what `sinfo` shows for the partition."""
+    gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows for the partition
     cpus_per_task: int | None = None
-    sbatch: list[str] = field(default_factory=list)
-    """Further options, such as `--exclusive`."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines run at the start of a job, such as `module load CUDA/13`."""
-    python: str | None = None
-    """Interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every rank: network interface and NCCL settings."""
+    sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
+    setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
+    python: str | None = (
+        None  # interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`
+    )
+    environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
     launcher: str | None = None
     """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""
     run_root: str = "runs"
     """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
-    warning_s: int = 60
-    """Seconds before the time limit at which the run is signalled to stop."""
+    warning_s: int = 60  # before the time limit, at which the run is signalled to stop
 
     def walltime(self, num_nodes: int) -> str:
         """Time limit of a job on this many nodes."""
