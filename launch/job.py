@@ -80,7 +80,7 @@ class Job:
             ending = Ending("failed", f"{len(silent)} of {len(self.slots)} hosts can't be reached: {reasons}", FAILED)
         elif self.signalled is None:
             self.launcher = self._launch()
-            while self.launcher.poll() is None and ending is None:
+            while self.launcher.poll() is None and ending is None and self.signalled is None:
                 ending = self._reason_to_end()
                 self._pause()
         return self._finish(ending or (self._signal_ending(self.signalled) if self.signalled else None))
@@ -132,9 +132,7 @@ class Job:
         time.sleep(0.1)
 
     def _reason_to_end(self) -> Ending | None:
-        """Why the ranks are to be ended now, if they are."""
-        if self.signalled is not None:
-            return self._signal_ending(self.signalled)
+        """Why the ranks are to be ended now, if they are, but for a signal."""
         now, hosts, message = time.monotonic(), self.agents.hosts.values(), ""
         if lost := self.agents.lost():
             silent_s = now - min(host.heard or 0.0 for host in lost)

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.dist.accelerator import OLDEST_DRIVER, is_too_old
 from clap_ds.dist.hostfile import format_hostfile, master_port
@@ -158,11 +157,19 @@ def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float
     root = work_folder() / site.run_root
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=root))
-    write_atomically(folder / "hostfile", format_hostfile(slots))
-    write_atomically(folder / "site_environment", format_environment(site, os.environ))
+    (folder / "hostfile").write_text(format_hostfile(slots))
+    (folder / "site_environment").write_text(format_environment(site, os.environ))
     words = ["--hostfile", folder / "hostfile", "--folder", folder, "--environment", folder / "site_environment"]
-    words += ["--launcher", launcher, "--python", site.interpreter()]
-    words += ["--", RANK_SCRIPT, folder / "ranks.json", megabytes]
+    words += [
+        "--launcher",
+        launcher,
+        "--python",
+        site.interpreter(),
+        "--",
+        RANK_SCRIPT,
+        folder / "ranks.json",
+        megabytes,
+    ]
     command = script_command(site.interpreter(), "job.py", *map(str, words))
     environment = {**os.environ, **site.environment}
     result = subprocess.run(command, capture_output=True, text=True, cwd=work_folder(), env=environment)

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,10 @@ DONE = ("completed", "out_of_memory")  # states that another attempt would not c
 
 @dataclass
 class Job:
-    """One job of a sweep; `changes` are fields of the run's JSON by dotted name."""
-
     name: str
     nodes: int
-    changes: dict[str, Any] = field(default_factory=dict)
-    micro_batch: str | None = None
-    """`FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other."""
+    changes: dict[str, Any]  # fields of the run's JSON by dotted name
+    micro_batch: str | None = None  # `FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other
     slurm_id: str | None = None
 
 
