@@ -77,6 +77,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "pydantic>=2.10",
         "numpy>=1.26",
+        "psutil>=5.9",
         "rich>=13",
         "tensorboard>=2.16",
         "tqdm>=4.66",

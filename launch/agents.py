@@ -15,16 +15,12 @@ from typing import IO
 
 from clap_ds.launch.launchers import on_host, script_command
 
-CONNECT_S = 30.0
-"""Time a host has to answer at the start."""
-LOST_S = 20.0
-"""Without a heartbeat for this long, a host is lost (an agent's beat is 2 s)."""
+CONNECT_S = 30.0  # that a host has to answer at the start
+LOST_S = 20.0  # without a heartbeat, of which an agent sends one every 2 s
 
 
 @dataclass
 class Host:
-    """What is known of one host."""
-
     name: str
     heard: float | None = None
     num_ranks: int = 0
@@ -36,12 +32,10 @@ class Host:
     def hear(self, word: str, number: int) -> None:
         """Take note of what its agent says: `alive NUM_RANKS` or `gone NUM_KILLED`."""
         self.heard = time.monotonic()
-        if word == "gone":
-            self.gone = True
-            return
-        self.num_ranks = number
-        self.most_ranks = max(self.most_ranks, number)
-        self.fewer_since = None if number == self.most_ranks else self.fewer_since or self.heard
+        self.gone = word == "gone"
+        if not self.gone:
+            self.num_ranks, self.most_ranks = number, max(self.most_ranks, number)
+            self.fewer_since = None if number == self.most_ranks else self.fewer_since or self.heard
 
 
 def _ignore_signals() -> None:
@@ -102,8 +96,8 @@ class Agents:
     def short_of_ranks(self, seconds: float = 0.0) -> list[Host]:
         """Hosts on which a rank ended longer ago than this, the first to lose one first."""
         latest = time.monotonic() - seconds
-        short = [(host.fewer_since, host) for host in self.hosts.values() if host.fewer_since is not None]
-        return [host for since, host in sorted(short, key=lambda each: each[0]) if since <= latest]
+        short = {host.name: host.fewer_since for host in self.hosts.values() if host.fewer_since is not None}
+        return [self.hosts[name] for name in sorted(short, key=short.__getitem__) if short[name] <= latest]
 
     def wait_for_all(self) -> list[Host]:
         """Wait until every host has answered; the ones that haven't in time, or whose connection was refused."""
@@ -118,9 +112,9 @@ class Agents:
         """Have every host end what is left of the job; the hosts that didn't confirm it in time."""
         self.say("stop")
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self._running():
-            if all(host.gone or host.heard is None for host in self.hosts.values()):
-                break
+        while (
+            time.monotonic() < deadline and self._running() and any(h.heard and not h.gone for h in self.hosts.values())
+        ):
             time.sleep(0.05)
         for process in self._processes.values():
             try:

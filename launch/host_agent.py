@@ -20,12 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEAT_S = 2.0
-LOOK_S = 0.2
-"""How often it looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named."""
-SILENCE_S = 45.0
-"""Without a line from the job for this long, the host takes itself for cut off."""
-LAST_WORDS_S = 5.0
-"""From the polite signal to SIGKILL: time for a rank to record its end."""
+LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named
+SILENCE_S = 45.0  # without a line from the job, after which the host takes itself for cut off
+LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL, for a rank to record its end
 
 
 def parent_of(pid: int) -> int | None:
@@ -103,9 +100,8 @@ class Agent:
             print("clap-agent", self.host, *words, flush=True)
 
     def serve(self) -> None:
-        """Serve until told to stop, cut off, or left alone; then end what is left of the job here."""
-        heard, next_beat = time.monotonic(), 0.0
-        buffer = b""
+        """Serve until asked to stop, cut off, or left alone; then end what is left of the job here."""
+        heard, next_beat, buffer = time.monotonic(), 0.0, b""
         ranks: list[int] = []
         while time.monotonic() - heard <= SILENCE_S:
             left = [pid for pid in ranks if parent_of(pid) is not None]

@@ -32,13 +32,13 @@ from clap_ds.launch.launchers import launch_command
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.schema import State
 
-RANK_LOST_S = 20.0
-"""A rank may end this much before the others."""
+RANK_LOST_S = 20.0  # that a rank may end before the others
 GRACE_S = {signal.SIGUSR1: 20.0, signal.SIGTERM: 10.0, signal.SIGINT: 10.0}
 """Time for ranks to record their end (SLURM kills 30 s after SIGTERM); `--grace` allows more, for those that save."""
 PING_S = 5.0
-LAST_LINES_S = 1.0
-"""Time to read what the launcher said last, which may name the run; a process it left behind could hold its output open."""
+LAST_LINES_S = (
+    1.0  # to read what the launcher said last, which may name the run; what it left behind could hold its output open
+)
 FAILED = 1
 _RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
 _PDSH_EXIT = re.compile(rb"pdsh@\S+: (\S+): (?:ssh )?exited with exit code (\d+)")
@@ -46,8 +46,6 @@ _SRUN_EXIT = re.compile(rb"srun: error: (\S+): tasks? [\d,\-\[\]]+: (.*)")
 
 
 class Ending(NamedTuple):
-    """How the job ends, and its exit code."""
-
     state: State
     message: str
     code: int
@@ -76,18 +74,15 @@ class Job:
 
     def run(self) -> int:
         """Run it; the job's exit code."""
-        silent = self.agents.wait_for_all()
-        if self.signalled is not None:
-            return self._finish(self._signal_ending(self.signalled))
-        if silent:
+        silent, ending = self.agents.wait_for_all(), None
+        if silent and self.signalled is None:
             reasons = "; ".join(f"{host.name} ({host.last_words or 'no answer'})" for host in silent)
-            message = f"{len(silent)} of {len(self.slots)} hosts can't be reached: {reasons}"
-            return self._finish(Ending("failed", message, FAILED))
-        self.launcher = self._launch()
-        ending = None
-        while self.launcher.poll() is None and ending is None:
-            ending = self._reason_to_end()
-            self._pause()
+            ending = Ending("failed", f"{len(silent)} of {len(self.slots)} hosts can't be reached: {reasons}", FAILED)
+        elif self.signalled is None:
+            self.launcher = self._launch()
+            while self.launcher.poll() is None and ending is None and self.signalled is None:
+                ending = self._reason_to_end()
+                self._pause()
         return self._finish(ending or (self._signal_ending(self.signalled) if self.signalled else None))
 
     def _hear_signal(self, number: int, frame: FrameType | None) -> None:
@@ -137,9 +132,7 @@ class Job:
         time.sleep(0.1)
 
     def _reason_to_end(self) -> Ending | None:
-        """Why the ranks are to be ended now, if they are."""
-        if self.signalled is not None:
-            return self._signal_ending(self.signalled)
+        """Why the ranks are to be ended now, if they are, but for a signal."""
         now, hosts, message = time.monotonic(), self.agents.hosts.values(), ""
         if lost := self.agents.lost():
             silent_s = now - min(host.heard or 0.0 for host in lost)
@@ -171,11 +164,11 @@ class Job:
         code = None
         if self.launcher is not None:
             try:
-                code = self.launcher.wait(2.0)
+                self.launcher.wait(2.0)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(OSError):
                     os.killpg(self.launcher.pid, signal.SIGKILL)
-                code = self.launcher.wait()
+            code = self.launcher.wait()
             for reader in self._readers:
                 reader.join(LAST_LINES_S)
         ending = self._conclude(ending, code if code is None or code >= 0 else 128 - code)
@@ -247,11 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--launcher", choices=["pdsh", "slurm", "srun"], default="pdsh")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
     parser.add_argument("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script and its arguments")
+    parser.add_argument("command", nargs="+", help="-- script and its arguments")
     arguments = parser.parse_args(argv)
-    arguments.command = arguments.command[arguments.command[:1] == ["--"] :]
-    if not arguments.command:
-        parser.error("nothing to run: give the script after --")
     return exit_code_of(lambda: Job(arguments).run())
 
 

@@ -57,18 +57,16 @@ def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     }
 
 
-def format_table(rows: Iterable[Row]) -> str:
-    lines = ["  ".join([f"{'micro-batch':>11}", *(f"{title:>13}" for title in COLUMNS.values()), "note"])]
+def show_table(rows: Iterable[Row]) -> None:
+    layout = "{:>11}" + "  {:>13}" * len(COLUMNS) + "  {}"
+    print(layout.format("micro-batch", *COLUMNS.values(), "note"))
     for row in sorted(rows, key=lambda row: int(row["micro_batch"])):
         numbers = ["–" if row[name] is None else f"{row[name]:.2f}" for name in COLUMNS]
         note = {"completed": "", "out_of_memory": "out of memory"}.get(row["state"], f"{row['state']}: {row['note']}")
-        lines.append("  ".join([f"{row['micro_batch']:>11}", *(f"{text:>13}" for text in numbers), note]).rstrip())
-    return "\n".join(lines)
+        print(layout.format(row["micro_batch"], *numbers, note).rstrip())
 
 
 class Trials:
-    """Runs one micro-batch after the other, and remembers what each gave."""
-
     def __init__(self, config: Path, folder: Path, command: list[str]) -> None:
         self.content, self.folder, self.command = read_config(config), folder, command
         self.rows: dict[int, Row] = {}
@@ -120,7 +118,7 @@ class Trials:
             ended = "timeout" if self.stopped == signal.SIGUSR1 else "terminated"
             job = {"state": ended if self.stopped else "failed", "error": str(error)}
         write_object(self.folder / "job.json", job)
-        print(format_table(self.rows.values()))
+        show_table(self.rows.values())
         if job.get("largest_micro_batch"):
             print(f"largest micro-batch that fits: {job['largest_micro_batch']}")
         if job["error"]:

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def nvml_sampler(nvml: Any) -> Sampler:
 
 def cpu_sample() -> list[Sample]:
     """This host's memory, and the busy share of its processors since the last sample."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     memory = psutil.virtual_memory()
     used = {"memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total}
@@ -114,11 +114,7 @@ CHECKS = (
 
 
 def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
-    """Samples by `host` or `host:gpu`, in the order of time, without those taken during checkpoints.
-
-    Raises:
-        UserError: the run directory has none.
-    """
+    """Samples by `host` or `host:gpu`, in the order of time, but those taken during checkpoints; a UserError without any."""
     # Lines with `checkpoint: [begin, end]`, in seconds since the epoch.
     steps = _json_lines(run_directory / "metrics.jsonl")
     checkpoints = [line["checkpoint"] for line in steps if isinstance(line.get("checkpoint"), list)]
@@ -132,12 +128,10 @@ def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
     return samples
 
 
-def _json_lines(path: Path) -> list[Sample]:
-    found = []
+def _json_lines(path: Path) -> Iterator[Sample]:
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a host that was killed
-            found.append(json.loads(line))
-    return found
+            yield json.loads(line)
 
 
 def flagged_share(samples: dict[str, list[Sample]], check: Check) -> tuple[float, str] | None:

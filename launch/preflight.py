@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.dist.accelerator import OLDEST_DRIVER, is_too_old
 from clap_ds.dist.hostfile import format_hostfile, master_port
@@ -37,11 +36,8 @@ from clap_ds.launch.sites import LAUNCHERS, Site, format_environment, load_site,
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
 Answer = dict[str, Any]
-MAX_SKEW_S = 1.0
-MIN_FREE_GB = 5.0
-MIN_OPEN_FILES = 4096
-SLOW = 0.7
-"""A host whose rate is below this share of the median is called slow."""
+MAX_SKEW_S, MIN_FREE_GB, MIN_OPEN_FILES = 1.0, 5.0, 4096
+SLOW = 0.7  # a host whose rate is below this share of the median
 
 
 @dataclass
@@ -161,11 +157,19 @@ def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float
     root = work_folder() / site.run_root
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=root))
-    write_atomically(folder / "hostfile", format_hostfile(slots))
-    write_atomically(folder / "site_environment", format_environment(site, os.environ))
+    (folder / "hostfile").write_text(format_hostfile(slots))
+    (folder / "site_environment").write_text(format_environment(site, os.environ))
     words = ["--hostfile", folder / "hostfile", "--folder", folder, "--environment", folder / "site_environment"]
-    words += ["--launcher", launcher, "--python", site.interpreter()]
-    words += ["--", RANK_SCRIPT, folder / "ranks.json", megabytes]
+    words += [
+        "--launcher",
+        launcher,
+        "--python",
+        site.interpreter(),
+        "--",
+        RANK_SCRIPT,
+        folder / "ranks.json",
+        megabytes,
+    ]
     command = script_command(site.interpreter(), "job.py", *map(str, words))
     environment = {**os.environ, **site.environment}
     result = subprocess.run(command, capture_output=True, text=True, cwd=work_folder(), env=environment)
@@ -215,9 +219,8 @@ def check(arguments: argparse.Namespace) -> int:
     launcher = arguments.launcher or site.chosen_launcher()
     port = master_port(f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
     report = Report()
-    answers = ask_hosts(list(slots), site, launcher, port)
     on_cpu = rank_environment(site, os.environ).get("DS_ACCELERATOR") == "cpu"
-    judge_hosts(answers, slots, report, on_cpu=on_cpu)
+    judge_hosts(ask_hosts(list(slots), site, launcher, port), slots, report, on_cpu=on_cpu)
     if not report.problems and not arguments.no_ranks:
         run_ranks(site, slots, launcher, arguments.megabytes, report)
     print(report.format())

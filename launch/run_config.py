@@ -1,6 +1,6 @@
 """A copy of a run's JSON with some fields changed, for one job of many.
 
-    python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one --set optimizer.params.lr=1e-4
+    python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one
 
 Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded.
 """
@@ -68,7 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--label", help="clap.output.label")
     parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: _write(arguments))
 
@@ -82,8 +81,6 @@ def _write(arguments: argparse.Namespace) -> None:
         content = with_field(content, "clap.output.root", arguments.root)
     if arguments.label or "label" not in given:
         content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
-    for assignment in arguments.set:
-        content = with_field(content, *parse_assignment(assignment))
     write_object(arguments.output, content)
 
 

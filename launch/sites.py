@@ -9,7 +9,6 @@ Standard library only: it runs before the project's environment is there. Leaves
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.places import CHECKOUT
 from clap_ds.launch.run_config import read_object
 
@@ -43,25 +42,21 @@ class Site:
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None
-    """Ranks per node; null takes what `sinfo` shows for the partition."""
+    gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows for the partition
     cpus_per_task: int | None = None
-    sbatch: list[str] = field(default_factory=list)
-    """Further options, such as `--exclusive`."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines run at the start of a job, such as `module load CUDA/13`."""
-    python: str | None = None
-    """Interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every rank: network interface and NCCL settings."""
+    sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
+    setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
+    python: str | None = (
+        None  # interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`
+    )
+    environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
     launcher: str | None = None
     """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""
     run_root: str = "runs"
     """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
-    warning_s: int = 60
-    """Seconds before the time limit at which the run is told to stop."""
+    warning_s: int = 60  # before the time limit, at which the run is signalled to stop
 
     def walltime(self, num_nodes: int) -> str:
         """Time limit of a job on this many nodes."""
@@ -92,7 +87,7 @@ def load_site(name: str) -> Site:
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
-        raise UserError(f"site {name!r}: {path}: no such file{_nearest(name, known)}")
+        raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
     problems = _wrong_fields(content) or [*_wrong_values(Site(**content))]
     if problems:
@@ -105,7 +100,7 @@ def _wrong_fields(content: dict[str, Any]) -> list[str]:
     problems = []
     for name, value in content.items():
         if name not in types:
-            problems.append(f"{name}: no such field{_nearest(name, list(types))}")
+            problems.append(f"{name}: no such field{did_you_mean(name, types)}")
             continue
         kind, _, optional = types[name].partition(" | ")
         expected, is_valid = _KINDS[kind]
@@ -116,7 +111,7 @@ def _wrong_fields(content: dict[str, Any]) -> list[str]:
 
 def _wrong_values(site: Site) -> Iterator[str]:
     if site.launcher and site.launcher not in LAUNCHERS:
-        found = json.dumps(site.launcher) + _nearest(site.launcher, list(LAUNCHERS))
+        found = json.dumps(site.launcher) + did_you_mean(site.launcher, LAUNCHERS)
         yield f"launcher: expected one of {', '.join(LAUNCHERS)}, found {found}"
     for name, value in site.environment.items():
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
@@ -134,11 +129,6 @@ def _wrong_values(site: Site) -> Iterator[str]:
     for option in site.sbatch:
         if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
             yield f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}"
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
 
 
 def rank_environment(site: Site, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,19 @@ from clap_ds.launch.run_config import parse_assignment, read_config, read_object
 from clap_ds.launch.sites import LAUNCHERS, load_site
 
 BENCH = Path(__file__).resolve().parent / "bench.sbatch"
-DONE = ("completed", "out_of_memory")
-"""States that another attempt would not change."""
+DONE = ("completed", "out_of_memory")  # states that another attempt would not change
 
 
 @dataclass
 class Job:
-    """One job of a sweep; `changes` are fields of the run's JSON by dotted name."""
-
     name: str
     nodes: int
-    changes: dict[str, Any] = field(default_factory=dict)
-    micro_batch: str | None = None
-    """`FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other."""
+    changes: dict[str, Any]  # fields of the run's JSON by dotted name
+    micro_batch: str | None = None  # `FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other
     slurm_id: str | None = None
 
 
 class Sweep:
-    """A sweep's folder."""
-
     def __init__(self, folder: Path, options: dict[str, Any], jobs: list[Job]) -> None:
         self.folder, self.options, self.jobs = folder, options, jobs
         self.site = load_site(options["site"])
@@ -176,10 +170,8 @@ def gpus_of_partition(partition: str | None) -> int:
 
 def plan(arguments: argparse.Namespace) -> list[Job]:
     """The jobs a command asks for: nodes × values × repeats."""
-    choices = []
-    for text in arguments.set:
-        name, _, values = text.partition("=")
-        choices.append([parse_assignment(f"{name}={value}") for value in values.split(",")])
+    sets = (text.partition("=") for text in arguments.set)
+    choices = [[parse_assignment(f"{name}={value}") for value in values.split(",")] for name, _, values in sets]
     jobs: dict[str, Job] = {}
     repeats = range(1, arguments.repeats + 1)
     for nodes, values, repeat in itertools.product(arguments.nodes, itertools.product(*choices), repeats):
@@ -229,8 +221,7 @@ def show_status(arguments: argparse.Namespace) -> None:
 def resume(arguments: argparse.Namespace) -> None:
     """Submit again what neither came to an end that would stay nor is on its way."""
     sweep = Sweep.read(arguments.folder.resolve())
-    queue = queued()
-    states = sweep.states(queue)
+    states = sweep.states(queue := queued())
     missing = [job for job in sweep.jobs if states[job.name][0] not in DONE and job.slurm_id not in queue]
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
@@ -239,8 +230,7 @@ def resume(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="launch/sweep.py", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("launch/sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     if argv[:1] in (["status"], ["resume"]):
         parser.set_defaults(run=show_status if argv[0] == "status" else resume)

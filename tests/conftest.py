@@ -1,5 +1,6 @@
 """Shared fixtures, and what keeps a test run the same on every machine."""
 
+import contextlib
 import json
 import os
 import sys
@@ -41,34 +42,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was not tested for want of a program, and the command that installs it, after everything else."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
-    for line in needs.summary(
-        [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
-    ):
+    reasons = [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
+    for line in needs.summary(reasons):
         terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     """Two processes with a gloo group between them."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    with contextlib.closing(RankPool(2)) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
 def eight_processes() -> Iterator[RankPool]:
     """Eight processes to be joined in groups of any size up to that."""
-    pool = RankPool(8, grouped=False)
-    yield pool
-    pool.close()
+    with contextlib.closing(RankPool(8, grouped=False)) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
 def one_gpu() -> Iterator[RankPool]:
     """A process of its own on the first GPU."""
-    pool = RankPool(1, gpu=True)
-    yield pool
-    pool.close()
+    with contextlib.closing(RankPool(1, gpu=True)) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
@@ -120,9 +117,8 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
     def write(**changes: Any) -> Path:
         run = micro_run(**changes)
         run["clap"].setdefault("output", {"root": str(tmp_path / "runs")})
-        path = tmp_path / "run.json"
-        path.write_text(json.dumps(run, indent=2))
-        return path
+        (tmp_path / "run.json").write_text(json.dumps(run))
+        return tmp_path / "run.json"
 
     return write
 

@@ -65,9 +65,8 @@ def package_index() -> None:
     """Skip the test, or fail it, where pip reaches no package index."""
     with tempfile.TemporaryDirectory() as folder:
         probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
-        asked = subprocess.run(
-            [*probe, "--no-cache-dir", "--dest", folder, "annotated-doc"], capture_output=True, text=True
-        )
+        probe += ["--no-cache-dir", "--dest", folder, "annotated-doc"]
+        asked = subprocess.run(probe, capture_output=True, text=True)
     if asked.returncode:
         _do_without(f"{PREFIX}a package index: {asked.stderr.strip().splitlines()[-1]}")
 
@@ -81,11 +80,7 @@ def _do_without(reason: str) -> None:
 
 
 def summary(reasons: list[str]) -> list[str]:
-    """What a run's last lines say.
-
-    Args:
-        reasons: of each test that was skipped.
-    """
+    """What a run's last lines say, given why tests were skipped."""
     counts = Counter(reason for reason in reasons if reason.startswith(PREFIX))
     if not counts:
         return []

@@ -19,24 +19,23 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import pytest
+
 from clap_ds.dist.rendezvous import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 180
+Arguments = Sequence[str | Path]
+Constants = Mapping[str, object] | None
 
 
 def warm_context() -> ForkServerContext:
     """Processes start from one that has imported `tests.preload`; it lives as long as this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(ROOT)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -61,33 +60,25 @@ class Command:
 
     def __init__(
         self,
-        arguments: Sequence[str | Path],
+        arguments: Arguments,
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        constants: Mapping[str, object] | None = None,
+        constants: Constants = None,
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self._folder = tempfile.TemporaryDirectory()
-        files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        self._stdout, self._stderr = files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
-        self._stdout, self._stderr = files
         environment = dict(os.environ if env is None else env)
-        self._process = warm_context().Process(
-            target=_become, args=(self.args, environment, str(cwd), *map(str, files), dict(constants or {}))
-        )
+        taken_on = (self.args, environment, str(cwd), files, dict(constants or {}))
+        self._process = warm_context().Process(target=_become, args=taken_on)
         self._process.start()
         _started.append(self)
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self.returncode
+        return self._process.exitcode
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
         """Its exit code, or the number of the signal that ended it, negative.
@@ -96,13 +87,13 @@ class Command:
             subprocess.TimeoutExpired: it still runs.
         """
         self._process.join(timeout)
-        if self.returncode is None:
+        if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(self.args, timeout, self.stdout.encode(), self.stderr.encode())
-        return self.returncode
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        if self.poll() is None and self._process.pid:
+            os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -118,35 +109,22 @@ class Command:
 
 
 def ranks(
-    arguments: Sequence[str | Path],
-    world_size: int,
-    *,
-    env: Mapping[str, str],
-    constants: Mapping[str, object] | None = None,
+    arguments: Arguments, world_size: int, *, env: Mapping[str, str], constants: Constants = None
 ) -> list[Command]:
     """A command on every rank of this machine, as launchers start it. None of them ends the others when one has ended."""
-    port = str(free_port())
-    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        Command(arguments, env={**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, constants=constants)
-        for rank in range(world_size)
-    ]
+    size, address = str(world_size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **address} for rank in range(world_size)]
+    envs = [{**env, **place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} for place in places]
+    return [Command(arguments, env=each, constants=constants) for each in envs]
 
 
 def run(
-    arguments: Sequence[str | Path],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-    constants: Mapping[str, object] | None = None,
-    check: bool = False,
-    timeout: float = TIMEOUT_S,
+    arguments: Arguments, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `subprocess.run` does; one that takes longer than `timeout` is killed."""
-    command = Command(arguments, env=env, cwd=cwd, constants=constants)
+    """Run a command to its end, as `subprocess.run` does; one that takes longer than `TIMEOUT_S` is killed."""
+    command = Command(arguments, env=env, cwd=cwd)
     try:
-        code = command.wait(timeout)
+        code = command.wait()
     finally:
         command.kill()
     done = subprocess.CompletedProcess(command.args, code, command.stdout, command.stderr)
@@ -155,21 +133,15 @@ def run(
 
 
 def _become(
-    arguments: list[str],
-    environment: dict[str, str],
-    cwd: str,
-    stdout: str,
-    stderr: str,
-    constants: dict[str, object],
+    arguments: list[str], environment: dict[str, str], cwd: str, outputs: list[Path], constants: dict[str, object]
 ) -> None:
     """In the forked process: take on what a new process is given, and run the command."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    for path, number in ((stdout, 1), (stderr, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
+    for number, path in enumerate(outputs, start=1):
+        with path.open("a") as file:
+            os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # the platform's, where this process's own would be handed down
 
@@ -181,16 +153,14 @@ def _become(
         module, _, constant = name.rpartition(".")
         assert hasattr(sys.modules[module], constant), name
         setattr(sys.modules[module], constant, value)
-    if arguments[0] == "-c":
-        sys.path[0] = cwd
-        sys.argv = ["-c", *arguments[2:]]
-        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
-    elif arguments[0] == "-m":
-        sys.path[0] = cwd
-        sys.argv = arguments[1:]
-        sys.modules.pop(arguments[1], None)  # imported already, where others import it
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    how, *rest = sys.argv = arguments
+    sys.path[0] = cwd if how in ("-c", "-m") else str(Path(how).resolve().parent)
+    if how == "-c":
+        sys.argv = [how, *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif how == "-m":
+        sys.argv = rest
+        sys.modules.pop(rest[0], None)  # imported already, where others import it
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+        runpy.run_path(how, run_name="__main__")

@@ -1,7 +1,5 @@
 """Several ranks in one test: a pool of processes with a process group between them, kept for the whole test run."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable
@@ -23,8 +21,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
-        port = free_port()
-        context = warm_context()
+        port, context = free_port(), warm_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

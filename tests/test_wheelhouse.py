@@ -1,7 +1,5 @@
 """`make wheelhouse`, then the README's command on a machine that has torch, torchaudio and transformers, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,24 +20,12 @@ THERE = ("torch", "torchaudio", "transformers")
 pytestmark = pytest.mark.end_to_end
 
 
-@pytest.fixture
-def wheelhouse(tmp_path: Path) -> Path:
-    """A folder of wheels, fetched from the package index."""
-    needs.package_index()
-    command = ["make", "wheelhouse", f"PYTHON={sys.executable}", f"WHEELHOUSE={tmp_path / 'wheelhouse'}"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return tmp_path / "wheelhouse"
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
+def _machine(tmp_path: Path) -> Path:
     """The interpreter of a virtual environment that sees three packages of this one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "machine")], check=True)
     python = tmp_path / "machine" / "bin" / "python"
-    packages = tmp_path / "there"
+    packages, here = tmp_path / "there", Path(sysconfig.get_paths()["purelib"])
     packages.mkdir()
-    here = Path(sysconfig.get_paths()["purelib"])
     for name in THERE:
         for entry in {file.parts[0] for file in distribution(name).files or []} - {"..", "__pycache__"}:
             (packages / entry).symlink_to(here / entry)
@@ -49,10 +35,14 @@ def machine(tmp_path: Path) -> Path:
     return python
 
 
-def test_installs_and_runs_without_an_index(wheelhouse: Path, machine: Path, tmp_path: Path) -> None:
-    (line,) = re.findall(
-        r"^\$ pip (install --no-index .*)$", (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+def test_installs_and_runs_without_an_index(tmp_path: Path) -> None:
+    needs.package_index()
+    command = ["make", "wheelhouse", f"PYTHON={sys.executable}", f"WHEELHOUSE={tmp_path / 'wheelhouse'}"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    machine = _machine(tmp_path)
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ pip (install --no-index .*)$", page, re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "OMP_NUM_THREADS": "1"}
 
@@ -62,8 +52,7 @@ def test_installs_and_runs_without_an_index(wheelhouse: Path, machine: Path, tmp
         return done
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(machine)]
-    told = run(*pip, *shlex.split(line), "--no-compile").stdout
-    (installed,) = re.findall("Successfully installed (.*)", told)
+    (installed,) = re.findall("Successfully installed (.*)", run(*pip, *shlex.split(line), "--no-compile").stdout)
     assert not {name.rpartition("-")[0] for name in installed.split()} & set(THERE)
     run(*pip, "check")
     (tmp_path / "micro.json").write_text(json.dumps(micro_run()))

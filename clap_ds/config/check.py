@@ -5,14 +5,13 @@ Leaves the names and defaults of `clap` fields to `clap_ds.config.settings`; kno
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 
 
 class SettingsError(UserError, ValueError):
@@ -160,7 +159,7 @@ def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseMode
     if details["type"] == "extra_forbidden":
         if name in DEEPSPEED_FIELDS:
             return f"{field}: {name} is a DeepSpeed field: move it out of clap, to the top level"
-        return f"{field}: no such field{did_you_mean(name, list(section.model_fields))}"
+        return f"{field}: no such field{did_you_mean(name, section.model_fields)}"
     if details["type"] == "missing":
         return f"{field}: missing"
     if details["type"].startswith("union_tag"):
@@ -175,10 +174,3 @@ def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseMode
 def kind_of(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def did_you_mean(name: str, candidates: list[str] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(candidates)}" if 0 < len(candidates) <= 12 else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 USER_ERROR = 2
@@ -38,4 +39,9 @@ def run_alone(main: Callable[[], object]) -> NoReturn:
     sys.exit(exit_code_of(main, (UserError, OSError)))
 
 
-told = exit_code_of
+def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) -> str:
+    """What to add to a message about an unknown name: the nearest one that there is, or all of them where they are few."""
+    close = difflib.get_close_matches(name, candidates, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import subprocess
 from pathlib import Path
@@ -34,10 +33,10 @@ def find_config(path: Path) -> Path:
     if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
         return packaged
     if not path.exists():
+        from clap_ds.config.errors import did_you_mean  # not at the top: setup.py runs this file by itself
+
         names = sorted(file.stem for file in CONFIGS.glob("*.json"))
-        nearby = [*map(str, path.parent.glob("*.json")), *names]
-        close = difflib.get_close_matches(str(path), nearby, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(str(path), [*map(str, path.parent.glob("*.json")), *names], most_listed=0)
         raise FileNotFoundError(f"{path}: no such file{hint} (packaged configurations: {', '.join(names)})")
     return path
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from clap_ds.config.check import did_you_mean
+from clap_ds.config.errors import did_you_mean
 from clap_ds.config.model import preset_names
 
 PositiveInt = Annotated[int, Field(gt=0)]

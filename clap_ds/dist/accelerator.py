@@ -12,6 +12,7 @@ Top-level imports: standard library only, for hosts are asked, too, whose Python
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -28,14 +29,15 @@ from clap_ds.config.errors import UserError, run_alone
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""Major version of the driver that a major version of CUDA needs (CUDA's release notes, "minor version compatibility")."""
+OLDEST_DRIVER = {
+    11: 450,
+    12: 525,
+    13: 580,
+}  # by major version of CUDA (its release notes, "minor version compatibility")
 
 
 def choose_accelerator() -> Literal["cuda", "cpu"]:
     """What this process computes on, and DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
-
-    Imports torch, unless `DS_ACCELERATOR` has decided.
 
     Raises:
         UserError: the machine has a GPU, nobody asked for the CPUs, and torch can't use it; why, and what to do.
@@ -75,10 +77,9 @@ def are_there() -> bool:
 
 
 def _is_gpu(device: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03"
-    except OSError:
-        return False
+    return False
 
 
 def nvidia_smi() -> list[str]:
@@ -93,12 +94,9 @@ def nvidia_smi() -> list[str]:
 
 def driver_version() -> str | None:
     """Version of the NVIDIA driver that runs, such as 550.54.15; None where none does."""
-    try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text())
-    except OSError:
-        found = None
-    if found:
-        return found[1]
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text()):
+            return found[1]
     return next((line.rpartition(",")[2].strip() for line in nvidia_smi()), None)
 
 
@@ -127,17 +125,14 @@ def _why(torch_version: str, cuda: str | None) -> str:
         return f"no NVIDIA driver is running; {built}"
     if is_too_old(driver, cuda):
         return f"driver {driver} is too old: {built}"
-    return f"driver {driver}; {built}; torch says: {_words_of_torch()}"
-
-
-def _words_of_torch() -> str:
     import torch
 
+    reason = "nothing"
     try:
         torch.cuda.init()
     except Exception as error:
-        return str(error).splitlines()[0]
-    return "nothing"
+        reason = str(error).splitlines()[0]
+    return f"driver {driver}; {built}; torch says: {reason}"
 
 
 if __name__ == "__main__":

@@ -40,11 +40,7 @@ def gather_tensor(own: Tensor) -> Tensor:
 
 
 def agree(problem: str | None) -> None:
-    """Stop every rank when one of them has a problem.
-
-    Raises:
-        AgreedError: on all ranks, with the first rank's problem and how many ranks share it.
-    """
+    """Stop every rank when one has a problem: an AgreedError on all, with the first rank's and how many ranks share it."""
     problems = gather(problem)
     found = [(number, text) for number, text in enumerate(problems) if text is not None]
     if found:
@@ -54,11 +50,7 @@ def agree(problem: str | None) -> None:
 
 
 def together(build: Callable[[], T]) -> T:
-    """Build something on every rank, or stop every rank with the first one's problem.
-
-    Raises:
-        AgreedError: on all ranks, where `build` raised ValueError on any.
-    """
+    """Build something on every rank; where `build` raises ValueError on any, an AgreedError on all."""
     problem, built = None, []
     try:
         built = [build()]
@@ -69,11 +61,7 @@ def together(build: Callable[[], T]) -> T:
 
 
 def on_first(task: Callable[[], T]) -> T:
-    """What a task gives on rank 0, on every rank.
-
-    Raises:
-        ValueError: the task raised one, or an OSError; on every rank.
-    """
+    """What a task gives on rank 0, on every rank; a ValueError on every rank where it raises one, or an OSError."""
     answer: list[Any] = [None]
     if rank() == 0:
         try:

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from clap_ds.dist.distributed import Ranks
 from clap_ds.config.sections import DebugSettings
 
-LOOK_S = 0.5
-"""How often a rank looks whether another one failed."""
+LOOK_S = 0.5  # between a rank's looks whether another one failed
 _KEY = "clap/dump_stacks"
 
 
@@ -68,7 +67,7 @@ def watch(settings: DebugSettings, ranks: Ranks, run_directory: Path) -> Iterato
             faulthandler.enable(all_threads=True)
 
 
-def _connect() -> object:
+def _connect() -> Any:
     """An own connection to rank 0's store: the process group's is busy inside a collective that hangs."""
     import torch.distributed as dist
 
@@ -78,17 +77,17 @@ def _connect() -> object:
 
 def _announce(reason: str) -> None:
     with suppress(RuntimeError):  # rank 0 is gone, which the others see by themselves
-        _connect().set(_KEY, reason[:2000])  # type: ignore[attr-defined]
+        _connect().set(_KEY, reason[:2000])
 
 
 def _wait_for_failure(ranks: Ranks, file: TextIO, over: threading.Event) -> None:
     reason = "rank 0 is gone"
     try:
         store = _connect()
-        while not store.check([_KEY]):  # type: ignore[attr-defined]
+        while not store.check([_KEY]):
             if over.wait(LOOK_S):
                 return
-        reason = store.get(_KEY).decode()  # type: ignore[attr-defined]
+        reason = store.get(_KEY).decode()
     except RuntimeError:
         if over.is_set():
             return

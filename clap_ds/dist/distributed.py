@@ -7,6 +7,7 @@ must be able to refuse a wrong configuration within a second, before torch and D
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import socket
@@ -14,30 +15,21 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.dist.accelerator import choose_accelerator
 from clap_ds.dist.hostfile import read_hostfile
-from clap_ds.dist.rendezvous import (
-    PortTakenError,
-    UnreachableError,
-    adopt_slurm_step,
-    free_port,
-    meet,
-    set_collective_timeout,
-)
+from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, adopt_slurm_step, free_port, meet
 
 if TYPE_CHECKING:
     import torch
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
-
-
-RANK_0_SPEAKS_S = 8.0
-"""Time rank 0 has to tell of a mistake that other ranks met, too."""
+RANK_0_SPEAKS_S = 8.0  # that rank 0 has to say what is wrong, where other ranks met the same
 
 
 @dataclass(frozen=True)
@@ -51,21 +43,14 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """What the launcher set; a process without a launcher is the only rank.
-
-        Raises:
-            UserError: the launcher's variables are incomplete or contradict each other.
-        """
+        """What the launcher set, or a UserError where it contradicts itself; without a launcher there is one rank."""
         adopt_slurm_step()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
         if not given:
             return cls(0, 1, 0, 1)
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise UserError(
-                f"the environment has {', '.join(given)} but not {', '.join(missing)}: a launcher sets all or none"
-            )
+        if missing := ", ".join(name for name in names if name not in given):
+            raise UserError(f"the environment has {', '.join(given)} but not {missing}: a launcher sets all or none")
         for name, value in given.items():
             if not value.isdecimal():
                 raise UserError(f"{name}={value!r} in the environment: expected a whole number")
@@ -83,20 +68,15 @@ class Ranks:
 def parse_run_arguments(prog: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
     """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="FILE", help="the run's JSON, or a packaged one's name"
-    )
+    config = "the run's JSON, or a packaged one's name"
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser.parse_args(argv)
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> None:
-    """Compare the ranks there are with the slots a DeepSpeed hostfile promises.
-
-    Raises:
-        UserError: the file is missing or malformed, or the world size isn't the sum of its slots.
-    """
+    """A UserError where a DeepSpeed hostfile can't be read, or the world size isn't the sum of its slots."""
     try:
         slots = read_hostfile(path)
     except ValueError as error:
@@ -114,9 +94,7 @@ def initialize(
     """Join the process group and choose this rank's device.
 
     Args:
-        ranks: this process's place.
-        compile_cpu_collective: let DeepSpeed compile its shared-memory collective for CPU ranks (about a minute at
-        first use).
+        compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
 
     Raises:
         UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
@@ -127,9 +105,8 @@ def initialize(
     import torch
 
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-        )
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if device.type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks that each use every core slow each other down by a factor of up to 80 in the optimiser.
@@ -144,7 +121,9 @@ def initialize(
         except PortTakenError as error:
             raise AgreedError(str(error)) from None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    set_collective_timeout(collective_timeout_s)
+    torch.distributed.distributed_c10d._set_pg_timeout(
+        timedelta(seconds=collective_timeout_s), torch.distributed.group.WORLD
+    )
     return device
 
 
@@ -154,8 +133,7 @@ def keep_freed_memory() -> None:
     glibc returns every large block to the kernel, which then clears it again page by page for each new tensor: a seventh of a
     training step on a CPU. Other C libraries are left as they are.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_mmap_max, 0)
@@ -196,11 +174,10 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
 
 def rank_0_waits() -> bool:
     """Whether rank 0 is there to be met. It isn't where it met the same mistake as this rank, and said so."""
-    try:
+    with contextlib.suppress(OSError, KeyError, ValueError):
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
-    except (OSError, KeyError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def leave(code: int) -> NoReturn:

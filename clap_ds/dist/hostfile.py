@@ -15,9 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-MAX_HOSTS = 100_000
-"""More than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory."""
-
+MAX_HOSTS = 100_000  # more than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -83,11 +81,7 @@ def _expand_ranges(text: str, where: str, limit: int) -> list[str]:
 
 
 def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
-    """Hosts of the allocation.
-
-    Raises:
-        ValueError: not inside an allocation, or its variables contradict each other.
-    """
+    """Hosts of the allocation; a ValueError outside of one, or where its variables contradict each other."""
     if environment.get("SLURM_HET_SIZE"):
         raise ValueError("heterogeneous jobs (SLURM_HET_SIZE) aren't supported: give --nodelist and --slots")
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
@@ -121,10 +115,8 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
         return [wanted] * num_hosts
     tasks_are_ranks = tasks is not None and set(tasks) != {1}
     if tasks and gpus and tasks_are_ranks and max(tasks) != gpus:
-        raise ValueError(
-            f"SLURM_TASKS_PER_NODE={value} doesn't fit {gpus} GPUs on a host: give --slots,"
-            " or allocate one task per GPU or one per host"
-        )
+        problem = f"SLURM_TASKS_PER_NODE={value} doesn't fit {gpus} GPUs on a host"
+        raise ValueError(f"{problem}: give --slots, or allocate one task per GPU or one per host")
     if gpus and not tasks_are_ranks:
         return [gpus] * num_hosts
     if not tasks:
@@ -149,11 +141,7 @@ def _gpus_per_host(environment: Mapping[str, str]) -> int | None:
 
 
 def parse_tasks(counts: str) -> list[int]:
-    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2].
-
-    Raises:
-        ValueError: malformed, or a host without tasks.
-    """
+    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2]; a ValueError where they are malformed, or a host has none."""
     tasks: list[int] = []
     for part in counts.split(","):
         match = _TASKS.fullmatch(part.strip())
@@ -168,11 +156,7 @@ def format_hostfile(slots: Mapping[str, int]) -> str:
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Slots by host of a DeepSpeed hostfile.
-
-    Raises:
-        ValueError: the file can't be read or has a malformed line, a host that isn't one or is there twice.
-    """
+    """Slots by host of a DeepSpeed hostfile; a ValueError for a file that can't be read, and for a line that is wrong."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:

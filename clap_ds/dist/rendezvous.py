@@ -13,27 +13,23 @@ import os
 import random
 import socket
 from datetime import timedelta
+from typing import Any
 
 from clap_ds.dist.hostfile import expand, master_port, parse_tasks
 
-CONNECT_S = 45.0
-"""Time for all ranks to meet; they start within seconds of each other."""
+CONNECT_S = 45.0  # for all ranks to meet, which start within seconds of each other
 
 
 class UnreachableError(RuntimeError):
     """A rank or its host can't be reached; the message names it."""
 
 
-class PortTakenError(RuntimeError):
+class PortTakenError(Exception):
     """Something else, perhaps another run, listens where this run's ranks were to meet."""
 
 
 def free_port() -> int:
-    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then.
-
-    Raises:
-        OSError: a hundred ports in turn are taken.
-    """
+    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
     draw = random.SystemRandom()
     for _ in range(100):
         with contextlib.suppress(OSError), socket.socket() as listener:
@@ -54,12 +50,9 @@ def adopt_slurm_step() -> None:
     if os.environ.get("RANK") or not tasks.isdecimal() or int(tasks) < 2 or "SLURM_PROCID" not in os.environ:
         return
     hosts = expand(os.environ["SLURM_STEP_NODELIST"])
-    os.environ.update(
-        RANK=os.environ["SLURM_PROCID"],
-        WORLD_SIZE=tasks,
-        LOCAL_RANK=os.environ["SLURM_LOCALID"],
-        LOCAL_WORLD_SIZE=str(parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]),
-    )
+    local_tasks = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks)
+    os.environ.update(LOCAL_RANK=os.environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(local_tasks))
     os.environ.setdefault("MASTER_ADDR", hosts[0])
     port = master_port(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
     os.environ.setdefault("MASTER_PORT", str(port))
@@ -90,8 +83,6 @@ def meet(rank: int, world_size: int, backend: str) -> None:
         else:
             store.wait(["clap/problem"], limit * 1.2)
             problem = store.get("clap/problem").decode()
-    except PortTakenError:
-        raise
     except RuntimeError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise PortTakenError(_taken(address, port)) from None
@@ -108,32 +99,30 @@ def meet(rank: int, world_size: int, backend: str) -> None:
 
 
 def _taken(address: str, port: int) -> str:
-    return (
-        f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
-        " give the launcher a free one by --master_port"
-    )
+    where = f"port {port} of {address}, where the ranks are to meet"
+    return f"{where}, is taken, perhaps by another run: give the launcher a free one by --master_port"
 
 
-def _is_of_this_job(store: object, rank: int, limit: timedelta) -> bool:
+def _is_of_this_job(store: Any, rank: int, limit: timedelta) -> bool:
     """Whether rank 0 is one of ours, as far as jobs can be told apart: of two runs that start at once on one port, the later
     one's ranks would meet the earlier one's rank 0, and break both."""
     job = os.environ.get("CLAP_JOB", "")
     if not job and os.environ.get("CROSS_SIZE") == "1":
         job = str(os.getppid())  # DeepSpeed's launcher on a single host is the parent of all ranks
     if rank == 0:
-        store.set("clap/job", job)  # type: ignore[attr-defined]
+        store.set("clap/job", job)
         return True
-    store.wait(["clap/job"], limit)  # type: ignore[attr-defined]
-    return bool(store.get("clap/job").decode() == job)  # type: ignore[attr-defined]
+    store.wait(["clap/job"], limit)
+    return bool(store.get("clap/job").decode() == job)
 
 
-def _gather(store: object, world_size: int, limit: timedelta) -> str:
+def _gather(store: Any, world_size: int, limit: timedelta) -> str:
     """Rank 0 waits for every rank's greeting; says who is missing."""
     keys = [f"clap/host/{rank}" for rank in range(world_size)]
     try:
-        store.wait(keys, limit)  # type: ignore[attr-defined]
+        store.wait(keys, limit)
     except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]  # type: ignore[attr-defined]
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if missing:
             return f"{_shown(missing)} of {world_size}{_hosts_of(missing, world_size)} didn't connect within {CONNECT_S:.0f} s"
     return ""
@@ -154,11 +143,3 @@ def _hosts_of(ranks: list[int], world_size: int) -> str:
         return ""
     names = dict.fromkeys(hosts[rank // (world_size // len(hosts))] for rank in ranks)
     return f" ({', '.join(names)})"
-
-
-def set_collective_timeout(seconds: float) -> None:
-    """Let a collective of the default group take this long before it fails."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

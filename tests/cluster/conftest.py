@@ -1,7 +1,5 @@
 """One SLURM cluster for all tests here, and jobs on it as users submit them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -14,9 +12,11 @@ import pytest
 
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
-from tests.conftest import micro_run
+from tests.conftest import ROOT, micro_run
 
-ROOT = Path(__file__).resolve().parents[2]
+RANKS = r"clap_ds/(bench|train)\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
+"""Matches the command line of everything a job starts."""
+ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,8 @@ def cluster() -> Iterator[SlurmCluster]:
     """Three nodes and a controller."""
     needs.programs(*needs.CLUSTER)
     needs.namespaces()
-    cluster = SlurmCluster(3)
-    yield cluster
-    cluster.close()
+    with contextlib.closing(SlurmCluster(3)) as cluster:
+        yield cluster
 
 
 @dataclass
@@ -44,6 +43,12 @@ class Submitted:
         with contextlib.suppress(AssertionError):
             self.cluster.wait_until(lambda: state() != "COMPLETING", confirm_s, "nodes to confirm the end")
         return self.cluster.job(self.number)
+
+    def ends(self, state: str, exit_code: int) -> None:
+        """Wait until it is over, as expected and with no process left behind."""
+        job = self.wait()
+        assert (job["JobState"], job["ExitCode"]) == (state, f"{exit_code}:0"), self.output
+        assert self.cluster.left_behind(RANKS) == {}
 
     @property
     def output(self) -> str:
@@ -63,27 +68,23 @@ class Submitted:
         """`summary.json` of each run."""
         return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
-    def wait_for_steps(self, timeout: float = 120) -> None:
+    def wait_for_steps(self) -> None:
         """Wait until the run has started to measure."""
-        steps = lambda: [*self.folder.glob("runs/*/metrics.jsonl")]  # noqa: E731
         over = lambda: self.cluster.job(self.number)["JobState"] in OVER  # noqa: E731
-        self.cluster.wait_until(lambda: steps() or over(), timeout, f"steps of job {self.number}")
+        steps = lambda: [*self.folder.glob("runs/*/metrics.jsonl")] or over()  # noqa: E731
+        self.cluster.wait_until(steps, 120, f"steps of job {self.number}")
         assert not over(), self.output
 
 
-def site_file(folder: Path, **changes: Any) -> Path:
+def site_file(folder: Path, **changes: Any) -> str:
     """A site for the test cluster, whose runs go to the test's folder."""
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
     site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "environment": variables}
-    path = folder / "site.json"
-    path.write_text(json.dumps({**site, **changes}))
-    return path
+    (folder / "site.json").write_text(json.dumps({**site, **changes}))
+    return str(folder / "site.json")
 
 
 Submit = Callable[..., Submitted]
-RANKS = r"clap_ds/(bench|train)\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
-"""Matches the command line of everything a job starts."""
-ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
 
 @pytest.fixture
@@ -94,13 +95,12 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
     def start(
         nodes: int, launcher: str, *, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any
     ) -> Submitted:
-        config = tmp_path / "micro.json"
-        config.write_text(json.dumps(micro_run(**changes)))
+        (tmp_path / "micro.json").write_text(json.dumps(micro_run(**changes)))
         (tmp_path / "runs").mkdir(exist_ok=True)
         number = cluster.run(
             "ctl", "sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=2", "--ntasks-per-node=2",
-            f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site", str(site_file(tmp_path)),
-            "--config", str(config), "--launcher", launcher, "--folder", str(tmp_path / "job"), *options, folder=ROOT,
+            f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site", site_file(tmp_path), "--config",
+            str(tmp_path / "micro.json"), "--launcher", launcher, "--folder", str(tmp_path / "job"), *options, folder=ROOT,
         ).stdout.strip()  # fmt: skip
         return Submitted(cluster, number, tmp_path)
 

@@ -6,8 +6,6 @@ along. The nodes hang on a bridge inside the controller's network namespace, whi
 the machine's own interfaces, /etc, /run or ports. Needs root and the programs in `tests.needs.CLUSTER`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -53,7 +51,8 @@ class SlurmCluster:
                 self._start_host(host)
             self._start_controller()
             for host in self.nodes:
-                self._start_node(host)
+                self.start_sshd(host)
+                self.run(host, "slurmd", "-N", host)
             self.wait_until(self._all_idle, 120, "nodes to become idle")
         except BaseException:
             self.close()
@@ -97,13 +96,9 @@ class SlurmCluster:
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
         """Command lines on each node that match a pattern, for the nodes that have any."""
-        found = {}
-        for host in self._addresses:
-            lines = self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout.splitlines()
-            matching = [line for line in lines if re.search(pattern, line) and " ps -eo" not in line]
-            if matching:
-                found[host] = matching
-        return found
+        lines = {host: self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout for host in self._addresses}
+        found = {host: re.findall(f"^.*(?:{pattern}).*$", text, re.MULTILINE) for host, text in lines.items()}
+        return {host: matching for host, matching in found.items() if matching}
 
     def left_behind(self, pattern: str) -> dict[str, list[str]]:
         """`processes` that are there to stay: one that has said its last word may take a moment to end."""
@@ -151,23 +146,19 @@ class SlurmCluster:
         for number in range(GPUS):
             # A character device that swallows everything: SLURM counts and assigns it like a GPU.
             os.mknod(folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in self._addresses.items())]
-        (folder / "hosts").write_text("\n".join(hosts) + "\n")
-        (folder / "slurm.conf").write_text(self._slurm_conf())
-        (folder / "gres.conf").write_text(
-            f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n"
-        )
-        (folder / "cgroup.conf").write_text(
-            "CgroupAutomount=no\n" + ("CgroupPlugin=cgroup/v1\n" if CGROUPS.is_dir() else "")
-        )
-        (folder / "sshd_config").write_text(
-            f"HostKey {folder}/ssh/host\nAuthorizedKeysFile {folder}/ssh/authorized_keys\nStrictModes no\nUsePAM no\n"
-            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUseDNS no\nMaxStartups 100\n"
-        )
-        (folder / "ssh_config").write_text(
-            f"Host *\n  IdentityFile {folder}/ssh/user\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
-            "  LogLevel ERROR\n"
-        )
+        sshd = f"HostKey {folder}/ssh/host;AuthorizedKeysFile {folder}/ssh/authorized_keys;StrictModes no;UsePAM no;"
+        sshd += "PermitRootLogin prohibit-password;PasswordAuthentication no;UseDNS no;MaxStartups 100"
+        ssh = f"IdentityFile {folder}/ssh/user;StrictHostKeyChecking no;UserKnownHostsFile /dev/null;LogLevel ERROR"
+        texts = {
+            "hosts": ";".join(["127.0.0.1 localhost", *(f"{at} {host}" for host, at in self._addresses.items())]),
+            "slurm.conf": self._slurm_conf(),
+            "gres.conf": f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]",
+            "cgroup.conf": "CgroupAutomount=no" + (";CgroupPlugin=cgroup/v1" if CGROUPS.is_dir() else ""),
+            "sshd_config": sshd,
+            "ssh_config": f"Host *;{ssh}",
+        }
+        for name, text in texts.items():
+            (folder / name).write_text(text.replace(";", "\n") + "\n")
 
     def _slurm_conf(self) -> str:
         folder, hosts = self.folder, ((host, self._addresses[host]) for host in self.nodes)
@@ -187,7 +178,7 @@ class SlurmCluster:
         nodes = [f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"]
         nodes += [f"NodeName={host} NodeAddr={address}" for host, address in hosts]
         partition = "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
-        return "\n".join([*settings.split(), *nodes, partition, ""])
+        return ";".join([*settings.split(), *nodes, partition])
 
     def _start_host(self, host: str) -> None:
         """A namespace set with a name, private run-time folders, and a cable to the controller's bridge."""
@@ -228,6 +219,5 @@ class SlurmCluster:
         )  # fmt: skip
         self.run("ctl", "slurmctld", "-c")
 
-    def _start_node(self, host: str) -> None:
-        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))
-        self.run(host, "slurmd", "-N", host)
+    def start_sshd(self, host: str, *options: str) -> None:
+        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"), *options)

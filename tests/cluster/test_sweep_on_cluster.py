@@ -1,7 +1,5 @@
 """A sweep from one command to its table of states, on a real SLURM."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -19,14 +17,14 @@ def _sweep(cluster: SlurmCluster, *arguments: str) -> str:
     return cluster.run("ctl", sys.executable, "launch/sweep.py", *arguments, folder=ROOT).stdout
 
 
-def _over(cluster: SlurmCluster, timeout: float = 240) -> None:
-    cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), timeout, "an empty queue")
+def _over(cluster: SlurmCluster) -> None:
+    cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue")
 
 
 def _options(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> list[str]:
     cluster.wait_until_idle()
     (tmp_path / "micro.json").write_text(json.dumps(micro_run()))
-    site = str(site_file(tmp_path, launcher=launcher))
+    site = site_file(tmp_path, launcher=launcher)
     return ["--site", site, "--config", str(tmp_path / "micro.json"), "--folder", str(tmp_path / "sweep")]
 
 

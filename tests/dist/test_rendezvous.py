@@ -1,14 +1,11 @@
 """Ranks from SLURM's variables, and a rank that never comes."""
 
-from __future__ import annotations
-
 import os
 import socket
 
 import pytest
 
 from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.rendezvous import adopt_slurm_step
 from tests.processes import Command
 from tests.ranks import free_port
 
@@ -27,29 +24,26 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_place_from_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in STEP.items():
+BATCH_STEP = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place", "address"),
+    [
+        (STEP, Ranks(9, 10, 1, 2), ("n08", "16085")),
+        ({**STEP, "SLURM_PROCID": "0"}, Ranks(0, 10, 1, 2), ("n08", "16085")),  # every rank computes the same port
+        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), (None, None)),  # a launcher has the last word
+        (BATCH_STEP, Ranks(0, 1, 0, 1), (None, None)),
+    ],
+)
+def test_place_in_a_slurm_step(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: Ranks, address: tuple[str | None, str | None]
+) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert Ranks.from_environment() == Ranks(9, 10, 1, 2)
-    assert os.environ["MASTER_ADDR"] == "n08"
-    port = os.environ["MASTER_PORT"]
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    adopt_slurm_step()
-    assert os.environ["MASTER_PORT"] == port  # every rank computes the same
-
-
-def test_launcher_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**STEP, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert Ranks.from_environment() == Ranks(3, 4, 1, 2)
-
-
-def test_batch_step_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}.items():
-        monkeypatch.setenv(name, value)
-    assert Ranks.from_environment() == Ranks(0, 1, 0, 1)
+    assert Ranks.from_environment() == place
+    assert (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == address
 
 
 MEET = """
@@ -61,39 +55,30 @@ run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False))
 """
 
 
-def _start(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> Command:
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_NODELIST": "n[1-3]",
-    }  # fmt: skip
-    return Command(["-c", MEET], env=environment)
+def _start(program: str, rank: int, world_size: int, port: int, **variables: str) -> Command:
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "SLURM_JOB_NODELIST": "n[1-3]"}
+    return Command(["-c", program], env={**os.environ, **place, **other, **variables})
 
 
 @pytest.mark.end_to_end
-def test_rank_that_never_comes_is_named_with_its_host() -> None:
-    port = free_port()
-    processes = [_start(rank, 3, port) for rank in (0, 2)]
-    assert [process.wait() for process in processes] == [1, 1]
-    outputs = [process.stderr for process in processes]
-    assert "error: rank 1 of 3 (n2) didn't connect within 4 s" in outputs[0]
-    assert all("Traceback" not in output for output in outputs)
+def test_rank_that_never_comes_is_named() -> None:
+    port, other_port = free_port(), free_port()
+    ranks = [_start(MEET, rank, 3, port) for rank in (0, 2)]
+    without_first = _start(MEET, 1, 2, other_port)
+    assert [rank.wait() for rank in (*ranks, without_first)] == [1, 1, 1]
+    assert "error: rank 1 of 3 (n2) didn't connect within 4 s" in ranks[0].stderr
+    assert all("Traceback" not in rank.stderr for rank in ranks)
+    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port} within 4 s" in without_first.stderr
 
 
 @pytest.mark.end_to_end
-def test_missing_first_rank_is_named_with_its_address() -> None:
-    port = free_port()
-    process = _start(1, 2, port)
-    assert process.wait() == 1
-    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{port} within 4 s" in process.stderr
-
-
-@pytest.mark.end_to_end
-def test_taken_port_is_told_once_with_the_option_that_chooses_another() -> None:
+def test_taken_port_is_named_once_with_the_option_that_chooses_another() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", free_port()))
         other.listen()
         port = other.getsockname()[1]
-        process = _start(0, 2, port)
+        process = _start(MEET, 0, 2, port)
         assert process.wait() == 2
     assert process.stderr.startswith(f"error: port {port} of 127.0.0.1, where the ranks are to meet, is taken")
     assert "--master_port" in process.stderr
@@ -117,18 +102,13 @@ os._exit(0)
 """
 
 
-def _start_of_job(job: str, rank: int, port: int) -> Command:
-    variables = {"CLAP_JOB": job, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return Command(["-c", JOB_OF_TWO], env={**os.environ, **variables})
-
-
 @pytest.mark.end_to_end
 def test_rank_of_another_job_on_the_same_port_stays_out() -> None:
     port = free_port()
-    first = _start_of_job("1", 0, port)
-    stranger = _start_of_job("2", 1, port)
+    first = _start(JOB_OF_TWO, 0, 2, port, CLAP_JOB="1")
+    stranger = _start(JOB_OF_TWO, 1, 2, port, CLAP_JOB="2")
     stranger.wait()  # before the place it would have taken is
-    second = _start_of_job("1", 1, port)
+    second = _start(JOB_OF_TWO, 1, 2, port, CLAP_JOB="1")
     assert stranger.stdout.startswith(f"port {port} of 127.0.0.1, where the ranks are to meet, is taken")
     assert [first.wait(), second.wait()] == [0, 0]
     assert [first.stdout, second.stdout] == ["met\n", "met\n"]

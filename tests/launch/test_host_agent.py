@@ -1,7 +1,6 @@
 """An agent beside processes that stand in for ranks."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,20 +26,17 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts a process with variables of a job, and waits until it is up."""
-    started: list[Process] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(script: str, **variables: str) -> Process:
-        command = [sys.executable, "-c", script]
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        return process
+        def start(script: str, **variables: str) -> Process:
+            command, env = [sys.executable, "-c", script], {**os.environ, "CLAP_JOB": JOB, **variables}
+            process = stack.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout
+            assert process.stdout.readline() == "up\n"
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start
 
 
 @pytest.fixture
@@ -55,26 +51,20 @@ def agent() -> Iterator[Process]:
 
 def _hear(agent: Process, *words: str) -> None:
     """Read the agent's lines up to an expected one."""
-    assert agent.stdout is not None
+    assert agent.stdout
     assert any(line.split() == ["clap-agent", "here", *words] for line in agent.stdout)
 
 
 def _say(agent: Process, line: str) -> None:
-    assert agent.stdin is not None
-    agent.stdin.write(line + "\n")
-    agent.stdin.flush()
+    print(line, file=agent.stdin, flush=True)
 
 
 def test_knows_ranks_from_other_processes(start: Start) -> None:
-    rank = start(WAITS, CLAP_JOB=JOB, RANK="0")
-    task = start(WAITS, CLAP_JOB=JOB, SLURM_LAUNCH_NODE_IPADDR="10.0.0.1")
-    launcher = start(WAITS, CLAP_JOB=JOB)
+    rank = start(WAITS, RANK="0")
+    task = start(WAITS, SLURM_LAUNCH_NODE_IPADDR="10.0.0.1")
+    launcher = start(WAITS)
     other = start(WAITS, CLAP_JOB="other.1", RANK="0")
-    parent = (
-        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        " print('up', flush=True); time.sleep(60)"
-    )
-    with_worker = start(parent, CLAP_JOB=JOB, RANK="1")
+    with_worker = start("import subprocess; subprocess.Popen(['sleep', '60']); " + WAITS, RANK="1")
     assert set(ranks_of(JOB)) == {rank.pid, task.pid, with_worker.pid}
     found = processes_of(JOB)
     assert launcher.pid in found
@@ -84,8 +74,7 @@ def test_knows_ranks_from_other_processes(start: Start) -> None:
 
 
 def test_signals_ranks_and_ends_the_rest(start: Start, agent: Process) -> None:
-    rank = start(WAITS, CLAP_JOB=JOB, RANK="0")
-    launcher = start(WAITS, CLAP_JOB=JOB)
+    rank, launcher = start(WAITS, RANK="0"), start(WAITS)
     _hear(agent, "alive", "1")
     _say(agent, f"signal {int(signal.SIGUSR1)}")
     assert rank.wait(30) == 5
@@ -99,9 +88,9 @@ def test_signals_ranks_and_ends_the_rest(start: Start, agent: Process) -> None:
 
 @pytest.mark.end_to_end
 def test_closed_connection_ends_deaf_ranks(start: Start, agent: Process) -> None:
-    rank = start(DEAF, CLAP_JOB=JOB, RANK="0")
+    rank = start(DEAF, RANK="0")
     _hear(agent, "alive", "1")
-    assert agent.stdin is not None
+    assert agent.stdin
     agent.stdin.close()
     assert rank.wait(30) == -signal.SIGKILL
     assert agent.wait(30) == 0

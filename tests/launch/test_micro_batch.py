@@ -1,7 +1,5 @@
 """Bisection against a linear search, and a job of several runs with a stand-in for the launcher."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -59,10 +57,8 @@ def test_auto_finds_the_largest(tmp_path: Path, command: list[str], capfd: pytes
     assert (job["state"], job["largest_micro_batch"]) == ("completed", 40)
     rows = {row["micro_batch"]: row for row in json.loads((tmp_path / "micro_batch.json").read_text())}
     assert list(rows) == [8, 16, 32, 64, 48, 40]
-    assert rows[40] == {
-        "micro_batch": 40, "samples_per_s_per_gpu": 80.0, "tflops_per_gpu": 5.5, "memory_gb": 40.0, "state": "completed",
-        "note": "",
-    }  # fmt: skip
+    measured = {"samples_per_s_per_gpu": 80.0, "tflops_per_gpu": 5.5, "memory_gb": 40.0}
+    assert rows[40] == {"micro_batch": 40, **measured, "state": "completed", "note": ""}
     *_, row_40, row_48, row_64, last = capfd.readouterr().out.splitlines()
     assert row_40.split() == ["40", "80.00", "5.50", "40.00"]
     assert [row.split()[:4] for row in (row_48, row_64)] == [["48", "–", "–", "–"], ["64", "–", "–", "–"]]
@@ -70,14 +66,12 @@ def test_auto_finds_the_largest(tmp_path: Path, command: list[str], capfd: pytes
     assert last == "largest micro-batch that fits: 40"
 
 
-def test_range_keeps_rows_that_do_not_fit(tmp_path: Path, command: list[str]) -> None:
-    assert main(["8:56:16", *command]) == 0
+def test_range_keeps_rows_that_do_not_fit_and_other_failures_end_it(
+    tmp_path: Path, command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["24:56:32", *command]) == 0
     rows = json.loads((tmp_path / "micro_batch.json").read_text())
-    assert [row["micro_batch"] for row in rows] == [8, 24, 40, 56]
-    assert [row["state"] for row in rows] == ["completed"] * 3 + ["out_of_memory"]
-
-
-def test_other_failures_end_it(tmp_path: Path, command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["8:56:16", *command, "fail"]) == 1
+    assert [(row["micro_batch"], row["state"]) for row in rows] == [(24, "completed"), (56, "out_of_memory")]
+    assert main(["8:56:32", *command, "fail"]) == 1
     assert json.loads((tmp_path / "job.json").read_text())["state"] == "failed"
     assert "error: micro-batch 40: failed: the job left no job.json" in capfd.readouterr().err

@@ -1,9 +1,6 @@
 """Sampling and reporting, against a stand-in for NVML and hand-counted samples."""
 
-from __future__ import annotations
-
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -113,21 +110,18 @@ def test_limits(check: str, share: float | None, samples: list[dict[str, Any]]) 
     assert (found and found[0]) == (share and pytest.approx(share))
 
 
-def test_command_stops_when_signalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_watches_until_signalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    for wrong in (["watch", str(tmp_path / "missing")], ["watch", str(tmp_path), "--interval", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
     command = [sys.executable, "launch/monitor.py", "watch", str(tmp_path), "--interval", "0.1"]
     watcher = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in tmp_path.glob("monitor/*.jsonl")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    watcher.send_signal(signal.SIGTERM)
+    watcher.terminate()
     assert watcher.wait(30) == 0
     assert main(["report", str(tmp_path)]) == 0
     assert "memory headroom" in capsys.readouterr().out
-
-
-def test_nothing_to_report(tmp_path: Path) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    for wrong in (["watch", str(tmp_path / "missing")], ["watch", str(tmp_path), "--interval", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(wrong)

@@ -1,7 +1,5 @@
 """Plans, scripts, submission and states, with SLURM's commands played by small scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -57,9 +55,7 @@ def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: Path) -> None:
     options = ("--nodes", "2", "--repeats", "2", "--set", "optimizer.params.lr=1e-4,3e-4", "--array")
     folder = _start(tmp_path, *options)
     sweep = Sweep.read(folder)
-    assert [job.name for job in sweep.jobs] == [
-        "n002-lr_0.0001-r1", "n002-lr_0.0001-r2", "n002-lr_0.0003-r1", "n002-lr_0.0003-r2",
-    ]  # fmt: skip
+    assert [job.name for job in sweep.jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
     assert json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
     (call,) = (slurm / "calls").read_text().splitlines()
     assert "--array=0,1,2,3" in call
@@ -86,14 +82,11 @@ def test_status_and_resume(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFi
     (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n")
     states = {name: state for name, (state, _) in Sweep.read(folder).states(queued()).items()}
     # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
-    assert states == {
-        "n001": "completed", "n002": "out_of_memory", "n003": "timeout", "n004": "failed", "n005": "failed", "n006": "running",
-        "n007": "failed", "n008": "init",
-    }  # fmt: skip
+    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "failed", "init"]
+    assert states == {f"n{nodes:03d}": state for nodes, state in enumerate(expected, start=1)}
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
-    assert "4 failed" not in (shown := capsys.readouterr().out)
-    assert "3 failed" in shown
+    assert ", 3 failed" in capsys.readouterr().out
     assert main(["resume", str(folder), "--dry_run"]) == 0
     assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
     assert main(["resume", str(folder)]) == 0
