@@ -1,7 +1,5 @@
 """The GPU check's bookkeeping: how every step ended, and what is kept of it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory of the contrastive loss, as the loss benchmark measures it."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks import loss_bench

@@ -1,7 +1,5 @@
 """What the memory command infers and measures, on the micro preset and against an independent count."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

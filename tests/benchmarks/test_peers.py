@@ -1,7 +1,5 @@
 """Peers and the cost table on the micro preset: the same function on both sides, honest ratios, every FLOP accounted for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

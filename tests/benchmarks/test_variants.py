@@ -1,7 +1,5 @@
 """Every combination is run and has its row, also those that fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packaged configurations by name, and the commit of the code that runs."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every mistake in a run's JSON is refused with the file, the field, what was expected and the nearest name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

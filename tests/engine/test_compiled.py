@@ -1,8 +1,6 @@
 """Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
 generator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Flat AdamW against torch's, on its kernel and on this project's, and which runs it steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +72,7 @@ class Trained:
         ]
         self.optimizer = FlatAdamW(groups, betas=(0.8, 0.95), eps=1e-6)
 
-    def step(self, numbers: range, *, scale: float = 1.0) -> Trained:
+    def step(self, numbers: range, *, scale: float = 1.0) -> "Trained":
         for number in numbers:
             torch.manual_seed(number)
             grads = [[torch.randn(len(master)).bfloat16()] for master in self.masters]

@@ -1,7 +1,5 @@
 """What the evaluation tests share: shards of short clips whose captions and classes are known, and a tokenizer for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

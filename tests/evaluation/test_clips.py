@@ -1,7 +1,5 @@
 """Clips of a tar: what is found in it, what can't be used and why, and the audio itself."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

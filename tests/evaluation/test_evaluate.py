@@ -1,7 +1,5 @@
 """The evaluate command: what its options mean, and as users start it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

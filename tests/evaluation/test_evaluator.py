@@ -1,7 +1,5 @@
 """The evaluator on the micro model: the same for any number of ranks, nothing of the model changed, mistakes found at once."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics against scikit-learn and a computation with numpy alone, at their two ends, and their intervals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Rankings against scikit-learn where nothing is tied, and against every possible order where something is."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

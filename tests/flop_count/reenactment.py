@@ -3,8 +3,6 @@
 For counting only: its weights compute nothing of use.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

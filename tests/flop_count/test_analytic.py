@@ -1,7 +1,5 @@
 """The closed form against the published table's every row, what differs in what this engine executes, and recomputation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

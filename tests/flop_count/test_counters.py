@@ -1,7 +1,5 @@
 """Both counters agree with the closed form to the last FLOP, and re-enact the published figures; parameters too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

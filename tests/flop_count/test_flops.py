@@ -1,7 +1,5 @@
 """The FLOPs command and its picture, and the profiler section of a bench run, say what they should."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Peaks by exact name, MFU by hand and as the final table shows it, and nothing where the peak is unknown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

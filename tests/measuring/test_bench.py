@@ -1,7 +1,5 @@
 """The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

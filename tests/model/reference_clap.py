@@ -3,8 +3,6 @@
 Nothing here uses this project's own configuration conversion.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

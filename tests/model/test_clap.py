@@ -1,7 +1,5 @@
 """The whole model against independent HF models, at full size: embeddings, gradients, parameter counts, precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

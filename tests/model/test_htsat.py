@@ -1,8 +1,6 @@
 """HTSAT's own parts that comparing whole models doesn't show: batch norm and SpecAugment in training, initialisation, what is
 held but not trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

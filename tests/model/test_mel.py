@@ -1,7 +1,5 @@
 """The log-mel front end against a spectrogram written out from its definition; `test_clap.py` has HF's feature extractor."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

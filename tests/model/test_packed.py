@@ -1,7 +1,5 @@
 """Packed captions against the padded model: embeddings, gradients, pooling, and shapes that repeat."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

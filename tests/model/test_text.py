@@ -1,7 +1,5 @@
 """The text tower: padding, pooling, and pretrained weights that can or can't be had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kernel of window attention against the eager form: outputs and gradients, shifted and not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 The interpreter must be chosen before Triton is imported, so those cases need a process of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kernels against torch's operations: no less exact than those are in bf16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

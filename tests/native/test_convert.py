@@ -1,7 +1,5 @@
 """Converted towers against the same by torch in fp32, no less exact than torch's in bf16; and that nothing else notices."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter

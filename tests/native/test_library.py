@@ -1,7 +1,5 @@
 """Compiling, keeping and opening the library of CPU kernels, with a source that takes no time, on any processor."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

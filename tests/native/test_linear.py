@@ -1,7 +1,5 @@
 """The native linear layers against torch's."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

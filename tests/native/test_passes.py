@@ -1,7 +1,5 @@
 """The native layer norm against torch's, and the native dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

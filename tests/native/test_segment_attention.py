@@ -1,7 +1,5 @@
 """The CPU kernel for captions' attention against attention written out per segment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The native kernel of window attention against the eager form in fp32, at every stage's shape, and beside `matmul` in bf16."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

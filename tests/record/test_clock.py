@@ -1,7 +1,5 @@
 """Statistics against simulation, and the timers' bookkeeping."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable

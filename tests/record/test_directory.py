@@ -1,7 +1,5 @@
 """The run directory tells the story of a run, also of one that ended badly."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading
