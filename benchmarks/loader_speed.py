@@ -45,6 +45,7 @@ class Speed(NamedTuple):
 
 def measure(run: RunSettings, num_workers: int, *, seconds: float, world_size: int) -> Speed:
     """Load one rank's share for some time, after a micro-batch that isn't counted; ValueError where its shards don't do."""
+    assert isinstance(run.clap.data, ShardData)
     data = run.clap.data.model_copy(update={"num_workers": num_workers})
     cpu = torch.device("cpu")
     spec = BatchSpec(run.clap.preset(), run.clap.text_tokens, run.micro_batch, 0, world_size, run.clap.seed, cpu)
