@@ -36,9 +36,8 @@ RANK_LOST_S = 20.0  # that a rank may end before the others
 GRACE_S = {signal.SIGUSR1: 20.0, signal.SIGTERM: 10.0, signal.SIGINT: 10.0}
 """Time for ranks to record their end (SLURM kills 30 s after SIGTERM); `--grace` allows more, for those that save."""
 PING_S = 5.0
-LAST_LINES_S = (
-    1.0  # to read what the launcher said last, which may name the run; what it left behind could hold its output open
-)
+LAST_LINES_S = 1.0
+"""To read what the launcher said last, which may name the run; what it left behind could hold its output open."""
 FAILED = 1
 _RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
 _PDSH_EXIT = re.compile(rb"pdsh@\S+: (\S+): (?:ssh )?exited with exit code (\d+)")

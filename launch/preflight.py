@@ -160,16 +160,8 @@ def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float
     (folder / "hostfile").write_text(format_hostfile(slots))
     (folder / "site_environment").write_text(format_environment(site, os.environ))
     words = ["--hostfile", folder / "hostfile", "--folder", folder, "--environment", folder / "site_environment"]
-    words += [
-        "--launcher",
-        launcher,
-        "--python",
-        site.interpreter(),
-        "--",
-        RANK_SCRIPT,
-        folder / "ranks.json",
-        megabytes,
-    ]
+    words += ["--launcher", launcher, "--python", site.interpreter()]
+    words += ["--", RANK_SCRIPT, folder / "ranks.json", megabytes]
     command = script_command(site.interpreter(), "job.py", *map(str, words))
     environment = {**os.environ, **site.environment}
     result = subprocess.run(command, capture_output=True, text=True, cwd=work_folder(), env=environment)

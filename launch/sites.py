@@ -46,9 +46,7 @@ class Site:
     cpus_per_task: int | None = None
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
-    python: str | None = (
-        None  # interpreter of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`
-    )
+    python: str | None = None  # of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`
     environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
     launcher: str | None = None
     """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""

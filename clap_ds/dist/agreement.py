@@ -21,20 +21,24 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather(value: T) -> list[T]:
     """Every rank's value, by rank, on every rank."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def gather_tensor(own: Tensor) -> Tensor:
     """(ranks, *shape): every rank's tensor, by rank, on every rank; they are of one shape and dtype."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return own[None]
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    everyone = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(everyone, own)
     return torch.stack(everyone)
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clap_ds.dist.agreement import rank, world_size
+
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -102,8 +104,8 @@ class _Gather:
         self._local = local.detach().to(dtype).contiguous()
         self._work: dist.Work | None = None
         self._gathered = self._local
-        if _world_size() > 1:
-            self._gathered = self._local.new_empty(_world_size() * local.shape[0], *local.shape[1:])
+        if world_size() > 1:
+            self._gathered = self._local.new_empty(world_size() * local.shape[0], *local.shape[1:])
             self._work = _all_gather(self._gathered, self._local, async_op=True)
 
     def wait(self) -> Tensor:
@@ -119,7 +121,7 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor, tile: int
     ) -> Tensor:
         num_local = audio_BD.shape[0]
-        first = _rank() * num_local
+        first = rank() * num_local
         own = slice(first, first + num_local)
         scale = logit_scale.detach()
         row_lse_B = tiled_log_sum_exp(audio_ND[own], text_ND, scale, tile)
@@ -236,14 +238,14 @@ def _sigmoid_terms(logits_BB: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
 
 def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(distance, audio, text) of every rank, the own first; the next ones travel while the caller works on these."""
-    rank, world_size = _rank(), _world_size()
+    number, size = rank(), world_size()
     held = torch.stack((audio, text)).contiguous()
-    for distance in range(world_size):
+    for distance in range(size):
         requests, arriving = [], torch.empty_like(held)
-        if distance < world_size - 1:
+        if distance < size - 1:
             exchange = [
-                dist.P2POp(dist.isend, held, (rank + 1) % world_size),
-                dist.P2POp(dist.irecv, arriving, (rank - 1) % world_size),
+                dist.P2POp(dist.isend, held, (number + 1) % size),
+                dist.P2POp(dist.irecv, arriving, (number - 1) % size),
             ]
             requests = dist.batch_isend_irecv(exchange)
         yield distance, held[0], held[1]
@@ -272,11 +274,3 @@ def _weighted_sum(weight_BK: Tensor, other_KD: Tensor) -> Tensor:
 
 def _tiles(size: int, tile: int) -> Iterator[slice]:
     return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

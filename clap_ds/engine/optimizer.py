@@ -35,7 +35,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
     """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's.
 
     The wrapper needs `legacy_fusion`, with which it hands over gradients as they were computed, one flat tensor a group.
-    With `cpu_kernels`, groups that `adamw_native.supports` are stepped by its kernel. The state is of the same form either way.
+    With `cpu_kernels`, groups that `native.adamw.supports` are stepped by its kernel. The state is of the same form either way.
     """
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from clap_ds.config.errors import AgreedError, UserError
+from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.dist import debug, distributed
-from clap_ds.dist.agreement import gather, together
+from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
@@ -107,7 +107,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record = _make_record(run, ranks, device)
     with _recorded_ending(run, ranks, record, device), debug.watch(settings, ranks, record.path):
         torch.manual_seed(run.clap.seed)
-        # The profiler would time and synchronise every step; `measure.flops_profile` runs it outside the timed windows.
+        # The profiler would time and synchronise every step; `measuring.flops_profile` runs it outside the timed windows.
         start = start or Start()
         model = together(lambda: start.build_model(run))
         engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
@@ -136,16 +136,7 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
-    path: list[Path | str | None] = [None]
-    if ranks.is_first:
-        try:
-            path = [RunDirectory.create(Path(run.clap.output.root), run.label).path.resolve()]
-        except OSError as error:
-            path = [f"{run.path}: clap.output.root: {run.clap.output.root!r} can't be written: {error.strerror}"]
-    dist.broadcast_object_list(path)
-    if not isinstance(path[0], Path):
-        raise AgreedError(str(path[0]))
-    record = RunDirectory(path[0])
+    record = RunDirectory(together(lambda: on_first(lambda: _make_folder(run))))
     if ranks.is_first:
         start_log(record.path / "rank0.log")
         hosts = list(dict.fromkeys(host for host, _ in everywhere))
@@ -176,6 +167,14 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
     return record
+
+
+def _make_folder(run: RunSettings) -> Path:
+    root = run.clap.output.root
+    try:
+        return RunDirectory.create(Path(root), run.label).path.resolve()
+    except OSError as error:
+        raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
 
 
 def build_model(run: RunSettings) -> ClapModel:

@@ -196,10 +196,8 @@ class CheckpointFolder:
             buffer = io.BytesIO()
             torch.save(state, buffer)
             yield name, buffer.getbuffer()
-        yield (
-            "latest",
-            TAG.encode(),
-        )  # DeepSpeed's own pointer, so that `load_checkpoint` of the folder does without a tag
+        # DeepSpeed's own pointer, so that `load_checkpoint` of the folder does without a tag.
+        yield "latest", TAG.encode()
         yield PROGRESS, progress.to_json().encode()
         yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config)
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
