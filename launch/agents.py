@@ -1,97 +1,184 @@
-"""The job's end of its host agents: starts one on each host, counts their heartbeats, and speaks to all of them.
+"""The job's end of its host agents: starts one on each host, takes note of what they say, and speaks to all of them.
 
 Leaves to `launch/host_agent.py` what happens on a host, and to `launch/job.py` what to do about a host that is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
+import json
+import sys
 import threading
 import time
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from clap_ds.launch.launchers import on_host, script_command
+from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
+from clap_ds.launch.launchers import SSH, script_command, this_host
 
-CONNECT_S = 30.0  # that a host has to answer at the start
-LOST_S = 20.0  # without a heartbeat, of which an agent sends one every 2 s
+CUT_OFF = 0.75
+"""Of the silence after which the job gives a host up: that after which the host ends its ranks, so that none is left."""
+SAY_S = 10.0  # between words about who is missing
 
 
 @dataclass
 class Host:
     name: str
-    heard: float | None = None
-    num_ranks: int = 0
+    heard: float | None = None  # by the job's running clock
+    gone: bool = False
+    lost: str | None = None  # why its connection ended
+    last_words: str = ""
+    notes: dict[int, Message] = field(default_factory=dict)  # of its ranks, by rank
     most_ranks: int = 0
     fewer_since: float | None = None
-    gone: bool = False
-    last_words: str = ""
+    first_gone: list[int] = field(default_factory=list)  # ranks that ended before the others here
+    ended: tuple[int, str] | None = None  # exit code of its launcher, and why
+    clear: bool = False
 
-    def hear(self, word: str, number: int) -> None:
-        """Take note of what its agent says: `alive NUM_RANKS` or `gone NUM_KILLED`."""
-        self.heard = time.monotonic()
-        self.gone = word == "gone"
-        if not self.gone:
-            self.num_ranks, self.most_ranks = number, max(self.most_ranks, number)
-            self.fewer_since = None if number == self.most_ranks else self.fewer_since or self.heard
+    def begin(self) -> None:
+        """An attempt starts."""
+        self.notes, self.first_gone, self.most_ranks = {}, [], 0
+        self.fewer_since, self.ended, self.clear = None, None, False
 
-
-def _ignore_signals() -> None:
-    # scancel signals every process of the batch step at once; connections to the hosts must outlive the first signal.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    def hear(self, message: Message, now: float) -> None:
+        self.heard, self.lost = now, None
+        if "ranks" in message:
+            before, self.notes = self.notes, {note["rank"]: note for note in message["ranks"]}
+            self.first_gone = self.first_gone or sorted({*before} - {*self.notes})
+            self.most_ranks = max(self.most_ranks, len(self.notes))
+            self.fewer_since = None if len(self.notes) == self.most_ranks else self.fewer_since or time.monotonic()
+        elif "ended" in message:
+            self.ended = (message["ended"], message["why"])
+        elif "clear" in message:
+            self.clear = True
+        elif "gone" in message:
+            self.gone = True
 
 
 class Agents:
-    """One agent per host: a child process here, over ssh, or all of them as one SLURM step."""
+    """One agent on each host: a child process here, over ssh, or all of them as one SLURM step.
 
-    def __init__(self, hosts: list[str], job: str, python: str, launcher: str) -> None:
-        """Start them the way the launcher starts ranks; `job` is the value of `CLAP_JOB` in the ranks' environment."""
-        self.hosts = {name: Host(name) for name in hosts}
-        self._processes: dict[str | None, subprocess.Popen[bytes]] = {}
-        agent = script_command(python, "host_agent.py", job)
-        if launcher == "pdsh":
-            for host in hosts:
-                self._start(host, on_host(host, [*agent, host]))
-        else:
-            step = ["srun", "--overlap", "--quiet", f"--nodes={len(hosts)}", "--ntasks-per-node=1"]
-            self._start(None, [*step, f"--ntasks={len(hosts)}", "--nodelist", ",".join(hosts), *agent])
+    Args:
+        job: the run's name; agents end what an earlier attempt of it left behind.
+        python: of this job, which agents run under, too.
+        step: options of srun, where the agents are a SLURM step; None reaches them over ssh.
+        lost_after_s: silence after which a host counts as lost.
+        hear: called, by a thread, with what an agent says that isn't about its own state: output, stacks, answers.
+        folder: with `job.json`, which the agent of this host completes where the job can't any more.
+    """
 
-    def _start(self, host: str | None, command: list[str]) -> None:
-        pipe, both = subprocess.PIPE, subprocess.STDOUT
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=both, preexec_fn=_ignore_signals)
-        self._processes[host] = process
-        threading.Thread(target=self._listen, args=(host, process.stdout), daemon=True).start()
+    def __init__(
+        self, job: str, step: list[str] | None, lost_after_s: float, hear: Callable[[Message], None], folder: str = ""
+    ) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.step, self.lost_after_s, self._hear_rest = step, lost_after_s, hear
+        self.clock = RunningClock()
+        self._connections: list[Connection] = []
+        self._lock, self._again = threading.Lock(), list[str]()
+        agent = script_command(sys.executable, "host_agent.py")
+        self._serve: Message = {
+            "do": "serve", "job": job, "silence_s": CUT_OFF * lost_after_s, "here": this_host(), "agent": agent, "ssh": SSH,
+            "job_host": this_host(), "folder": folder,
+        }  # fmt: skip
 
-    def _listen(self, host: str | None, lines: IO[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace").strip()
-            words = text.split()
-            if words[:1] == ["clap-agent"] and len(words) == 4 and words[1] in self.hosts:
-                self.hosts[words[1]].hear(words[2], int(words[3]))
-                continue
-            for known in self.hosts.values():
-                if text and (host == known.name or (host is None and known.name in text)):
-                    known.last_words = text
+    def connect(self, names: Sequence[str], limit_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Host]:
+        """Start agents on hosts that have none, and wait for all to answer; who hasn't in time, or can't be reached.
 
-    def _running(self) -> set[str | None]:
-        return {host for host, process in self._processes.items() if process.poll() is None}
+        Says every few seconds who is missing. `stopped` true ends the wait.
+        """
+        self.hosts.update(
+            {name: Host(name) for name in names if name not in self.hosts or self.hosts[name].lost is not None}
+        )
+        new = [name for name in names if self.hosts[name].heard is None]
+        self._start(new)
+        began = time.monotonic()
+        next_word, refused = began + SAY_S, set[str]()
+        while (silent := [self.hosts[name] for name in names if self._is_silent(name)]) and not stopped():
+            with self._lock:
+                again, self._again = self._again, []
+            # Whoever was behind a host that can't be reached is tried by another way; the host itself, once more.
+            refused |= (once := {name for name in again if name in refused})
+            for name in once:
+                self.hosts[name].lost = self.hosts[name].last_words or "no connection"
+            refused |= {*again}
+            self._start([name for name in again if name not in once], again=True)
+            if time.monotonic() - began > limit_s or all(host.lost is not None for host in silent):
+                break
+            if time.monotonic() > next_word:
+                missing = ", ".join(host.name for host in silent[:8]) + (", …" if len(silent) > 8 else "")
+                waited = f"{len(names) - len(silent)} of {len(names)} hosts after {time.monotonic() - began:.0f} s"
+                print(f"{waited}, missing: {missing}", file=sys.stderr, flush=True)
+                next_word += SAY_S
+            time.sleep(0.05)
+        return silent
 
-    def say(self, line: str) -> None:
-        """Send a line to every agent that can still be reached."""
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(line.encode() + b"\n")
-                process.stdin.flush()
+    def _is_silent(self, name: str) -> bool:
+        return self.hosts[name].heard is None
 
-    def lost(self) -> list[Host]:
-        """Hosts that answered once and are silent now."""
-        ended, now = set(self._processes) - self._running(), time.monotonic()
-        known = [host for host in self.hosts.values() if host.heard is not None and not host.gone]
-        return [host for host in known if host.name in ended or now - (host.heard or now) > LOST_S]
+    def _start(self, names: list[str], again: bool = False) -> None:
+        if not names:
+            return
+        if self.step is not None:
+            # A step that fails doesn't say of whom: the second time there are several.
+            for group in groups_of(names) if again else [names]:
+                command = ["srun", "--overlap", "--quiet", "--no-kill", "--cpu-bind=none", "--ntasks-per-node=1"]
+                command += [
+                    f"--nodes={len(group)}",
+                    f"--ntasks={len(group)}",
+                    "--nodelist",
+                    ",".join(group),
+                    *self.step,
+                ]
+                connection = Connection(group, [*command, *self._serve["agent"]], self._hear, self._end)
+                connection.say(to_line(self._serve))
+                self._connections.append(connection)
+            return
+        here = [name for name in names if name == self._serve["here"]]
+        for group in [here] * bool(here) + groups_of([name for name in names if name not in here]):
+            self._connections.append(ssh_to(group, self._serve, self._hear, self._end))
+
+    def _hear(self, line: bytes) -> None:
+        message = json.loads(line[len(MARK) :])
+        with self._lock:
+            if "lost" in message:
+                return self._cut(message["lost"], message["why"])
+            host = self.hosts.get(message["host"])
+            if host is not None:
+                host.hear(message, self.clock.now())
+        if host is not None and not {"ranks", "clear", "gone"} & set(message):
+            self._hear_rest(message)
+
+    def _end(self, connection: Connection) -> None:
+        with self._lock:
+            self._cut(connection.hosts, connection.last_words)
+
+    def _cut(self, names: list[str], why: str) -> None:
+        """A connection has ended: hosts that had spoken are lost, of the others another way is tried."""
+        for host in (self.hosts[name] for name in names if not self.hosts[name].gone):
+            if host.heard is None:
+                host.last_words = why if host.name in why or host.name == names[0] else host.last_words
+                self._again.append(host.name)
+            elif host.lost is None:
+                host.lost = why or "the connection ended"
+
+    def say(self, **message: Any) -> None:
+        """Send a message to every agent that can still be reached."""
+        for connection in self._connections:
+            if connection.process.poll() is None:
+                connection.say(to_line(message))
+
+    def lost(self, names: Sequence[str]) -> dict[str, str]:
+        """Hosts that answered once and are lost now, with the reason."""
+        lost = {}
+        with self._lock:
+            now = self.clock.now()
+            for host in (self.hosts[name] for name in names if not self.hosts[name].gone):
+                silent_s = now - (host.heard or now)
+                if host.lost is not None:
+                    lost[host.name] = f"its connection ended ({host.lost})"
+                elif silent_s > self.lost_after_s:
+                    lost[host.name] = f"no sign of life for {silent_s:.0f} s"
+        return lost
 
     def short_of_ranks(self, seconds: float = 0.0) -> list[Host]:
         """Hosts on which a rank ended longer ago than this, the first to lose one first."""
@@ -99,26 +186,24 @@ class Agents:
         short = {host.name: host.fewer_since for host in self.hosts.values() if host.fewer_since is not None}
         return [self.hosts[name] for name in sorted(short, key=short.__getitem__) if short[name] <= latest]
 
-    def wait_for_all(self) -> list[Host]:
-        """Wait until every host has answered; the ones that haven't in time, or whose connection was refused."""
-        deadline = time.monotonic() + CONNECT_S
-        while silent := [host for host in self.hosts.values() if host.heard is None]:
-            if time.monotonic() > deadline or not self._running() & {None, *(host.name for host in silent)}:
-                break
-            time.sleep(0.05)
-        return silent
-
-    def stop(self, timeout_s: float) -> list[Host]:
-        """Have every host end what is left of the job; the hosts that didn't confirm it in time."""
-        self.say("stop")
+    def end_attempt(self, names: Sequence[str], timeout_s: float) -> list[str]:
+        """Have hosts end what is left of an attempt; those that didn't confirm it in time. Agents stay."""
+        for name in names:
+            self.hosts[name].clear = False
+        self.say(do="end")
         deadline = time.monotonic() + timeout_s
-        while (
-            time.monotonic() < deadline and self._running() and any(h.heard and not h.gone for h in self.hosts.values())
-        ):
+        waits = lambda: [n for n in names if not self.hosts[n].clear and self.hosts[n].lost is None]  # noqa: E731
+        while waits() and time.monotonic() < deadline:
             time.sleep(0.05)
-        for process in self._processes.values():
-            try:
-                process.wait(0.5)
-            except subprocess.TimeoutExpired:
-                process.kill()  # the agent sees its input end and does the same by itself
-        return [host for host in self.hosts.values() if not host.gone]
+        return [name for name in names if not self.hosts[name].clear]
+
+    def stop(self, timeout_s: float) -> list[str]:
+        """Have every host end what is left of the run, and its agent; the hosts that didn't confirm it in time."""
+        self.say(do="stop")
+        deadline = time.monotonic() + timeout_s
+        waits = lambda: any(h.heard and not h.gone and h.lost is None for h in self.hosts.values())  # noqa: E731
+        while time.monotonic() < deadline and waits():
+            time.sleep(0.05)
+        for connection in self._connections:
+            connection.end(0.5)
+        return [host.name for host in self.hosts.values() if not host.gone and host.heard is not None]

@@ -1,153 +1,320 @@
-"""One per host beside a job's ranks: hears signals for them, says that the host is alive, and leaves none of them behind.
+"""One per host of a job: starts the host's ranks, watches them, hears signals for them, and leaves none of them behind.
 
-Started by `launch/job.py` over ssh or srun. Ranks that pdsh started live under sshd, where SLURM neither sees nor ends
-them: so when the job falls silent or its connection closes, the agent ends them itself. A rank's process is known by
-`CLAP_JOB` in its environment. Standard library only.
+Started by `launch/agents.py` over ssh (then it may pass on to the hosts behind it) or as a task of one srun step. All it
+needs comes by its standard input, the ranks' environment with it. When the job falls silent or its connection closes, it ends
+the ranks by itself. Leaves what to do about a host or rank that fails to `launch/job.py`. Standard library only.
 
-Hears `ping`, `signal N`, `monitor RUN_DIRECTORY` and `stop`; says `clap-agent HOST alive NUM_RANKS` or `… gone NUM_KILLED`.
+Hears JSON objects with `do`: serve, ping, start, signal, stacks, monitor, ask, end, stop. Says `clap-agent` and a JSON object
+with `host` and one of `ranks`, `waits`, `out`, `err`, `ended`, `stacks`, `answer`, `clear`, `lost`, `gone`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
+from clap_ds.launch.host_processes import end_all, ends_of, is_running, oom_kills, parent_and_state, ranks_of, send
+from clap_ds.launch.rank_commands import rank_commands
+from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 BEAT_S = 2.0
 LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named
-SILENCE_S = 45.0  # without a line from the job, after which the host takes itself for cut off
-LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL, for a rank to record its end
-
-
-def parent_of(pid: int) -> int | None:
-    """Process id of a process's parent; None when the process has ended."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
-    except OSError:
-        return None
-    return None if state == b"Z" else int(parent)
-
-
-def processes_of(job: str) -> dict[int, tuple[int, bool]]:
-    """Parent, and whether it is a rank, of this job's processes here, by process id. `JOB.` stands for all starts of a job."""
-    found = {}
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        try:
-            lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # gone meanwhile, or somebody else's
-        variables = dict(line.partition(b"=")[::2] for line in lines)
-        value = variables.get(b"CLAP_JOB", b"").decode(errors="replace")
-        is_of_job = value == job or (job.endswith(".") and value.startswith(job))
-        if is_of_job and pid != os.getpid() and (parent := parent_of(pid)) is not None:
-            # Only a launcher sets these for a rank; the batch step's own processes have neither.
-            found[pid] = (parent, b"RANK" in variables or b"SLURM_LAUNCH_NODE_IPADDR" in variables)
-    return found
-
-
-def ranks_of(job: str) -> list[int]:
-    """Process ids of the ranks themselves, without their data workers."""
-    found = processes_of(job)
-    return [pid for pid, (parent, is_rank) in found.items() if is_rank and not found.get(parent, (0, False))[1]]
-
-
-@contextlib.contextmanager
-def ends_of(pids: list[int]) -> Iterator[list[int]]:
-    """Files that become readable the moment a process ends, where the kernel has them (Linux 5.3)."""
-    with contextlib.ExitStack() as stack:
-        files = []
-        for pid in pids:
-            with contextlib.suppress(OSError, AttributeError):
-                files.append(os.pidfd_open(pid))
-                stack.callback(os.close, files[-1])
-        yield files
-
-
-def send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-
-
-def end_all(job: str, last_words_s: float = LAST_WORDS_S) -> int:
-    """End every process of the job on this host: SIGTERM, a moment to record it, SIGKILL. Returns how many there were."""
-    found = processes_of(job)
-    send(ranks_of(job), signal.SIGTERM)
-    deadline = time.monotonic() + last_words_s
-    while ranks_of(job) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    deadline += 2.0
-    while (left := processes_of(job)) and time.monotonic() < deadline:
-        send(list(left), signal.SIGKILL)
-        time.sleep(0.1)
-    return len(found)
+STACKS_S = 3.0  # that ranks have to write where they are
+BELOW_S = 12.0  # that agents behind this one have to end
+SERVE_S = 60.0  # that an agent waits for its first line
+LAST_LINES_S = 1.0
+"""To read what the ranks said last; what a launcher left behind could hold its output open."""
 
 
 class Agent:
-    def __init__(self, job: str, host: str) -> None:
-        self.job, self.host = job, host
-        self.monitor: subprocess.Popen[bytes] | None = None
+    """
+    Args:
+        serve: the job's first message: `job` (a run's name, to which `.N` is added for each attempt), `silence_s`, `host`,
+            and over ssh `below` (the hosts behind this one), `agent` and `ssh` (how they are reached).
+    """
 
-    def say(self, *words: object) -> None:
+    def __init__(self, serve: Message) -> None:
+        self.run, self.silence_s = serve["job"], serve["silence_s"]
+        self.host = serve.get("host") or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        self.attempt, self.progress = "", Path()
+        self._launchers: list[subprocess.Popen[bytes]] = []
+        self._monitor: subprocess.Popen[bytes] | None = None
+        self._lock, self._over, self._job_is_gone = threading.Lock(), False, False
+        self._serve, self._run_directory = serve, ""
+        self._oom_kills = oom_kills()
+        on_way = {**serve, "here": self.host}
+        self._below = [
+            ssh_to(group, on_way, self._pass_up, self._report) for group in groups_of(serve.get("below", []))
+        ]
+
+    # --- saying
+
+    def say(self, **fields: Any) -> None:
+        self._pass_up(MARK + to_line({"host": self.host, **fields}))
+
+    def _pass_up(self, line: bytes) -> None:
         # Nobody may listen any more; what has to be done stays the same.
-        with contextlib.suppress(OSError):
-            print("clap-agent", self.host, *words, flush=True)
+        with self._lock, contextlib.suppress(OSError):
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+    def _report(self, connection: Connection) -> None:
+        if not self._over:
+            self.say(lost=connection.hosts, why=connection.last_words)
+
+    # --- hearing
 
     def serve(self) -> None:
-        """Serve until asked to stop, cut off, or left alone; then end what is left of the job here."""
-        heard, next_beat, buffer = time.monotonic(), 0.0, b""
-        ranks: list[int] = []
-        while time.monotonic() - heard <= SILENCE_S:
-            left = [pid for pid in ranks if parent_of(pid) is not None]
-            if len(left) < len(ranks):
-                self.say("alive", len(left))  # before anything else: who says so first is taken for the cause
-                ranks = left
-            if time.monotonic() >= next_beat:
-                ranks = ranks_of(self.job)
-                self.say("alive", len(ranks))
+        """Serve until told to stop, cut off, or left alone; then end what is left of the run here."""
+        clock, buffer, heard, next_beat = RunningClock(), b"", 0.0, 0.0
+        ranks: dict[int, int] = {}
+        while clock.now() - heard <= self.silence_s:
+            left = {pid: rank for pid, rank in ranks.items() if is_running(pid)}
+            if time.monotonic() >= next_beat or len(left) < len(ranks):
+                # What ended is said before anything else: who says so first is taken for the cause.
+                ranks = ranks_of(self.attempt) if len(left) == len(ranks) and self.attempt else left
+                self.say(ranks=[self._note_of(pid, rank) for pid, rank in ranks.items()])
                 next_beat = time.monotonic() + BEAT_S
-            with ends_of(ranks) as ends:
+            with ends_of(list(ranks)) as ends:
                 ready = select.select([0, *ends], [], [], LOOK_S)[0]
             if 0 in ready:
-                received = os.read(0, 4096)
+                received = os.read(0, 65536)
                 if not received:
+                    self._job_is_gone = True
                     break
-                heard = time.monotonic()
+                heard = clock.now()
                 *lines, buffer = (buffer + received).split(b"\n")
-                if not all(self.obey(line.decode(errors="replace").split()) for line in lines):
+                if not all(self._obey(line) for line in lines):
                     break
-        if self.monitor is not None:
-            self.monitor.kill()  # it keeps nothing back
-            self.monitor.wait()
-        self.say("gone", end_all(self.job))
+        self._over = True
+        self._end_monitor()
+        number = end_all(self.run + ".")
+        if self.attempt:
+            shutil.rmtree(self.progress, ignore_errors=True)
+        if self._job_is_gone and self.host == self._serve["job_host"]:
+            self._complete_record()
+        self.say(gone=number)
+        for connection in self._below:
+            connection.end(BELOW_S)
 
-    def obey(self, words: list[str]) -> bool:
+    def _note_of(self, pid: int, rank: int) -> Message:
+        """What a rank last noted of its progress, with `age`, the seconds since then, and the kernel's letter for its state."""
+        note: Message = {"rank": rank, "state": (parent_and_state(pid) or (0, "X"))[1]}
+        with contextlib.suppress(OSError, ValueError):
+            noted = json.loads((self.progress / str(rank)).read_text())
+            note |= {"step": noted["step"], "doing": noted["doing"], "age": time.monotonic() - noted["at"]}
+        return note
+
+    def _obey(self, line: bytes) -> bool:
         """Act on a line; False when it is the last."""
-        if words[:1] == ["signal"] and len(words) == 2 and words[1].isdecimal():
-            ranks = ranks_of(self.job)
-            send(ranks, int(words[1]))
-            self.say("alive", len(ranks))  # the job gives these the time to end
-        elif words[:1] == ["monitor"] and self.monitor is None:
-            command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", " ".join(words[1:])]
+        for connection in self._below:
+            connection.say(line + b"\n")
+        message = json.loads(line)
+        what = message["do"]
+        if what == "start":
+            self._start(message)
+        elif what == "signal":
+            ranks = ranks_of(self.attempt)
+            send(ranks, message["number"])
+            self.say(ranks=[self._note_of(*each) for each in ranks.items()])  # the job gives these the time to end
+        elif what == "stacks":
+            threading.Thread(target=self._tell_stacks, daemon=True).start()
+        elif what == "monitor" and self._monitor is None:
+            self._run_directory = message["run_directory"]
+            command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", self._run_directory]
             null = subprocess.DEVNULL
-            self.monitor = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
-        return words[:1] != ["stop"]
+            # It watches its input, and goes when this process does, however that ends.
+            self._monitor = subprocess.Popen(
+                [*command, "--while_open"], stdin=subprocess.PIPE, stdout=null, stderr=null
+            )
+        elif what == "ask":
+            threading.Thread(target=self._answer, args=(message["command"],), daemon=True).start()
+        elif what == "end":
+            self._end_attempt()
+        return bool(what != "stop")
+
+    def _answer(self, command: list[str]) -> None:
+        """Run a command, and say what it printed."""
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL)
+            self.say(answer=result.stdout, code=result.returncode, error=result.stderr.strip().rpartition("\n")[2])
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self.say(answer="", code=1, error=str(error))
+
+    # --- ranks
+
+    def _start(self, message: Message) -> None:
+        if self.host not in message["slots"]:
+            return
+        self.attempt = message["attempt"]
+        self.progress = Path(tempfile.mkdtemp(prefix=f"clap-{self.attempt}-"))
+        threading.Thread(target=self._run_ranks, args=(message, self.attempt), daemon=True).start()
+
+    def _run_ranks(self, message: Message, attempt: str) -> None:
+        """Wait for the files that the ranks read, start the ranks, and say how they ended."""
+        missing = self._missing(message["files"], message["start_limit_s"])
+        if missing:
+            self.say(attempt=attempt, ended=1, why=f"can't see {missing}, which is there on {message['job_host']}")
+            return
+        environment = {**message["environment"], "CLAP_JOB": attempt, "CLAP_PROGRESS": str(self.progress)}
+        if not os.path.isdir(environment.get("TMPDIR", "/")):
+            del environment["TMPDIR"]  # one that SLURM makes for a job on some hosts
+        threads, last_words = [], [""]
+        try:
+            for command, variables in rank_commands(message, self.host, self._gpus(message)):
+                process = subprocess.Popen(
+                    command, cwd=message["folder"], env={**environment, **variables}, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                )  # fmt: skip
+                self._launchers.append(process)
+                for name, stream in (("out", process.stdout), ("err", process.stderr)):
+                    threads.append(threading.Thread(target=self._copy, args=(name, stream, last_words), daemon=True))
+                    threads[-1].start()
+        except OSError as error:
+            self.say(attempt=attempt, ended=1, why=f"{error.filename or message['folder']}: {error.strerror}")
+            return
+        code = self._wait_for_launchers()
+        for thread in threads:
+            thread.join(LAST_LINES_S)
+        killed = oom_kills() - self._oom_kills
+        why = f"the kernel ended {killed} processes for want of memory (out of memory)" if code and killed > 0 else ""
+        self.say(attempt=attempt, ended=code, why=why or last_words[0])
+
+    def _wait_for_launchers(self) -> int:
+        """The first exit code that isn't 0, once one has ended with it or all have ended."""
+        left = list(self._launchers)
+        while left:
+            for process in left:
+                if process.poll() is not None:
+                    if process.returncode:
+                        return process.returncode if process.returncode > 0 else 128 - process.returncode
+                    left.remove(process)
+                    break
+            time.sleep(0.1)
+        return 0
+
+    def _copy(self, name: str, stream: Any, last_words: list[str]) -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip("\n")
+            if name == "err" and text.strip():
+                last_words[0] = text.strip()[:300]
+            self.say(**{name: text})
+
+    def _missing(self, files: dict[str, int], limit_s: float) -> str:
+        """The first file that isn't there in time as the job's host sees it; a shared file system may show it late."""
+        until, next_word = time.monotonic() + limit_s, time.monotonic() + 5.0
+        while True:
+            late = [path for path, size in files.items() if not os.path.exists(path) or os.path.getsize(path) != size]
+            if not late or time.monotonic() > until or self._over:
+                return late[0] if late else ""
+            for path in late:
+                with contextlib.suppress(OSError):
+                    os.listdir(os.path.dirname(path))  # has NFS look again
+            if time.monotonic() > next_word:
+                self.say(waits=f"for {late[0]} to be visible there")
+                next_word += 10.0
+            time.sleep(0.5)
+
+    def _gpus(self, message: Message) -> list[str]:
+        """GPUs of this host's ranks, as `CUDA_VISIBLE_DEVICES` names them: those that SLURM gave the job."""
+        number = message["slots"][self.host]
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "SLURM_JOB_ID" in os.environ else ""
+        ids = given.split(",") if given else message["gpus"].get(self.host, [])
+        if not given and sum(map(_can_open, glob.glob("/dev/nvidia[0-9]*"))) == len(ids):
+            ids = []  # this process sees no others, and they are counted from 0
+        return [str(index) for index in range(number)] if len(ids) < number else ids[:number]
+
+    def _tell_stacks(self) -> None:
+        """Have the ranks write where they are, and say what they wrote."""
+        # One that hasn't noted anything hasn't said yet what the signal means, and would end of it.
+        ranks = {pid: rank for pid, rank in ranks_of(self.attempt).items() if (self.progress / str(rank)).exists()}
+        before = {rank: self._stacks_of(rank) for rank in ranks.values()}
+        send(ranks, signal.SIGUSR2)
+        until = time.monotonic() + STACKS_S
+        while time.monotonic() < until and any(self._stacks_of(rank) == before[rank] for rank in before):
+            time.sleep(0.1)
+        time.sleep(0.3)  # for the last to write all of it
+        for pid, rank in ranks.items():
+            text = self._stacks_of(rank)[len(before[rank]) :]
+            self.say(stacks=text, **self._note_of(pid, rank))
+
+    def _stacks_of(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            return (self.progress / f"{rank}.stacks").read_text()
+        return ""
+
+    def _end_attempt(self) -> None:
+        """End what there is of this attempt; the agent stays for another."""
+        number = end_all(self.attempt) if self.attempt else 0
+        for process in self._launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2.0)
+        self._launchers.clear()
+        self._end_monitor()
+        if self.attempt:
+            shutil.rmtree(self.progress, ignore_errors=True)
+        self.say(attempt=self.attempt, clear=number)
+        self.attempt = ""
+
+    def _complete_record(self) -> None:
+        """Say how it ended in place of the job, which was killed before it could."""
+        message = "launch/job.py was ended before it could say why; the ranks were ended then"
+        for folder, name in ((self._serve["folder"], "job.json"), (self._run_directory, "summary.json")):
+            with contextlib.suppress(OSError, ValueError):
+                record = json.loads(Path(folder, name).read_text())
+                if record.get("state") == "running":
+                    RunDirectory(Path(folder)).write_json(name, {**record, "state": "failed", "error": message})
+
+    def _end_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.kill()  # it keeps nothing back
+            self._monitor.wait()
+            self._monitor = None
+
+
+def _can_open(path: str) -> bool:
+    """Whether SLURM lets this process have a device: permission bits don't tell, its control group does."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR))
+        return True
+    return False
+
+
+def _first_line() -> bytes:
+    """The job's first line, read byte by byte: what follows is `select`ed for. Empty where it doesn't come."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([0], [], [], SERVE_S)[0] or not (received := os.read(0, 1)):
+            return b""
+        line += received
+    return line
 
 
 def main() -> None:
-    job, *named = sys.argv[1:]
-    host = named[0] if named else os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # What an earlier start of the same job left here, before a requeue or a node failure.
-    end_all(job.rpartition(".")[0] + ".", last_words_s=0.0)
-    Agent(job, host).serve()
+    if line := _first_line():
+        agent = Agent(json.loads(line))
+        # What an earlier start of the same job left here, before a requeue or a node failure.
+        end_all(agent.run + ".", last_words_s=0.0)
+        for folder in glob.glob(f"{tempfile.gettempdir()}/clap-{agent.run}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        agent.serve()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,246 +1,297 @@
-"""Runs a command's ranks on the hosts of a hostfile, and sees to how that ends. The last line of a job script.
+"""Runs a command's ranks on the hosts of an allocation, and sees to how that ends. The last line of a job script.
 
-    exec python launch/job.py --hostfile H --folder F -- clap_ds/bench.py --deepspeed_config C
+    exec python launch/job.py --site mine --folder F -- clap_ds/bench.py --deepspeed_config C
 
-DeepSpeed's launcher over pdsh hangs when a host can't be reached, leaves ranks behind when it is signalled, and may end
-with 0 all the same. Here signals reach every rank, a host or rank that is lost ends the job with its name, no process
-stays on any host, and the exit code is the run's. `job.json` in the folder says how it went, and the run directory, too,
-when the ranks were killed before they could. Leaves what happens on a host to `launch/host_agent.py`. No torch.
+Starts an agent on each host (`launch/agents.py`), which starts the ranks there by DeepSpeed's launcher, torchrun or itself.
+Signals reach every rank; a host or rank that is lost, or that the others wait for, ends the attempt with its name; then spare
+hosts take over (`--spare_nodes`), the run goes on with fewer (`--shrink`), or SLURM starts the job anew without that host. No
+process stays on any host, and the exit code is the run's. `job.json` in the folder says how it went, and so does the run
+directory. No torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import hashlib
 import os
-import re
+import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from datetime import UTC, datetime
+import zlib
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import Any
 
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.files import write_atomically
 from clap_ds.config.places import work_folder
-from clap_ds.dist.hostfile import read_hostfile
+from clap_ds.dist.hostfile import format_hostfile, hosts_from_slurm, read_hostfile, slots_from_slurm
+from clap_ds.launch import slurm_job
 from clap_ds.launch.agents import Agents
-from clap_ds.launch.launchers import launch_command
+from clap_ds.launch.attempt import FAILED, Attempt
+from clap_ds.launch.connection import Message
+from clap_ds.launch.launchers import python_path, this_host
+from clap_ds.launch.rank_environment import rank_environment
+from clap_ds.launch.recovery import Attempts, Ending, now
+from clap_ds.launch.run_config import read_config, read_object, with_field, write_object
+from clap_ds.launch.sites import LAUNCHERS, launcher_name, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
-from clap_ds.record.schema import State
 
-RANK_LOST_S = 20.0  # that a rank may end before the others
-GRACE_S = {signal.SIGUSR1: 20.0, signal.SIGTERM: 10.0, signal.SIGINT: 10.0}
-"""Time for ranks to record their end (SLURM kills 30 s after SIGTERM); `--grace` allows more, for those that save."""
-PING_S = 5.0
-LAST_LINES_S = 1.0
-"""To read what the launcher said last, which may name the run; what it left behind could hold its output open."""
-FAILED = 1
-_RUN_DIRECTORY = re.compile(rb"run directory: (\S.*)")
-_PDSH_EXIT = re.compile(rb"pdsh@\S+: (\S+): (?:ssh )?exited with exit code (\d+)")
-_SRUN_EXIT = re.compile(rb"srun: error: (\S+): tasks? [\d,\-\[\]]+: (.*)")
-
-
-class Ending(NamedTuple):
-    state: State
-    message: str
-    code: int
+RECONNECT_S = 20.0  # that hosts whose connection broke have to answer again
+STOP_S = 20.0
+CONFIG = "--deepspeed_config"
 
 
 class Job:
-    """One start of a launcher, from its hosts' first answer to their last."""
+    """One start of a job, from its hosts' first answer to their last."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """Read the hostfile and start the hosts' agents; a ValueError or OSError where one of the files can't be used."""
-        self.arguments = arguments
-        self.slots = read_hostfile(arguments.hostfile)
-        self.name = f"{os.environ.get('SLURM_JOB_ID', f'p{os.getpid()}')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-        self.launcher: subprocess.Popen[bytes] | None = None
-        self.run_directory: Path | None = None
-        self.failures: list[tuple[float, str]] = []
-        self.signalled: signal.Signals | None = None
-        self.started = time.monotonic()
-        self._readers: list[threading.Thread] = []
-        self._next_ping = 0.0
-        self._recorded: dict[str, object] = {"job": self.name, "command": arguments.command}
-        for number in GRACE_S:
-            signal.signal(number, self._hear_signal)
-        self._record(state="running", started=_now(), hosts=self.slots, launcher=arguments.launcher)
-        self.agents = Agents(list(self.slots), self.name, arguments.python, arguments.launcher)
+        """Read site and hosts; a ValueError or UserError where they can't be used."""
+        self.arguments, self.folder = arguments, arguments.folder.resolve()
+        self.site = load_site(arguments.site)
+        self.launcher = launcher_name(arguments.launcher or self.site.chosen_launcher())
+        self.slots = self._hosts()
+        self.wanted = len(self.slots) - arguments.spare_nodes
+        if self.wanted < 1:
+            raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
+        # Two runs in one allocation have a folder each.
+        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
+        self.name = f"{slurm_job.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.began = time.monotonic()
+        self.attempt: Attempt | None = None
+        self.signals = Signals(arguments.warning)
+        self.attempts = Attempts(int(os.environ.get("SLURM_RESTART_COUNT") or 0), self._earlier_attempts())
+        self._recorded: dict[str, Any] = {
+            "job": self.name, "command": arguments.command, "launcher": self.launcher, "hosts": self.slots,
+            "state": "running", "error": None, "started": now(), "attempts": self.attempts.all,
+        }  # fmt: skip
+        self._record()
+        over_srun = self.launcher in ("srun", "slurm") or (
+            self.launcher == "torchrun" and slurm_job.job_id() is not None and shutil.which("srun") is not None
+        )
+        step = self.site.srun if over_srun else None
+        self.agents = Agents(self.name, step, self.site.lost_after_s, self._hear, folder=str(self.folder))
+
+    def _hosts(self) -> dict[str, int]:
+        if self.arguments.hostfile is not None:
+            return read_hostfile(self.arguments.hostfile)
+        hosts = hosts_from_slurm(os.environ)
+        wanted = self.arguments.slots or self.site.gpus_per_node
+        return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), wanted), strict=True))
+
+    def _earlier_attempts(self) -> list[dict[str, Any]]:
+        """Those before SLURM started this job anew."""
+        path = self.folder / "job.json"
+        earlier = read_object(path) if path.exists() else {}
+        return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
+
+    def _hear(self, message: Message) -> None:
+        if self.attempt is not None:
+            self.attempt.hear(message)
+
+    # --- attempts
 
     def run(self) -> int:
         """Run it; the job's exit code."""
-        silent, ending = self.agents.wait_for_all(), None
-        if silent and self.signalled is None:
-            reasons = "; ".join(f"{host.name} ({host.last_words or 'no answer'})" for host in silent)
-            ending = Ending("failed", f"{len(silent)} of {len(self.slots)} hosts can't be reached: {reasons}", FAILED)
-        elif self.signalled is None:
-            self.launcher = self._launch()
-            while self.launcher.poll() is None and ending is None and self.signalled is None:
-                ending = self._reason_to_end()
-                self._pause()
-        return self._finish(ending or (self._signal_ending(self.signalled) if self.signalled else None))
+        stopped = lambda: self.signals.received() is not None  # noqa: E731
+        self.agents.connect(list(self.slots), self._start_limit_s(), stopped)
+        while True:
+            started, hosts = now(), self._choose_hosts()
+            ending = self._run_on(hosts) if hosts else self._no_hosts()
+            excluded = ending.hosts
+            if ending.lost and not stopped():
+                # A connection may break of a host that is well.
+                excluded = [host.name for host in self.agents.connect(ending.hosts, RECONNECT_S, stopped)]
+            self.attempts.note(ending, hosts, self.slots, started, excluded)
+            self._record()
+            if stopped() or not hosts or not self.attempts.may_go_on() or not self._choose_hosts():
+                return self._finish(ending)
+            without = f" without {', '.join(excluded)}" if excluded else ""
+            print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
 
-    def _hear_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signalled = self.signalled or signal.Signals(number)
+    def _start_limit_s(self) -> float:
+        return float(self.site.start_limit_s or 120 + len(self.slots) / 4)
 
-    def _launch(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "CLAP_JOB": self.name, "PYTHONUNBUFFERED": "1"}
-        if self.arguments.launcher == "pdsh":
-            given = self.arguments.environment.read_text().splitlines() if self.arguments.environment else []
-            path = Path(self.arguments.folder, "environment").resolve()
-            path.write_text("\n".join([*filter(str.strip, given), f"CLAP_JOB={self.name}"]))
-            environment["DS_ENV_FILE"] = str(path)
-        process = subprocess.Popen(
-            launch_command(self.arguments, self.slots, self.name), cwd=work_folder(), env=environment,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        for pair in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
-            self._readers.append(threading.Thread(target=self._pass_on, args=pair, daemon=True))
-            self._readers[-1].start()
-        return process
+    def _choose_hosts(self) -> dict[str, int]:
+        """Hosts of the next attempt: as many as wanted, or fewer where the job may shrink; none where that can't be."""
+        known, excluded = self.agents.hosts, self.attempts.excluded()
+        up = [name for name in self.slots if known[name].heard is not None and known[name].lost is None]
+        good = [name for name in up if name not in excluded]
+        if len(good) < self.wanted and not self.attempts.of_this_start():
+            good = up  # SLURM gave the job a host again that it was to do without
+        chosen = {name: self.slots[name] for name in good[: self.wanted]}
+        if len(chosen) < self.wanted:
+            may_shrink = self.arguments.shrink and CONFIG in self.arguments.command
+            while chosen and not (may_shrink and self._accumulation(chosen)):
+                chosen.popitem()
+        return chosen
 
-    def _pass_on(self, stream: IO[bytes], out: IO[bytes]) -> None:
-        """Copy the launcher's output, having noted what it says: who reads of the run there finds it known here."""
-        for line in stream:
-            self._note(line)
-            out.write(line)
-            out.flush()
+    def _accumulation(self, hosts: dict[str, int]) -> int | None:
+        """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
+        steps = int(read_config(self._config()).get("gradient_accumulation_steps") or 1)
+        everyone = sum(list(self.slots.values())[: self.wanted]) * steps
+        return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
 
-    def _note(self, line: bytes) -> None:
-        """What a line of the launcher's says of the run and of hosts that failed."""
-        if found := _RUN_DIRECTORY.search(line):
-            self.run_directory = Path(os.fsdecode(found.group(1).strip()))
-            self.agents.say(f"monitor {self.run_directory}")
-        elif found := _PDSH_EXIT.search(line):
-            host, code = found.group(1).decode(), int(found.group(2))
-            killed = f" (killed by {signal.Signals(256 - code).name})" if 0 < 256 - code < 32 else ""
-            what = "can't be reached any more" if code == 255 else f"its ranks ended with code {code}{killed}"
-            self.failures.append((time.monotonic(), f"{host}: {what}"))
-        elif found := _SRUN_EXIT.search(line):
-            self.failures.append((time.monotonic(), f"{found.group(1).decode()}: {found.group(2).decode()}"))
+    def _config(self) -> Path:
+        return Path(self.arguments.command[self.arguments.command.index(CONFIG) + 1])
 
-    def _pause(self) -> None:
-        """Wait a moment; agents that hear nothing for long take themselves for cut off."""
-        if time.monotonic() >= self._next_ping:
-            self.agents.say("ping")
-            self._next_ping = time.monotonic() + PING_S
-        time.sleep(0.1)
+    def _command(self, hosts: dict[str, int]) -> list[str]:
+        """The ranks' script and arguments: with the hostfile, and with more accumulation on fewer hosts."""
+        command = list(self.arguments.command)
+        write_atomically(self.folder / "hostfile", format_hostfile(hosts))
+        if CONFIG in command and "--hostfile" not in command:
+            command += ["--hostfile", str(self.folder / "hostfile")]
+        if len(hosts) < self.wanted:
+            steps, path = self._accumulation(hosts), self.folder / f"config-{len(hosts)}.json"
+            write_object(path, with_field(read_config(self._config()), "gradient_accumulation_steps", steps))
+            command[command.index(CONFIG) + 1] = str(path)
+            print(f"going on with {len(hosts)} of {self.wanted} hosts, {steps} accumulation steps", flush=True)
+        return command
 
-    def _reason_to_end(self) -> Ending | None:
-        """Why the ranks are to be ended now, if they are, but for a signal."""
-        now, hosts, message = time.monotonic(), self.agents.hosts.values(), ""
-        if lost := self.agents.lost():
-            silent_s = now - min(host.heard or 0.0 for host in lost)
-            message = f"lost {', '.join(host.name for host in lost)}: no sign of life for {silent_s:.0f} s"
-        elif self.failures and now - self.failures[0][0] > RANK_LOST_S:
-            message = f"{self.failures[0][1]}; the other hosts went on waiting for it"
-        elif any(host.num_ranks for host in hosts) and (short := self.agents.short_of_ranks(RANK_LOST_S)):
-            left = "; ".join(f"{host.name} has {host.num_ranks} of {host.most_ranks} ranks left" for host in short)
-            message = f"ranks ended while others went on: {left}"
-        return Ending("failed", message, FAILED) if message else None
+    def _run_on(self, hosts: dict[str, int]) -> Ending:
+        start, signals = self._start_message(hosts), self.signals
+        self.attempt = Attempt(self.agents, start, signals.received, self.arguments.grace, self.folder)
+        return self.attempt.run()
 
-    def _signal_ending(self, number: signal.Signals) -> Ending:
-        message = f"stopped by {number.name}, {time.monotonic() - self.started:.0f} s after its start"
-        return Ending("timeout" if number == signal.SIGUSR1 else "terminated", message, 128 + number)
+    def _start_message(self, hosts: dict[str, int]) -> Message:
+        name = f"{self.name}.{len(self.attempts.all)}"
+        command, site = self._command(hosts), self.site
+        files = [path for path in (Path(work_folder(), word) for word in command) if path.is_file()]
+        environment = rank_environment(os.environ, site.environment, site.not_passed)
+        environment |= {
+            "PYTHONPATH": python_path(),
+            "PYTHONUNBUFFERED": "1",
+            "CLAP_START_LIMIT_S": str(self._start_limit_s()),
+        }
+        return {
+            "do": "start", "attempt": name, "launcher": self.launcher, "slots": hosts, "gpus": slurm_job.gpus_by_host(),
+            "address": next(iter(hosts)), "port": port_of(name), "wrapper": site.wrapper, "python": site.interpreter(),
+            "command": command, "environment": environment, "folder": str(work_folder()), "job_host": this_host(),
+            "files": {str(path): path.stat().st_size for path in files}, "start_limit_s": self._start_limit_s(),
+        }  # fmt: skip
 
-    def _finish(self, ending: Ending | None) -> int:
-        """End what still runs, on every host; say and record how it went. No `ending`: the launcher ended by itself."""
-        began = time.monotonic()
-        if self.launcher is not None and self.launcher.poll() is None and self.signalled is not None:
-            self.agents.say(f"signal {int(self.signalled)}")
-            until = began + max(GRACE_S[self.signalled], self.arguments.grace)
-            hosts = self.agents.hosts.values()
-            while self.launcher.poll() is None and time.monotonic() < until:
-                # Of ranks that have only just started, none may have said anything before the signal.
-                if all((host.heard or 0.0) >= began and not host.num_ranks for host in hosts):
-                    break
-                self._pause()
-        unconfirmed = [host.name for host in self.agents.stop(timeout_s=15.0)]
-        code = None
-        if self.launcher is not None:
-            try:
-                self.launcher.wait(2.0)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(OSError):
-                    os.killpg(self.launcher.pid, signal.SIGKILL)
-            code = self.launcher.wait()
-            for reader in self._readers:
-                reader.join(LAST_LINES_S)
-        ending = self._conclude(ending, code if code is None or code >= 0 else 128 - code)
-        self._complete_run_record(ending)
+    def _no_hosts(self) -> Ending:
+        """No attempt can be made: who isn't there."""
+        if number := self.signals.received():
+            return Ending("terminated", f"stopped by {number.name} before it began", 128 + number)
+        missing = [host for host in self.agents.hosts.values() if host.heard is None or host.lost is not None]
+        reasons = "; ".join(f"{host.name} ({host.lost or host.last_words or 'no answer'})" for host in missing)
+        message = f"{len(missing)} of {len(self.slots)} hosts can't be reached: {reasons}"
+        return Ending("failed", message, FAILED, [host.name for host in missing], lost=True)
+
+    # --- the end
+
+    def _finish(self, ending: Ending) -> int:
+        """Let the hosts go; say and record how it went; have SLURM start the job anew, where that is asked for."""
+        began, message = time.monotonic(), ending.message
+        if hosts := self.attempts.hosts_of_same_error():
+            message = f"the same error on {', '.join(hosts)}, so it is the program's: {message}"
+        unconfirmed = self.agents.stop(timeout_s=STOP_S)
+        run_directory = self.attempt.run_directory if self.attempt else None
+        self.attempts.all[-1]["requeued"] = again = self._asks_for_another_start(ending)
         self._record(
-            state=ending.state, error=ending.message or None, exit_code=ending.code, finished=_now(),
-            run_directory=str(self.run_directory) if self.run_directory else None, unconfirmed=unconfirmed,
-            seconds=round(time.monotonic() - self.started, 1), seconds_to_stop=round(time.monotonic() - began, 1),
+            state=ending.state, error=message or None, exit_code=ending.code, finished=now(), unconfirmed=unconfirmed,
+            run_directory=str(run_directory) if run_directory else None, seconds=round(time.monotonic() - self.began, 1),
+            seconds_to_stop=round(time.monotonic() - began, 1),
         )  # fmt: skip
-        if ending.message:
-            print(f"error: {ending.message}", file=sys.stderr, flush=True)
+        if message:
+            print(f"{'error: ' if ending.code else ''}{message}", file=sys.stderr, flush=True)
         for name in unconfirmed:
             print(f"warning: {name} didn't confirm that its processes are gone", file=sys.stderr, flush=True)
+        if again:
+            self._start_anew()
         return ending.code
 
-    def _conclude(self, ending: Ending | None, code: int | None) -> Ending:
-        """How the job ended: by why it was ended, if it was, the launcher's exit code, and what the run recorded."""
-        state, message = self._run_state()
-        if state == "completed" and code == 0:
-            return Ending("completed", "", 0)
-        if ending is not None:
-            if state in (None, "running", "completed") or self.signalled is not None:
-                return ending
-            return ending._replace(state=state, message=ending.message + (f" ({message})" if message else ""))
-        assert code is not None
-        first = next(iter(self.agents.short_of_ranks()), None)
-        where = f"a rank on {first.name} ended first; " if first and len(self.slots) > 1 else ""
-        reason = where + (self.failures[0][1] if self.failures else f"the launcher ended with code {code}")
-        if state is None and message is None and code == 0:
-            return Ending("completed", "", 0)  # a command without a run directory has only its code
-        if state in (None, "running", "terminated"):
-            # A launcher may end with 0 although its ranks did not, and ends the others with SIGTERM when one fails.
-            return Ending("failed", f"{reason}; {message}" if state is None and message else reason, code or FAILED)
-        return Ending(state, where + message if message else reason, code or FAILED)
+    def _asks_for_another_start(self, ending: Ending) -> bool:
+        if slurm_job.job_id() is None or self.signals.received() in (signal.SIGTERM, signal.SIGINT):
+            return False
+        most = self.site.requeues if self.arguments.requeues is None else self.arguments.requeues
+        done_later = self.arguments.until_done and ending.state == "timeout" and ending.code == 0
+        return done_later or self.attempts.may_be_requeued(most)
 
-    def _complete_run_record(self, ending: Ending) -> None:
-        """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
-        if self.run_directory is not None:
-            # However that goes, the job's own record and exit code tell how it ended.
-            with contextlib.suppress(OSError, ValueError):
-                run = RunDirectory(self.run_directory)
-                run.finish(ending.state, ending.message or None)
-                knows_more = self.signalled is None and ending.state != "completed"
-                if knows_more or run.summary().get("state") != ending.state:
-                    run.update_summary(state=ending.state, error=ending.message or None)
-
-    def _run_state(self) -> tuple[State | None, str | None]:
-        try:
-            summary = RunDirectory(self.run_directory).summary() if self.run_directory else {}
-        except (OSError, ValueError) as error:
-            return None, f"{self.run_directory}/summary.json can't be read: {error}"
-        return summary.get("state"), summary.get("error")
+    def _start_anew(self) -> None:
+        self.signals.ignore()  # SLURM ends this job before it starts it again
+        without = self.attempts.excluded()
+        where = f" without {', '.join(without)}" if without else ""
+        print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
+        if problem := slurm_job.requeue(without):
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+            self.attempts.all[-1]["requeued"] = False
+            self._record()
 
     def _record(self, **fields: object) -> None:
-        """Merge fields into `job.json`; a new start of a requeued job begins it anew."""
+        """Merge fields into `job.json`; a job that SLURM starts anew adds its attempts to the earlier ones."""
         self._recorded.update(fields)
-        RunDirectory(self.arguments.folder).write_json("job.json", self._recorded)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+class Signals:
+    """The first signal the job was sent.
+
+    Args:
+        warning_s: how long before its time limit SLURM sends SIGUSR1. Of a job whose time is hardly longer than that, it
+            comes at once, and is taken for sent after half of the time.
+    """
+
+    def __init__(self, warning_s: float) -> None:
+        self._warning_s = warning_s
+        self._received: signal.Signals | None = None
+        self._due: float | None = None
+        self._numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+        for number in self._numbers:
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        used, left = (
+            (slurm_job.seconds_used_and_left() or (0, 0)) if number == signal.SIGUSR1 and self._warning_s else (0, 0)
+        )
+        # SLURM may give its warning a minute early.
+        if self._due is None and self._received is None and used < left and used + left <= 2 * self._warning_s + 60:
+            self._due = time.monotonic() + (left - used) / 2
+            shown = f"this job goes on for half of its time, until {(left - used) / 2:.0f} s from now"
+            print(f"warning: the end of the time was announced at once: {shown}", file=sys.stderr, flush=True)
+        else:
+            self._received = self._received or signal.Signals(number)
+
+    def received(self) -> signal.Signals | None:
+        if self._received is None and self._due is not None and time.monotonic() > self._due:
+            self._received = signal.SIGUSR1
+        return self._received
+
+    def ignore(self) -> None:
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def port_of(name: str) -> int:
+    """A port for rank 0, below those the kernel gives out: another one for each run and attempt."""
+    return 16000 + zlib.crc32(name.encode()) % 16000
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--site", default="generic", help="name under launch/clusters/, or a file")
+    add("--folder", type=Path, required=True, help="the job's own folder, on a shared file system")
+    add("--hostfile", type=Path, help="hosts and their ranks, in place of the allocation's")
+    add("--slots", type=int, metavar="N", help="ranks on each host of the allocation")
+    add("--launcher", choices=[*LAUNCHERS, "pdsh"], help="in place of the site's")
+    add("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
+    add("--warning", type=float, default=0.0, metavar="S", help="how long before its time limit SLURM sends SIGUSR1")
+    add("--spare_nodes", type=int, default=0, metavar="K", help="hosts of the allocation that take over from lost ones")
+    add("--shrink", action="store_true", help="go on with fewer hosts, keeping the global batch by accumulation")
+    add("--requeues", type=int, metavar="N", help="how often SLURM may start the job anew after losing a host")
+    add("--until_done", action="store_true", help="have SLURM start it anew when its time is over, until it completes")
+    add("command", nargs="+", help="-- script and its arguments")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/job.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hostfile", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="the job's own folder, on a shared file system")
-    parser.add_argument("--environment", type=Path, help="NAME=value lines for ranks on other hosts")
-    parser.add_argument("--launcher", choices=["pdsh", "slurm", "srun"], default="pdsh")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks")
-    parser.add_argument("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
-    parser.add_argument("command", nargs="+", help="-- script and its arguments")
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(argv)
     return exit_code_of(lambda: Job(arguments).run())
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,11 +166,17 @@ def report(run_directory: Path) -> str:
     return "\n".join(lines)
 
 
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/monitor.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["watch", "report"])
     parser.add_argument("run_directory", type=Path)
     parser.add_argument("--interval", type=float, default=15.0, help="seconds between samples")
+    parser.add_argument("--while_open", action="store_true", help="end with standard input: with who started it")
     arguments = parser.parse_args(argv)
     if not arguments.run_directory.is_dir() or arguments.interval <= 0:
         parser.error(f"expected a run directory and a positive interval, found {arguments.run_directory}")
@@ -177,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         return exit_code_of(lambda: print(report(arguments.run_directory)))
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler)
+    if arguments.while_open:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         watch(arguments.run_directory, arguments.interval, choose_sampler())
     return 0

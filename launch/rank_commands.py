@@ -1,0 +1,52 @@
+"""Command lines and variables that start a host's ranks, by DeepSpeed's launcher, by torchrun or one by one. Standard library
+only.
+
+Leaves running them to `launch/host_agent.py`, and how hosts are reached to `launch/agents.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+
+def rank_commands(message: dict[str, Any], host: str, gpus: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """What to start on a host.
+
+    Args:
+        message: the job's `start`: `launcher`, `slots` (ranks by host, in their order), `address` and `port` of rank 0's host,
+            `wrapper` and `python`, `command` (a script and its arguments).
+        gpus: this host's, one for each of its ranks, as `CUDA_VISIBLE_DEVICES` names them.
+    """
+    slots: dict[str, int] = message["slots"]
+    launcher, address, port = message["launcher"], message["address"], str(message["port"])
+    python, script = [*message["wrapper"], message["python"], "-u"], message["command"]
+    place = list(slots).index(host)
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    if launcher == "srun":
+        first, world_size = sum(list(slots.values())[:place]), sum(slots.values())
+        everyone = {
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": slots[host],
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+        }
+        return [
+            ([*python, *script], {**visible, **_text({**everyone, "RANK": first + number, "LOCAL_RANK": number})})
+            for number in range(slots[host])
+        ]
+    if launcher == "torchrun":
+        words = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--node_rank={place}"]
+        words += [f"--nproc_per_node={slots[host]}", f"--master_addr={address}", f"--master_port={port}"]
+        return [([*python, *words, *script], visible)]
+    # What DeepSpeed's launcher makes `CUDA_VISIBLE_DEVICES` of is in here, for this host; of others it takes the number alone.
+    world = {name: gpus if name == host else list(range(number)) for name, number in slots.items()}
+    words = ["-m", "deepspeed.launcher.launch", "--quiet", f"--node_rank={place}"]
+    words += [f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}"]
+    words += [f"--master_addr={address}", f"--master_port={port}", "--no_local_rank"]
+    return [([*python, *words, *script], {})]
+
+
+def _text(variables: dict[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in variables.items()}

@@ -1,0 +1,73 @@
+"""What a job asks SLURM about itself, and asks of it: its GPUs on each host, its time, another start. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from clap_ds.dist.hostfile import expand
+
+_NODES = re.compile(r"^\s+Nodes=(\S+) .*?GRES=(\S*)", re.MULTILINE)
+_GPUS = re.compile(r"gpu(?::[\w.-]+)?:\d+\(IDX:([\d,-]+)\)")
+ANSWER_S = 30.0
+
+
+def _ask(*command: str) -> str:
+    """What a command of SLURM's prints; empty where it fails or isn't there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def job_id() -> str | None:
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def gpus_by_host() -> dict[str, list[str]]:
+    """Which GPUs of each host SLURM gave this job, by their number there; empty outside a job, and where SLURM has no GPUs."""
+    if job_id() is None:
+        return {}
+    return parse_gpus(_ask("scontrol", "show", "job", "--details", str(job_id())))
+
+
+def parse_gpus(shown: str) -> dict[str, list[str]]:
+    """`gpus_by_host` of what `scontrol show job --details` prints."""
+    found: dict[str, list[str]] = {}
+    for nodes, resources in _NODES.findall(shown):
+        numbers = [number[1:] for ranges in _GPUS.findall(resources) for number in expand(f"g[{ranges}]")]
+        found |= dict.fromkeys(expand(nodes), numbers)
+    return {host: gpus for host, gpus in found.items() if gpus}
+
+
+def seconds_used_and_left() -> tuple[int, int] | None:
+    """How long this job has run, and how long it may go on; None where nobody tells."""
+    words = _ask("squeue", "-h", "-j", str(job_id()), "-o", "%M %L").split()
+    times = [parse_time(word) for word in words[:2]]
+    return (times[0], times[1]) if len(times) == 2 and None not in times else None  # type: ignore[return-value]
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds`; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def requeue(without: list[str]) -> str | None:
+    """Have SLURM start this job anew, not on some hosts; why it doesn't, or None. SIGTERM comes soon after."""
+    job = str(job_id())
+    # Only of a job that waits may the hosts be changed.
+    commands = [["requeuehold", job], ["update", f"JobId={job}", f"ExcNodeList={','.join(without)}"], ["release", job]]
+    for command in commands if without else [["requeue", job]]:
+        result = subprocess.run(["scontrol", *command], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if result.returncode:
+            reason = f"scontrol {' '.join(command)}: {(result.stderr or result.stdout).strip()}"
+            if command[0] == "update":  # it goes on where it may; this job avoids the hosts as far as it can
+                print(f"warning: {reason}", flush=True)
+                continue
+            return reason
+    return None
