@@ -5,10 +5,12 @@ Which parts are compiled is the run's choice (`clap.compile`); the model itself 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 
+from clap_ds.dist import progress
 from clap_ds.model.clap import ClapModel
 
 Compile = Literal["off", "towers", "step"]
@@ -24,12 +26,34 @@ def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False,
             `torch.compiler.cudagraph_mark_step_begin` must say that they are done with.
         backend: torch.compile's.
     """
+    if what != "off":
+        _note_compilations()
     mode = "reduce-overhead" if cuda_graphs else None
     if what == "towers":
         model.audio.compile(backend=backend, mode=mode)
         model.text.compile(backend=backend, mode=mode)
     elif what == "step":
         model.compile(backend=backend, mode=mode)
+
+
+_noted = ExitStack()
+
+
+def _note_compilations() -> None:
+    """Have this rank say that it compiles: a step in which it does, the first or one of other shapes, may take minutes."""
+    from torch._dynamo.callback import callback_handler
+
+    if _begin_note not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin_note)
+        callback_handler.register_end_callback(_end_note)
+
+
+def _begin_note(*_: Any) -> None:
+    _noted.enter_context(progress.doing("compiling"))
+
+
+def _end_note(*_: Any) -> None:
+    _noted.close()
 
 
 def compile_statistics() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
+from clap_ds.dist import progress
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
 from clap_ds.engine.gradient_sync import GradientSync
@@ -85,6 +86,7 @@ class ClapEngine:
         self.steps += 1
         is_first = (self._first_bad_step < 0) & ~loss_mean.isfinite()
         self._first_bad_step.masked_fill_(is_first, self.steps)
+        progress.step(self.steps)
         return loss_mean
 
     def set_accumulation_steps(self, number: int) -> None:

@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
-from clap_ds.dist import debug, distributed
+from clap_ds.dist import debug, distributed, progress
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
@@ -116,7 +116,10 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         data_state = together(lambda: start.prepare(engine, record))
         batches = together(lambda: _build_batches(run, ranks, device, data_state))
         with batches:
-            yield Session(run, ranks, device, record, engine, batches)
+            try:
+                yield Session(run, ranks, device, record, engine, batches)
+            finally:
+                progress.ending()
             if ranks.is_first:
                 record.update_summary(data=batches.statistics())
                 if run.clap.compile != "off":

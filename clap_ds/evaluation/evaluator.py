@@ -26,6 +26,7 @@ from clap_ds.data.items import Broken
 from clap_ds.data.workers import WorkerError
 from clap_ds.dist.agreement import gather, gather_tensor, together
 from clap_ds.dist.distributed import Ranks
+from clap_ds.dist.progress import doing
 from clap_ds.evaluation.clips import FIELD, NUM_EXAMPLES, Plan, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.metrics import Evaluation, TaskResult, class_features, evaluate_retrieval, evaluate_zero_shot
 from clap_ds.model import tokenizer
@@ -115,6 +116,7 @@ class Evaluator:
         """The metrics that `evaluate` finds, 0 to 1."""
         return self.evaluate(model).metrics
 
+    @doing("evaluating")
     def evaluate(
         self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None
     ) -> Evaluation:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.dist.agreement import gather_tensor
+from clap_ds.dist.progress import doing
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops
@@ -180,6 +181,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
     return seconds
 
 
+@doing("profiling")
 def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summary:
     """MFU in both conventions, where the peak is known, and what its FLOPs rest on. A collective."""
     flops, warnings = measure_flops(session)

@@ -20,6 +20,7 @@ import torch
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.dist.agreement import gather, on_first, rank
+from clap_ds.dist.progress import doing
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.random_state import random_state, restore_random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, load_deepspeed, master_weights
@@ -61,6 +62,7 @@ class CheckpointFolder:
         if rank() == 0 and sync_to is not None:
             self._sync = BackgroundSync(sync_to, self._settings)
 
+    @doing("saving a checkpoint")
     def save(
         self, engine: ClapEngine, progress: TrainingProgress, *, metrics: dict[str, float] | None = None
     ) -> SavedCheckpoint:
@@ -85,6 +87,7 @@ class CheckpointFolder:
             self._rotate_and_copy(path, finite)
         return SavedCheckpoint(progress.step, begin, time.time(), path, num_bytes)
 
+    @doing("looking for a checkpoint")
     def newest(self) -> Path | None:
         """The newest good checkpoint, brought here from `sync_to` if there is none; None if there is none at all.
 
@@ -93,6 +96,7 @@ class CheckpointFolder:
         """
         return on_first(self._find_newest)
 
+    @doing("loading a checkpoint")
     def load(self, path: str | Path, engine: ClapEngine) -> TrainingProgress:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint. A collective.
 
@@ -121,6 +125,7 @@ class CheckpointFolder:
             restore_random_state(states[rank()], engine.model.logit_scale.device)
         return progress
 
+    @doing("measuring the speed of the checkpoint folder")
     def estimate(self, engine: ClapEngine) -> tuple[int, float]:
         """Size of a checkpoint in bytes, and seconds it takes to save one at the speed of a smaller file written here just now.
 
@@ -148,6 +153,7 @@ class CheckpointFolder:
         finally:
             files.clear_leftovers(self.path)
 
+    @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
         """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
         sync, self._sync = self._sync, None

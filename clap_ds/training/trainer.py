@@ -18,6 +18,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import leave
+from clap_ds.dist.progress import ending
 from clap_ds.engine.session import Interrupted, Session
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.schedule import SavedCheckpoint, Schedule
@@ -47,6 +48,7 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
     ):
         _introduce(session, start, schedule)
         stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
+        ending()
         start.checkpoints.close()
         wanted = session.run.clap.train.stop_at
         log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted))
