@@ -23,7 +23,7 @@ def main(ranks: Ranks) -> None:
     arguments = parse_run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0])
     run = load_run(arguments.deepspeed_config)
     if arguments.hostfile:
-        check_hostfile(arguments.hostfile, ranks)
+        ranks = check_hostfile(arguments.hostfile, ranks)
 
     # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     choose_accelerator()

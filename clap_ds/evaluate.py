@@ -80,7 +80,7 @@ def main(ranks: Ranks) -> None:
         except OSError as error:
             raise UserError(f"--json {arguments.json}: can't be written: {error.strerror}") from None
     if arguments.hostfile:
-        check_hostfile(arguments.hostfile, ranks)
+        ranks = check_hostfile(arguments.hostfile, ranks)
     choose_accelerator()
     try:
         evaluate_checkpoint(settings, arguments, run, ranks)

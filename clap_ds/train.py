@@ -28,7 +28,7 @@ def main(ranks: Ranks) -> None:
     if problems:
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     if arguments.hostfile:
-        check_hostfile(arguments.hostfile, ranks)
+        ranks = check_hostfile(arguments.hostfile, ranks)
 
     # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     choose_accelerator()

@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
+from clap_ds.dist import progress
 from clap_ds.dist.accelerator import choose_accelerator
 from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, adopt_slurm_step, free_port, meet
@@ -40,6 +41,8 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
+    hosts: tuple[str, ...] = ()
+    """Of every rank, where a hostfile tells."""
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -75,8 +78,9 @@ def parse_run_arguments(prog: str, description: str, argv: list[str] | None = No
     return parser.parse_args(argv)
 
 
-def check_hostfile(path: Path, ranks: Ranks) -> None:
-    """A UserError where a DeepSpeed hostfile can't be read, or the world size isn't the sum of its slots."""
+def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
+    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, or the world size isn't the sum of its
+    slots."""
     try:
         slots = read_hostfile(path)
     except ValueError as error:
@@ -86,6 +90,7 @@ def check_hostfile(path: Path, ranks: Ranks) -> None:
             f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
             f" the launcher started {ranks.world_size}"
         )
+    return replace(ranks, hosts=tuple(host for host, number in slots.items() for _ in range(number)))
 
 
 def initialize(
@@ -117,7 +122,7 @@ def initialize(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         try:
-            meet(ranks.rank, ranks.world_size, backend)
+            meet(ranks.rank, ranks.world_size, backend, ranks.hosts)
         except PortTakenError as error:
             raise AgreedError(str(error)) from None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -156,7 +161,9 @@ def _choose_device(ranks: Ranks) -> torch.device:
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2."""
     try:
-        main(Ranks.from_environment())
+        ranks = Ranks.from_environment()
+        progress.start(ranks.rank)
+        main(ranks)
     except UnreachableError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(1)

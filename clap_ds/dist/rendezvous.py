@@ -1,4 +1,4 @@
-"""How ranks find each other: places from SLURM where no launcher gives them, and a first meeting that fails soon and
+"""How ranks find each other: places from SLURM where no launcher gives them, and a first meeting that has a limit and
 names who is missing.
 
 torch waits 30 minutes for a peer that will never come, and says only that it timed out. Leaves ranks of other launchers
@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import socket
+import sys
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from clap_ds.config.errors import UserError
 from clap_ds.dist.hostfile import expand, master_port, parse_tasks
 
-CONNECT_S = 45.0  # for all ranks to meet, which start within seconds of each other
+START_LIMIT_S = 300.0
+"""For all ranks to meet, where CLAP_START_LIMIT_S doesn't say: some import from a disk that others have in memory."""
+SAY_S = 10.0  # between two lines on who is missing
+LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
+_ARRIVED = "clap/arrived"  # numbers of the ranks that are there, each followed by a space
 
 
 class UnreachableError(RuntimeError):
@@ -58,26 +67,34 @@ def adopt_slurm_step() -> None:
     os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def meet(rank: int, world_size: int, backend: str) -> None:
-    """Make the default process group once every rank has said where it is.
+def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) -> None:
+    """Make the default process group once every rank has said that it is there.
+
+    Args:
+        hosts: of every rank, where that is known, to be named with those that are missing.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
         PortTakenError: something else listens at the address; on the ranks that notice.
+        UserError: CLAP_START_LIMIT_S isn't a number of seconds.
     """
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=CONNECT_S)
+    limit_s = start_limit_s()
+    limit = timedelta(seconds=limit_s)
     here = f"{socket.gethostname()}: rank {rank}"
+    if rank != 0 and (reason := _unreachable(address, port, limit_s)):
+        raise UnreachableError(f"{here} can't reach rank 0 at {address}:{port} within {limit_s:.0f} s: {reason}")
     try:
         store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
         if not _is_of_this_job(store, rank, limit):
             raise PortTakenError(_taken(address, port))
-        store.set(f"clap/host/{rank}", socket.gethostname())
-        problem = _gather(store, world_size, limit) if rank == 0 else ""
+        store.append(_ARRIVED, f"{rank} ")
+        store.set(f"clap/rank/{rank}", "")
+        problem = _gather(store, world_size, limit_s, hosts) if rank == 0 else ""
         if rank == 0:
             store.set("clap/problem", problem)
         else:
@@ -87,15 +104,44 @@ def meet(rank: int, world_size: int, backend: str) -> None:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise PortTakenError(_taken(address, port)) from None
         reason = str(error).splitlines()[0]
-        raise UnreachableError(
-            f"{here} can't reach rank 0 at {address}:{port} within {CONNECT_S:.0f} s: {reason}"
-        ) from None
+        raise UnreachableError(f"{here} has lost rank 0 at {address}:{port} before all ranks met: {reason}") from None
     if problem:
         raise UnreachableError(problem)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
+
+
+def start_limit_s() -> float:
+    """Seconds that all ranks have to meet; a UserError where the environment's isn't a number above 0."""
+    given = os.environ.get("CLAP_START_LIMIT_S") or START_LIMIT_S
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(given)) < math.inf:
+            return seconds
+    raise UserError(f"CLAP_START_LIMIT_S={given!r} in the environment: expected seconds, more than 0")
+
+
+def _unreachable(address: str, port: int, limit_s: float) -> str:
+    """Why nothing can be reached there within the limit, or nothing. torch, left alone, gives up at once for some reasons, and
+    for others writes a stack to standard error at every attempt."""
+    begun, wait_s = time.monotonic(), 0.05
+    deadline, said = begun + limit_s, os.environ.get("LOCAL_RANK", "0") != "0"  # a host says it once
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = time.monotonic()
+        if now >= deadline:
+            return reason
+        if not said and now - begun >= SAY_S:
+            said = True
+            unreached = f"{socket.gethostname()}: rank 0 at {address}:{port} can't be reached yet: {reason}"
+            print(f"{unreached}; trying for {limit_s:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(min(wait_s * random.uniform(0.5, 1.0), deadline - now))  # thousands of ranks, and they began together
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 def _taken(address: str, port: int) -> str:
@@ -116,16 +162,22 @@ def _is_of_this_job(store: Any, rank: int, limit: timedelta) -> bool:
     return bool(store.get("clap/job").decode() == job)
 
 
-def _gather(store: Any, world_size: int, limit: timedelta) -> str:
-    """Rank 0 waits for every rank's greeting; says who is missing."""
-    keys = [f"clap/host/{rank}" for rank in range(world_size)]
-    try:
-        store.wait(keys, limit)
-    except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            return f"{_shown(missing)} of {world_size}{_hosts_of(missing, world_size)} didn't connect within {CONNECT_S:.0f} s"
-    return ""
+def _gather(store: Any, world_size: int, limit_s: float, hosts: Sequence[str]) -> str:
+    """Rank 0 waits for every rank, and says now and then who is missing; what to say where one stays away."""
+    keys = [f"clap/rank/{rank}" for rank in range(world_size)]
+    begun = time.monotonic()
+    while True:
+        left_s = begun + limit_s - time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=max(0.001, min(SAY_S, left_s))))
+            return ""
+        # One question to the store, however many ranks there are.
+        missing = sorted(set(range(world_size)) - set(map(int, store.get(_ARRIVED).split())))
+        where, waited_s = _hosts_of(missing, hosts or _slurm_hosts(world_size)), time.monotonic() - begun
+        if missing and waited_s >= limit_s:
+            return f"{_shown(missing)} of {world_size}{where} didn't connect within {limit_s:.0f} s"
+        there = f"{world_size - len(missing)} of {world_size} ranks after {waited_s:.0f} s"
+        print(f"{there}, missing: {_shown(missing)}{where}", file=sys.stderr, flush=True)
 
 
 def _shown(ranks: list[int]) -> str:
@@ -133,13 +185,16 @@ def _shown(ranks: list[int]) -> str:
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
 
 
-def _hosts_of(ranks: list[int], world_size: int) -> str:
-    """Hosts of ranks that never spoke, as far as SLURM's environment tells."""
+def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
+    return f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})" if names else ""
+
+
+def _slurm_hosts(world_size: int) -> list[str]:
+    """Every rank's host, as far as SLURM's environment tells."""
     try:
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
     except ValueError:
-        return ""
-    if world_size % len(hosts):
-        return ""
-    names = dict.fromkeys(hosts[rank // (world_size // len(hosts))] for rank in ranks)
-    return f" ({', '.join(names)})"
+        return []
+    per_host, odd = divmod(world_size, len(hosts))
+    return [] if odd else [host for host in hosts for _ in range(per_host)]

@@ -41,7 +41,7 @@ def test_place_from_launchers(monkeypatch: pytest.MonkeyPatch, variables: str, e
 def test_hostfile_has_as_many_slots_as_there_are_ranks(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text("# two nodes\nnode1 slots=4\n\nnode2 slots=2  # half a node\n")
-    check_hostfile(path, Ranks(0, 6, 0, 4))
+    assert check_hostfile(path, Ranks(5, 6, 1, 2)).hosts == ("node1",) * 4 + ("node2",) * 2
     with pytest.raises(UserError, match="promises 6 ranks on 2 hosts, the launcher started 4"):
         check_hostfile(path, Ranks(0, 4, 0, 4))
     path.write_text("node1 slots=4\nnode2\n")

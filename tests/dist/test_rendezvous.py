@@ -1,10 +1,15 @@
 """Ranks from SLURM's variables, and a rank that never comes."""
 
 import os
+import re
 import socket
+import time
+from datetime import timedelta
 
 import pytest
 
+from clap_ds.config.errors import UserError
+from clap_ds.dist import rendezvous
 from clap_ds.dist.distributed import Ranks
 from tests.processes import Command
 from tests.ranks import free_port
@@ -50,7 +55,7 @@ MEET = """
 import sys
 from clap_ds.dist import rendezvous
 from clap_ds.dist.distributed import Ranks, initialize, run_command
-rendezvous.CONNECT_S = 4.0
+rendezvous.SAY_S = 1.0
 run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
 """
 
@@ -64,12 +69,61 @@ def _start(program: str, rank: int, world_size: int, port: int, **variables: str
 @pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named() -> None:
     port, other_port = free_port(), free_port()
-    ranks = [_start(MEET, rank, 3, port) for rank in (0, 2)]
-    without_first = _start(MEET, 1, 2, other_port)
+    ranks = [_start(MEET, rank, 3, port, CLAP_START_LIMIT_S="4") for rank in (0, 2)]
+    without_first = _start(MEET, 1, 2, other_port, CLAP_START_LIMIT_S="4")
     assert [rank.wait() for rank in (*ranks, without_first)] == [1, 1, 1]
-    assert "error: rank 1 of 3 (n2) didn't connect within 4 s" in ranks[0].stderr
+    *meanwhile, last = ranks[0].stderr.splitlines()
+    assert re.fullmatch(r"2 of 3 ranks after \d s, missing: rank 1 \(n2\)", meanwhile[-1])
+    assert last == "error: rank 1 of 3 (n2) didn't connect within 4 s"
     assert all("Traceback" not in rank.stderr for rank in ranks)
-    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port} within 4 s" in without_first.stderr
+    here, address = socket.gethostname(), f"rank 0 at 127.0.0.1:{other_port}"
+    assert without_first.stderr.splitlines() == [
+        f"{here}: {address} can't be reached yet: Connection refused; trying for 4 s",
+        f"error: {here}: rank 1 can't reach {address} within 4 s: Connection refused",
+    ]
+
+
+@pytest.mark.end_to_end
+def test_late_ranks_are_waited_for_whoever_comes_first() -> None:
+    port = free_port()
+    early = _start(MEET, 1, 3, port)
+    while "can't be reached yet" not in early.stderr:
+        time.sleep(0.02)
+    first = _start(MEET, 0, 3, port)
+    while "ranks after" not in first.stderr or "missing: rank 2 (n3)" not in first.stderr:
+        assert first.poll() is None, first.stderr
+        time.sleep(0.02)
+    assert [rank.wait() for rank in (first, early, _start(MEET, 2, 3, port))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "inf", "nan"])
+def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setenv("CLAP_START_LIMIT_S", limit)
+    with pytest.raises(UserError, match=f"CLAP_START_LIMIT_S='{limit}' in the environment: expected seconds"):
+        rendezvous.start_limit_s()
+
+
+def test_thousands_of_ranks_are_looked_after_by_one_question(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All of 4,000 ranks are there but one host's, which comes after the second look."""
+    asked: list[str] = []
+
+    class Store:
+        def wait(self, keys: list[str], limit: timedelta) -> None:
+            asked.append(f"wait for {len(keys)} ranks at most {limit.seconds} s")
+            if len(asked) < 5:
+                raise RuntimeError("wait timeout")
+
+        def get(self, key: str) -> bytes:
+            asked.append("get")
+            return b"".join(b"%d " % rank for rank in range(4000) if rank // 8 != 499)
+
+    hosts = [f"n{rank // 8:03d}" for rank in range(4000)]
+    assert rendezvous._gather(Store(), 4000, 300.0, hosts) == ""
+    assert asked == [*["wait for 4000 ranks at most 10 s", "get"] * 2, "wait for 4000 ranks at most 10 s"]
+    line = "3992 of 4000 ranks after 0 s, missing: ranks 3992, 3993, 3994, 3995, 3996, 3997, 3998, 3999 (n499)\n"
+    assert re.sub(r"after \d+ s", "after 0 s", capfd.readouterr().err) == 2 * line
 
 
 @pytest.mark.end_to_end
@@ -89,7 +143,6 @@ JOB_OF_TWO = """
 import os, sys
 import torch.distributed as dist
 from clap_ds.dist import rendezvous
-rendezvous.CONNECT_S = 30.0
 try:
     rendezvous.meet(int(os.environ["RANK"]), 2, "gloo")
 except rendezvous.PortTakenError as error:
