@@ -25,6 +25,7 @@ from clap_ds.dist.hostfile import expand, master_port, parse_tasks
 START_LIMIT_S = 300.0
 """For all ranks to meet, where CLAP_START_LIMIT_S doesn't say: some import from a disk that others have in memory."""
 SAY_S = 10.0  # between two lines on who is missing
+LOOK_S = 0.1  # between rank 0's looks who is there
 LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
 _ARRIVED = "clap/arrived"  # numbers of the ranks that are there, each followed by a space
 
@@ -93,7 +94,6 @@ def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) ->
         if not _is_of_this_job(store, rank, limit):
             raise PortTakenError(_taken(address, port))
         store.append(_ARRIVED, f"{rank} ")
-        store.set(f"clap/rank/{rank}", "")
         problem = _gather(store, world_size, limit_s, hosts) if rank == 0 else ""
         if rank == 0:
             store.set("clap/problem", problem)
@@ -164,20 +164,20 @@ def _is_of_this_job(store: Any, rank: int, limit: timedelta) -> bool:
 
 def _gather(store: Any, world_size: int, limit_s: float, hosts: Sequence[str]) -> str:
     """Rank 0 waits for every rank, and says now and then who is missing; what to say where one stays away."""
-    keys = [f"clap/rank/{rank}" for rank in range(world_size)]
-    begun = time.monotonic()
+    begun = said = time.monotonic()
     while True:
-        left_s = begun + limit_s - time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=max(0.001, min(SAY_S, left_s))))
-            return ""
-        # One question to the store, however many ranks there are.
+        # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
         missing = sorted(set(range(world_size)) - set(map(int, store.get(_ARRIVED).split())))
-        where, waited_s = _hosts_of(missing, hosts or _slurm_hosts(world_size)), time.monotonic() - begun
-        if missing and waited_s >= limit_s:
-            return f"{_shown(missing)} of {world_size}{where} didn't connect within {limit_s:.0f} s"
-        there = f"{world_size - len(missing)} of {world_size} ranks after {waited_s:.0f} s"
-        print(f"{there}, missing: {_shown(missing)}{where}", file=sys.stderr, flush=True)
+        if not missing:
+            return ""
+        now = time.monotonic()
+        if now - begun >= limit_s or now - said >= SAY_S:
+            where = _hosts_of(missing, hosts or _slurm_hosts(world_size))
+            if now - begun >= limit_s:
+                return f"{_shown(missing)} of {world_size}{where} didn't connect within {limit_s:.0f} s"
+            there, said = f"{world_size - len(missing)} of {world_size} ranks after {now - begun:.0f} s", now
+            print(f"{there}, missing: {_shown(missing)}{where}", file=sys.stderr, flush=True)
+        time.sleep(LOOK_S)
 
 
 def _shown(ranks: list[int]) -> str:
