@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -86,6 +86,9 @@ class Start:
         """
         return None
 
+    def close(self) -> None:
+        """Called on all ranks that end in an orderly way, whatever has come before."""
+
 
 @contextmanager
 def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> Iterator[Session]:
@@ -105,10 +108,14 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     quiet_deepspeed()
     together(lambda: _check_deepspeed_sections(run))
     record = _make_record(run, ranks, device)
-    with _recorded_ending(run, ranks, record, device), debug.watch(settings, ranks, record.path):
+    start = start or Start()
+    with (
+        _recorded_ending(run, ranks, record, device),
+        closing(start),
+        debug.watch(settings, ranks, record.path),
+    ):
         torch.manual_seed(run.clap.seed)
         # The profiler would time and synchronise every step; `measuring.flops_profile` runs it outside the timed windows.
-        start = start or Start()
         model = together(lambda: start.build_model(run))
         engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
         # Weights are the same on every rank, dropout and augmentation are not.

@@ -24,6 +24,7 @@ from clap_ds.dist.progress import doing
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.random_state import random_state, restore_random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, load_deepspeed, master_weights
+from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
@@ -42,17 +43,24 @@ class CheckpointFolder:
     Args:
         path: the folder; made where it isn't there.
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
+        lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
 
     Raises:
         ValueError: on all ranks: the folder can't be written, or `sync_to` can't be a target.
     """
 
     def __init__(
-        self, path: str | Path, settings: CheckpointSettings | None = None, *, tokenizer: str | None = None
+        self,
+        path: str | Path,
+        settings: CheckpointSettings | None = None,
+        *,
+        tokenizer: str | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._settings = settings or CheckpointSettings()
         self._tokenizer = tokenizer
+        self._lock = lock
         self._verified: Path | None = None
         self._sync: BackgroundSync | None = None
         sync_to = self._settings.sync_to
@@ -170,6 +178,8 @@ class CheckpointFolder:
     ) -> tuple[Path, int]:
         """The new checkpoint, read back, and its size; raises ValueError, warned of, whatever goes wrong."""
         try:
+            if self._lock is not None:
+                self._lock.check()
             files.clear_leftovers(self.path)
             draft = files.begin(self.path, progress.step)
             records = {}
@@ -188,8 +198,9 @@ class CheckpointFolder:
             )
             return files.publish(draft, manifest), sum(record.bytes for record in records.values())
         except Exception as error:  # whatever it is, other ranks wait for an answer, and training can go on without
-            with suppress(OSError):
-                files.clear_leftovers(self.path)
+            if not isinstance(error, HeldError):
+                with suppress(OSError):
+                    files.clear_leftovers(self.path)
             reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
             warn(f"the checkpoint of step {progress.step} could not be saved: {reason}; training goes on")
             raise ValueError(reason) from error

@@ -5,11 +5,14 @@ from typing import Any
 
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.dist.agreement import on_first
 from clap_ds.dist.distributed import Ranks
+from clap_ds.dist.progress import doing
 from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.directory import RunDirectory
+from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.load import load_weights
@@ -24,6 +27,7 @@ class TrainingStart(session.Start):
     """
 
     checkpoints: CheckpointFolder
+    _lock: FolderLock | None = None
 
     def __init__(self, run: RunSettings, ranks: Ranks) -> None:
         self._run, self._ranks = run, ranks
@@ -46,10 +50,13 @@ class TrainingStart(session.Start):
         """Resume from the checkpoint that `clap.train.resume` names or finds. A collective; raises ValueError where that, or
         the folder for new ones, can't be used."""
         run, resume, data = self._run, self._run.clap.train.resume, self._run.clap.data
+        folder = Path(run.clap.checkpoint.folder or Path(run.clap.output.root) / f"{run.label}-checkpoints").absolute()
+        on_first(lambda: self._take(folder))
         self.checkpoints = CheckpointFolder(
-            run.clap.checkpoint.folder or Path(run.clap.output.root) / f"{run.label}-checkpoints",
+            folder,
             run.clap.checkpoint,
             tokenizer=data.tokenizer if isinstance(data, ShardData) else None,
+            lock=self._lock,
         )
         found = self.checkpoints.newest() if resume in ("auto", "never") else Path(resume)
         if found is not None and resume == "never":
@@ -69,6 +76,24 @@ class TrainingStart(session.Start):
             ranks = "" if now == before else f", on {now} ranks after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
+
+    @doing("waiting for the checkpoint folder")
+    def _take(self, folder: Path) -> None:
+        """Keep every other run from writing the checkpoints' folder until this one closes."""
+        self._lock = FolderLock(folder)
+        try:
+            self._lock.acquire()
+        except HeldError as error:
+            raise ValueError(
+                f"{self._run.path}: clap.checkpoint.folder: {error}. Wait until that run is over, or name another folder"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"clap.checkpoint.folder: {folder} can't be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Leave the checkpoints' folder to other runs."""
+        if self._lock is not None:
+            self._lock.release()
 
 
 def freeze(model: ClapModel, towers: list[Any]) -> None:

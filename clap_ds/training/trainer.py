@@ -43,7 +43,7 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
     schedule = together(lambda: _schedule(session))
     evaluator = together(lambda: _evaluator(session))
     with (
-        StopRequest(lambda number: _end_at_once(session, number)) as stop,
+        StopRequest(lambda number: _end_at_once(session, start, number)) as stop,
         TrainingLog(session, schedule, start.progress) as log,
     ):
         _introduce(session, start, schedule)
@@ -182,9 +182,10 @@ def _record_interruption(session: Session, stop: Interrupted, saved: SavedCheckp
     raise stop
 
 
-def _end_at_once(session: Session, number: int) -> None:
+def _end_at_once(session: Session, start: TrainingStart, number: int) -> None:
     stop, lost = Interrupted(number), "what came after the last checkpoint is lost"
     session.record.finish(stop.state, f"stopped by a second signal, {stop}: {lost}")
+    start.close()
     leave(128 + number)
 
 

@@ -23,6 +23,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.record.lock import FILE, FolderLock
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
@@ -175,6 +176,21 @@ def save(
             for step, score in enumerate(scores, start=1)
         ]
         assert checkpoints.close() == []
+    return saved, warnings
+
+
+def save_after_a_takeover(folder: str) -> tuple[SavedCheckpoint, list[str]]:
+    """What comes of a checkpoint of a run whose folder another has taken over."""
+    lock = FolderLock(Path(folder))
+    if rank() == 0:
+        lock.acquire()
+        Path(folder, FILE).write_text('{"token": "x", "beat": 0, "host": "tux7"}')
+        Path(folder, ".step-00000009.partial").mkdir()
+    trained = engine(settings(), 1)
+    losses(trained, 0, 1)
+    with warned() as warnings:
+        saved = CheckpointFolder(folder, lock=lock).save(trained, progress(1))
+    lock.release()
     return saved, warnings
 
 

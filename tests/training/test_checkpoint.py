@@ -59,6 +59,15 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(two_ranks: RankPool, 
         assert "No space left" in failed.problem
 
 
+def test_a_run_whose_folder_was_taken_over_leaves_it_to_the_other(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(ranks.save_after_a_takeover, str(tmp_path))
+    for saved, _ in found:
+        assert not saved.saved
+        assert saved.problem.startswith(f"{tmp_path} was taken over by host tux7, ")
+    assert "the checkpoint of step 1 could not be saved" in found[0][1][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000009.partial", "writer.json"]
+
+
 def test_the_estimate_is_near_what_is_written(one_rank: RankPool, tmp_path: Path) -> None:
     (((saved,), _),) = one_rank.run(ranks.save, str(tmp_path))
     (((num_bytes, seconds), warnings, of_little_room),) = one_rank.run(ranks.estimates, str(tmp_path))

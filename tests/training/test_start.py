@@ -1,6 +1,7 @@
 """What training starts from: frozen towers stay as they are, other weights are taken over."""
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from clap_ds.config.model import load_preset
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.record.lock import FolderLock
 from clap_ds.training.start import TrainingStart
 from clap_ds.weights.formats import save_safetensors
 from tests.ranks import RankPool
 from tests.training import reference_steps as reference
+from tests.training import training_commands as commands
 
 ALONE = Ranks(0, 1, 0, 1)
 
@@ -50,6 +53,26 @@ def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precisio
         assert {"logit_scale", f"{other}_projection.linear1.weight"} <= changed
     trained = [name for name in ranks[0][1] if "running_" not in name]
     assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in trained)
+
+
+@pytest.mark.end_to_end
+def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
+    config = commands.write_training(tmp_path, clap={"train": {"samples": 16}})
+    folder = tmp_path / "runs" / "run-checkpoints"
+    other = FolderLock(folder)
+    other.acquire()
+    try:
+        ranks = commands.RunningRanks(config, 2)
+        assert ranks.wait() == [2, 2], ranks.outputs
+        assert [path.name for path in folder.iterdir()] == ["writer.json"]
+    finally:
+        other.release()
+    who = f"{folder} is held by host {os.uname().nodename}, pid {os.getpid()}, "
+    assert f"error: {config}: clap.checkpoint.folder: {who}" in ranks.outputs[0]
+    assert "Wait until that run is over, or name another folder" in ranks.outputs[0]
+    assert commands.summaries(config)[-1]["state"] == "failed"
+    commands.train(config)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
