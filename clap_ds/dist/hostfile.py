@@ -96,36 +96,39 @@ def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
 
 
 def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int | None = None) -> list[int]:
-    """Ranks for each host: its GPUs or, where SLURM manages none, its tasks.
+    """Ranks for each host: as many as `wanted`, or else its GPUs or, where SLURM manages none, its tasks.
 
-    One task on every host says nothing about ranks (a launcher started once per host is the usual way to allocate); any
-    other number of tasks does, and must not contradict the GPUs. `wanted` ranks per host may be fewer than there are GPUs.
+    Tasks say something about ranks only where somebody asked for them: SLURM makes a number up for whole nodes
+    (`--exclusive`), and one task on every host is the usual way to allocate for a launcher. Such tasks must not
+    contradict the GPUs. `wanted` ranks per host may be fewer than there are GPUs.
 
     Raises:
         ValueError: variables that can't be read or contradict each other, more ranks wanted than GPUs, or nothing to go by.
     """
-    gpus = _gpus_per_host(environment)
+    asked, there = _gpus_per_host(environment)
     value = environment.get("SLURM_TASKS_PER_NODE")
     tasks = parse_tasks(value) if value else None
     if tasks and len(tasks) != num_hosts:
         raise ValueError(f"SLURM_TASKS_PER_NODE={value} is for {len(tasks)} hosts, the allocation has {num_hosts}")
     if wanted is not None:
-        if gpus is not None and wanted > gpus:
-            raise ValueError(f"--slots {wanted}: the allocation has {gpus} GPUs on each host")
+        if there is not None and wanted > there:
+            raise ValueError(f"{wanted} ranks wanted on each host (--slots): the allocation has {there} GPUs there")
         return [wanted] * num_hosts
+    if not (environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")):
+        tasks = None
     tasks_are_ranks = tasks is not None and set(tasks) != {1}
-    if tasks and gpus and tasks_are_ranks and max(tasks) != gpus:
-        problem = f"SLURM_TASKS_PER_NODE={value} doesn't fit {gpus} GPUs on a host"
+    if tasks and asked and tasks_are_ranks and max(tasks) != asked:
+        problem = f"SLURM_TASKS_PER_NODE={value} doesn't fit {asked} GPUs on a host"
         raise ValueError(f"{problem}: give --slots, or allocate one task per GPU or one per host")
-    if gpus and not tasks_are_ranks:
-        return [gpus] * num_hosts
+    if asked and not tasks_are_ranks:
+        return [asked] * num_hosts
     if not tasks:
-        raise ValueError("SLURM's environment has neither GPUs nor tasks per node: give --slots")
+        raise ValueError("SLURM's environment has neither GPUs nor tasks that were asked for: give --slots or --gres=gpu:N")
     return tasks
 
 
-def _gpus_per_host(environment: Mapping[str, str]) -> int | None:
-    """GPUs on one host by each of SLURM's variables, which must agree; None where SLURM has no GPUs."""
+def _gpus_per_host(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """GPUs on one host: asked for (`--gpus-per-node`), and there, which with `--exclusive` may be more; None for no GPUs."""
     counts = {}
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if value := environment.get(name):
@@ -134,10 +137,13 @@ def _gpus_per_host(environment: Mapping[str, str]) -> int | None:
             counts[name] = sum(map(int, re.findall(_GPUS, value)))
     if value := environment.get("SLURM_JOB_GPUS"):
         counts["SLURM_JOB_GPUS"] = len(_expand_ranges(value, f"SLURM_JOB_GPUS={value}", MAX_HOSTS))
-    if len(set(counts.values())) > 1:
+    there = {number for name, number in counts.items() if name != "SLURM_GPUS_PER_NODE"}
+    asked = counts.get("SLURM_GPUS_PER_NODE")
+    if len(there) > 1 or (asked and there and asked > max(there)):
         found = ", ".join(f"{name}={environment[name]}" for name in counts)
         raise ValueError(f"SLURM's variables disagree on the GPUs of a host: {found}; give --nodelist and --slots")
-    return next(iter(counts.values()), None) or None
+    most = max(there, default=asked)
+    return asked or most or None, most or None
 
 
 def parse_tasks(counts: str) -> list[int]:

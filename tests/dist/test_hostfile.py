@@ -74,14 +74,19 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
         ("GPUS_PER_NODE=a100:2,v100:1 GPUS_ON_NODE=3", None, [3, 3]),
         ("JOB_GPUS=0-2,5", None, [4, 4]),
-        ("TASKS_PER_NODE=4,2", None, [4, 2]),
-        ("TASKS_PER_NODE=4,2 GPUS_ON_NODE=4", None, [4, 2]),
-        ("TASKS_PER_NODE=1(x2) GPUS_ON_NODE=4", None, [4, 4]),
-        ("TASKS_PER_NODE=1(x2) GPUS_ON_NODE=0", None, [1, 1]),
+        ("TASKS_PER_NODE=4,2 NTASKS=6", None, [4, 2]),
+        ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
+        ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
+        ("TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=0", None, [1, 1]),
+        # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 JOB_GPUS=0,1,2,3", None, [4, 4]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 JOB_GPUS=0,1,2,3 GPUS_PER_NODE=2", None, [2, 2]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", 2, [2, 2]),
         ("", 3, [3, 3]),
         ("", None, "give --slots"),
-        ("GPUS_ON_NODE=4 GPUS_PER_NODE=2", None, "disagree"),
+        ("TASKS_PER_NODE=8(x2)", None, "neither GPUs nor tasks that were asked for"),
+        ("GPUS_ON_NODE=2 GPUS_PER_NODE=4", None, "disagree"),
         ("GPUS_ON_NODE=4 JOB_GPUS=0,1", None, "disagree"),
         ("GPUS_ON_NODE=four", None, "SLURM_GPUS_ON_NODE=four: expected a number"),
         ("GPUS_PER_NODE=h100:many", None, "SLURM_GPUS_PER_NODE"),
@@ -89,7 +94,7 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
         ("TASKS_PER_NODE=4(x3)", None, "3 hosts"),
         ("TASKS_PER_NODE=4x2", None, "expected counts"),
         ("TASKS_PER_NODE=4,0", None, "expected counts"),
-        ("TASKS_PER_NODE=2(x2) GPUS_ON_NODE=4", None, "doesn't fit 4 GPUs"),
+        ("TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, "doesn't fit 4 GPUs"),
         ("GPUS_ON_NODE=4", 5, "4 GPUs"),
     ],
 )
@@ -125,7 +130,7 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
-    environment = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "PYTHONPATH": str(ROOT)}
+    environment = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
