@@ -24,7 +24,7 @@ from benchmarks.common import make_parser, run_for, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import PACKAGE, work_folder
-from clap_ds.launch.run_config import parse_assignment, read_config, with_field
+from clap_ds.launch.run_config import parse_assignment, parse_varied, read_config, with_field
 
 CONFIG = "{config}"
 """Stands in a command for the JSON of a combination."""
@@ -70,17 +70,6 @@ def last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
     return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]
-
-
-def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """`a.b=1,2` as name and values; a UserError without `=`, for an empty name or value, and for a value twice."""
-    name, equals, values = text.partition("=")
-    found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
-    if not found or "" in found:
-        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,step")
-    if len({json.dumps(value) for value in found}) < len(found):
-        raise UserError(f"--vary {text!r}: the same value twice")
-    return name, found
 
 
 def title(settings: Mapping[str, Any]) -> str:

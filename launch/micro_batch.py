@@ -97,7 +97,7 @@ class Trials:
         folder.mkdir(exist_ok=True)
         content = with_field(self.content, "train_micro_batch_size_per_gpu", micro_batch)
         label = f"{content.get('clap', {}).get('output', {}).get('label') or 'run'}-b{micro_batch}"
-        write_object(folder / "config.json", with_field(content, "clap.output.label", label))
+        write_object(folder / "run.json", with_field(content, "clap.output.label", label))
         print(f"micro-batch {micro_batch}", flush=True)
         self._child = subprocess.Popen([word.replace("{folder}", str(folder)) for word in self.command])
         self._child.wait()

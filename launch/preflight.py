@@ -32,7 +32,7 @@ from clap_ds.dist.hostfile import format_hostfile, master_port
 from clap_ds.launch.hostfile import add_hosts, chosen_hosts
 from clap_ds.launch.launchers import on_host, script_command
 from clap_ds.launch.run_config import read_object
-from clap_ds.launch.sites import LAUNCHERS, Site, format_environment, load_site, rank_environment
+from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
 Answer = dict[str, Any]
@@ -158,7 +158,7 @@ def run_ranks(site: Site, slots: dict[str, int], launcher: str, megabytes: float
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=root))
     (folder / "hostfile").write_text(format_hostfile(slots))
-    (folder / "site_environment").write_text(format_environment(site, os.environ))
+    (folder / "site_environment").write_text("".join(f"{name}={value}\n" for name, value in site.environment.items()))
     words = ["--hostfile", folder / "hostfile", "--folder", folder, "--environment", folder / "site_environment"]
     words += ["--launcher", launcher, "--python", site.interpreter()]
     words += ["--", RANK_SCRIPT, folder / "ranks.json", megabytes]
@@ -211,7 +211,7 @@ def check(arguments: argparse.Namespace) -> int:
     launcher = arguments.launcher or site.chosen_launcher()
     port = master_port(f"{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
     report = Report()
-    on_cpu = rank_environment(site, os.environ).get("DS_ACCELERATOR") == "cpu"
+    on_cpu = {**os.environ, **site.environment}.get("DS_ACCELERATOR") == "cpu"
     judge_hosts(ask_hosts(list(slots), site, launcher, port), slots, report, on_cpu=on_cpu)
     if not report.problems and not arguments.no_ranks:
         run_ranks(site, slots, launcher, arguments.megabytes, report)

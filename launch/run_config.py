@@ -62,6 +62,31 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def parse_varied(text: str) -> tuple[str, list[Any]]:
+    """`a.b=1,2` as name and values; a UserError without `=`, for an empty name or value, and for a value twice."""
+    name, equals, values = text.partition("=")
+    found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
+    if not found or "" in found:
+        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,step")
+    if len({json.dumps(value) for value in found}) < len(found):
+        raise UserError(f"--vary {text!r}: the same value twice")
+    return name, found
+
+
+def with_output(
+    content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
+) -> dict[str, Any]:
+    """The same JSON with a label for the run, by default one it has or its file's name, and a root where it has none."""
+    clap = content.get("clap")
+    output = clap.get("output") if isinstance(clap, dict) else None
+    given = output if isinstance(output, dict) else {}
+    if root and "root" not in given:
+        content = with_field(content, "clap.output.root", root)
+    if label or "label" not in given:
+        content = with_field(content, "clap.output.label", label or stem)
+    return content
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/run_config.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
@@ -73,15 +98,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> None:
-    content = read_config(arguments.config)
-    clap = content.get("clap")
-    output = clap.get("output") if isinstance(clap, dict) else None
-    given = output if isinstance(output, dict) else {}
-    if arguments.root and "root" not in given:
-        content = with_field(content, "clap.output.root", arguments.root)
-    if arguments.label or "label" not in given:
-        content = with_field(content, "clap.output.label", arguments.label or arguments.config.stem)
-    write_object(arguments.output, content)
+    content, stem = read_config(arguments.config), arguments.config.stem
+    write_object(arguments.output, with_output(content, stem=stem, label=arguments.label, root=arguments.root))
 
 
 if __name__ == "__main__":

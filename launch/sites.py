@@ -1,9 +1,10 @@
 """A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
 
-    python launch/sites.py setup jupiter          shell lines that make the environment ready
-    python launch/sites.py environment jupiter    NAME=value lines for every rank (DeepSpeed's DS_ENV_FILE)
+    python launch/sites.py check mine     tries what the file says on this cluster: python, module lines, partition, account
+    python launch/sites.py setup mine     shell lines that make the environment ready, inside a job
 
-Standard library only: it runs before the project's environment is there. Leaves job scripts to `launch/sweep.py`.
+Standard library only: it runs before the project's environment is there. Leaves trying to `site_check.py`, and job scripts
+to `batch_script.py`.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
-from clap_ds.config.places import CHECKOUT
+from clap_ds.config.places import CHECKOUT, work_folder
 from clap_ds.launch.run_config import read_object
+from clap_ds.launch.site_check import check_site, problems_of_allocation
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-LAUNCHERS = ("pdsh", "slurm", "srun")
+LAUNCHERS = ("ssh", "slurm", "srun", "torchrun")
+OWN_SBATCH_OPTIONS = {
+    **{"--account": "account", "--partition": "partition", "--time": "walltimes", "--signal": "warning_s"},
+    **dict.fromkeys(("--array", "--job-name", "--nodes", "--ntasks-per-node", "--open-mode", "--output"), ""),
+}
+"""Options that the site's other fields, or the commands that write job scripts, decide."""
 
-# What a rank on another host needs of the batch step's environment, where ssh starts with a bare one.
-_CARRIED = re.compile(
-    "PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|CUDA_HOME|VIRTUAL_ENV|OMP_NUM_THREADS|TMPDIR|LANG|LC_ALL|DS_ACCELERATOR"
-    "|(HF|TRANSFORMERS|TOKENIZERS|TORCH|TRITON|GLOO|FI|NCCL|UCX|SLURM_JOB)_.*|SLURM_(JOBID|NNODES|RESTART_COUNT)"
-)
-# Ends a shell word or is expanded, inside the double quotes DeepSpeed puts around a value, or by pdsh (%h, %n, %u).
-_UNSAFE = re.compile(r'["$`\\\n!]|%[hnu]')
+
+def launcher_name(text: str) -> str:
+    """One of `LAUNCHERS`, by its name or by the one DeepSpeed has for it; anything else as it is."""
+    return "ssh" if text == "pdsh" else text
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,28 @@ class Site:
     account: str | None = None
     partition: str | None = None
     gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows for the partition
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = None  # of each rank, and its OMP_NUM_THREADS
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
-    python: str | None = None  # of the ranks; null takes `.venv/bin/python` of the checkout, or else `python3`
+    python: str | None = None
+    """Of the ranks; null takes `.venv/bin/python` of the checkout or else `python3`, and without a checkout the Python that
+    has this package."""
+    wrapper: list[str] = field(
+        default_factory=list
+    )  # words in front of every rank's python, such as `apptainer exec …`
+    srun: list[str] = field(default_factory=list)  # options of the step that reaches the hosts: `--container-image=…`
     environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
+    not_passed: list[str] = field(default_factory=list)  # variables that ranks don't get: names or patterns (fnmatch)
     launcher: str | None = None
-    """How ranks start: by DeepSpeed's `pdsh` or `slurm` or by SLURM's `srun`; null takes pdsh where there is one, else srun."""
+    """How hosts are reached and ranks started, one of `LAUNCHERS`; null takes slurm where srun is installed, else ssh."""
     run_root: str = "runs"
     """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
-    """Time limit of a job by the largest number of nodes it holds for; the last holds for more nodes, too."""
-    warning_s: int = 60  # before the time limit, at which the run is signalled to stop
+    """Time limit of a benchmark by the largest number of nodes it holds for; the last holds for more nodes, too."""
+    warning_s: int = 60  # before a benchmark's time limit, at which it is signalled to stop; training has 300
+    start_limit_s: int | None = None  # that hosts and ranks have to come up; null: 120, and 1 more for every 4 hosts
+    lost_after_s: int = field(default=60, metadata={"least": 60})  # of silence after which a host counts as lost
+    requeues: int = field(default=2, metadata={"least": 0})  # how often a job queues itself again after losing a host
 
     def walltime(self, num_nodes: int) -> str:
         """Time limit of a job on this many nodes."""
@@ -62,19 +76,29 @@ class Site:
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
 
     def chosen_launcher(self) -> str:
-        return self.launcher or ("pdsh" if shutil.which("pdsh") else "srun")
+        return self.launcher or ("slurm" if shutil.which("srun") else "ssh")
 
     def interpreter(self) -> str:
         if self.python:
             return os.path.expandvars(self.python)
-        local = CHECKOUT / ".venv" / "bin" / "python" if CHECKOUT else None
-        return str(local) if local and local.exists() else "python3"
+        if CHECKOUT is None:
+            return sys.executable or "python3"
+        local = CHECKOUT / ".venv" / "bin" / "python"
+        return str(local) if local.exists() else "python3"
+
+    def setup_lines(self) -> list[str]:
+        """Shell lines that make a job's environment ready: the site's own, then its variables."""
+        return [*self.setup, *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items())]
+
+    def root(self) -> Path:
+        """`run_root`, as a path that holds everywhere."""
+        return (work_folder() / self.run_root).resolve()
 
 
 # What a field's type wants, in words, and whether a value is of it.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str) and value != ""),
-    "int": ("a whole number, at least 1", lambda value: type(value) is int and value >= 1),
+    "int": ("a whole number", lambda value: type(value) is int),
     "list[str]": ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
     "dict[str, str]": ("an object of strings", lambda v: isinstance(v, dict) and {*map(type, v.values())} <= {str}),
 }
@@ -87,22 +111,30 @@ def load_site(name: str) -> Site:
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
-    problems = _wrong_fields(content) or [*_wrong_values(Site(**content))]
+    problems = _wrong_fields(content)
+    if not problems:
+        site = Site(**content)
+        site = replace(site, launcher=site.launcher and launcher_name(site.launcher))
+        problems = [*_wrong_values(site)]
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return Site(**content)
+    return site
 
 
 def _wrong_fields(content: dict[str, Any]) -> list[str]:
-    types = {each.name: str(each.type) for each in fields(Site)}
+    known = {each.name: each for each in fields(Site)}
     problems = []
     for name, value in content.items():
-        if name not in types:
-            problems.append(f"{name}: no such field{did_you_mean(name, types)}")
+        if name not in known:
+            problems.append(f"{name}: no such field{did_you_mean(name, known)}")
             continue
-        kind, _, optional = types[name].partition(" | ")
+        kind, _, optional = str(known[name].type).partition(" | ")
         expected, is_valid = _KINDS[kind]
-        if not (is_valid(value) or (optional and value is None)):
+        least = known[name].metadata.get("least", 1) if kind == "int" else None
+        expected += "" if least is None else f", at least {least}"
+        if value is None and optional:
+            continue
+        if not is_valid(value) or (least is not None and value < least):
             problems.append(f"{name}: expected {expected}{' or null' if optional else ''}, found {json.dumps(value)}")
     return problems
 
@@ -114,9 +146,8 @@ def _wrong_values(site: Site) -> Iterator[str]:
     for name, value in site.environment.items():
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"environment.{name}: expected a variable's name: letters, digits and _"
-        elif _UNSAFE.search(value):
-            expected = "no quotes, $, `, \\, !, line ends, %h, %n or %u"
-            yield f"environment.{name}: expected {expected}, found {json.dumps(value)}"
+        elif "\0" in value:
+            yield f"environment.{name}: expected no zero byte, found {json.dumps(value)}"
     if not site.walltimes:
         yield "walltimes: expected at least one time limit"
     for bound, limit in site.walltimes.items():
@@ -125,37 +156,38 @@ def _wrong_values(site: Site) -> Iterator[str]:
         elif not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
             yield f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}"
     for option in site.sbatch:
+        name = option.partition("=")[0]
         if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
             yield f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}"
-
-
-def rank_environment(site: Site, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks on other hosts: what a rank needs of the batch step's own, and the site's over them."""
-    carried = {name: value for name, value in inherited.items() if value and _CARRIED.fullmatch(name)}
-    return {name: value for name, value in carried.items() if not _UNSAFE.search(value)} | site.environment
-
-
-def format_environment(site: Site, inherited: Mapping[str, str]) -> str:
-    """`rank_environment` as lines of NAME=value."""
-    return "".join(f"{name}={value}\n" for name, value in rank_environment(site, inherited).items())
+        elif name in OWN_SBATCH_OPTIONS:
+            place = OWN_SBATCH_OPTIONS[name]
+            yield f"sbatch: {name} is decided {f'by the field {place}' if place else 'when a job is submitted'}"
+    for name in ("wrapper", "srun", "not_passed"):
+        if "" in getattr(site, name):
+            yield f"{name}: expected no empty string"
+    for option in site.srun:
+        if not option.startswith("-"):
+            yield f"srun: expected options such as --mpi=none, found {json.dumps(option)}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/sites.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["setup", "environment", "check"])
+    parser.add_argument("what", choices=["setup", "check"])
     parser.add_argument("site", help="name under launch/clusters/, or a file")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: _show(arguments.what, load_site(arguments.site)))
 
 
 def _show(what: str, site: Site) -> None:
-    if what == "setup":
-        values = {f"export {name}": value for name, value in site.environment.items()}
-        chosen = {"python": site.interpreter(), "launcher": site.chosen_launcher(), "run_root": site.run_root}
-        values |= {f"site_{name}": value for name, value in chosen.items()}
-        print(*site.setup, *(f"{name}={shlex.quote(value)}" for name, value in values.items()), sep="\n")
-    elif what == "environment":
-        print(format_environment(site, os.environ), end="")
+    if what == "check":
+        found = check_site(site)
+        print(found.format())
+        found.refuse()
+        return
+    if problems := problems_of_allocation(site, os.environ):
+        raise UserError("\n".join(problems))
+    print(*site.setup_lines(), f"site_run_root={shlex.quote(site.run_root)}", sep="\n")
+    print(f"site_cpus_per_task={site.cpus_per_task or ''}")
 
 
 if __name__ == "__main__":

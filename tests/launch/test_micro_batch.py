@@ -31,7 +31,7 @@ STAND_IN = """
 import json, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
-size = json.loads((folder / "config.json").read_text())["train_micro_batch_size_per_gpu"]
+size = json.loads((folder / "run.json").read_text())["train_micro_batch_size_per_gpu"]
 if size == 40 and len(sys.argv) > 2:
     sys.exit(7)
 state = "completed" if size <= 43 else "out_of_memory"
@@ -45,9 +45,9 @@ sys.exit(state != "completed")
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    (tmp_path / "config.json").write_text(json.dumps(micro_run()))
+    (tmp_path / "run.json").write_text(json.dumps(micro_run()))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    options = ["--config", str(tmp_path / "config.json"), "--folder", str(tmp_path)]
+    options = ["--config", str(tmp_path / "run.json"), "--folder", str(tmp_path)]
     return [*options, "--", sys.executable, str(tmp_path / "stand_in.py"), "{folder}"]
 
 

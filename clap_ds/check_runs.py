@@ -1,0 +1,62 @@
+"""Command: check runs' JSONs, as the run itself would, before they are queued.
+
+    python -m clap_ds.check_runs [--train] FILE…
+
+First prints what this Python has of the packages a run needs, which is how `launch/` learns whether the ranks' Python will
+do. Every problem is a line; exit code 2 where there is one. Loads neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from pathlib import Path
+
+from clap_ds.config.errors import UserError, run_alone
+
+PACKAGES = ("torch", "deepspeed", "pydantic")
+
+
+def version(package: str) -> str | None:
+    """Version of a package that is installed here, without importing it; None where it isn't."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def check(paths: list[Path], *, train: bool) -> None:
+    """A UserError with the problems of all files, each line beginning with its file."""
+    from clap_ds.config.settings import load_run  # not at the top: pydantic may be what is missing
+    from clap_ds.training.checks import problems_for_training
+
+    problems = []
+    for path in paths:
+        try:
+            run = load_run(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{path}: {problem}" for problem in (problems_for_training(run) if train else ())]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m clap_ds.check_runs", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--train", action="store_true", help="what training needs besides, too")
+    arguments = parser.parse_args()
+    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    print("clap-check", json.dumps(versions), flush=True)
+    if arguments.files:
+        check(arguments.files, train=arguments.train)
+
+
+if __name__ == "__main__":
+    run_alone(main)

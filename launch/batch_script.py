@@ -1,0 +1,302 @@
+"""Job scripts, and handing them to SLURM: what `submit.py` and `sweep.py` share.
+
+A script is the site's options, what this job asks for, and one start of `bench.sbatch`. Before anything is queued, site and
+runs' JSONs are checked; before sbatch is called, the job's name, which no other job has, is on record, so that a job whose
+id didn't come back is found by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.places import work_folder
+from clap_ds.dist.hostfile import expand
+from clap_ds.launch import slurm
+from clap_ds.launch.site_check import Found, check_environment, check_partition
+from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
+
+BENCH = Path(__file__).resolve().parent / "bench.sbatch"
+TRAINING_S, TRAINING_WARNING_S = 24 * 3600, 300
+SAVING_SHARE = 0.8
+"""Of the time between the warning and the limit, for a training run to save in."""
+INTERRUPTED = 130
+_NO_ANSWER = r"(?i)timed out|unable to contact|connect failure|expected a job id|communication|zero bytes"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What jobs ask for beside what their site says."""
+
+    site: str
+    gpus: int
+    gres: str | None  # None where SLURM manages no GPUs
+    train: bool = False
+    time: str | None = None
+    launcher: str | None = None
+    exclude: str | None = None
+    spare_nodes: int = 0
+    shrink: bool = False
+    until_done: bool = False
+
+    def time_limit(self, site: Site, nodes: int) -> str:
+        return self.time or site.walltime(nodes)
+
+    def usual_warning_s(self, site: Site) -> int:
+        return TRAINING_WARNING_S if self.train else site.warning_s
+
+    def warning_s(self, site: Site, nodes: int) -> int:
+        """Seconds before the limit at which the run is signalled: half the limit where it is too short for more."""
+        limit_s = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 60  # SLURM counts in minutes
+        usual = self.usual_warning_s(site)
+        return limit_s // 2 if limit_s <= 2 * usual else usual
+
+    def notes(self, site: Site, nodes: int) -> list[str]:
+        """What a user should know of the choices made for a job."""
+        notes = []
+        warning, limit = self.warning_s(site, nodes), self.time_limit(site, nodes)
+        if warning < self.usual_warning_s(site):
+            notes.append(
+                f"a time limit of {limit} is short: the run is told to stop {warning} s before it, after half of it"
+            )
+        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
+            notes.append(
+                "the site has neither cpus_per_task nor --exclusive: SLURM may give all ranks of a node one core"
+            )
+        return notes
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Options that `request_of` reads."""
+    add = parser.add_argument
+    add("--site", default="generic", help="name under launch/clusters/, or a file")
+    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
+    add("--train", action="store_true", help="training in place of the benchmark")
+    add("--gpus", type=positive, help="ranks per node, in place of the site's")
+    add("--launcher", type=launcher_name, choices=LAUNCHERS)
+    add_limits(parser)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Options that another submission of the same jobs may change."""
+    parser.add_argument("--time", type=time_limit, help="time limit, in place of the site's (training: a day)")
+    parser.add_argument("--exclude", metavar="HOSTS", type=host_list, help="hosts not to run on, in SLURM's notation")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
+    return int(text)
+
+
+def time_limit(text: str) -> str:
+    try:
+        slurm.seconds_of(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def host_list(text: str) -> str:
+    try:
+        expand(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Request:
+    """The request of a command's options; a UserError where neither they, the site nor SLURM tell the number of GPUs."""
+    problem, nodes = "", None
+    try:
+        everything = slurm.partitions()
+        nodes = slurm.of_partition(everything, site.partition)
+        manages_gpus = any(each.gpus for each in everything)
+    except UserError as error:
+        problem, manages_gpus = str(error), True
+    most = max((each.gpus for each in nodes or ()), default=0)
+    gpus = arguments.gpus or site.gpus_per_node or most
+    if not gpus:
+        raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem or 'sinfo shows no GPUs'}")
+    time = arguments.time
+    if arguments.train and time is None:
+        limits = [each.limit_s or TRAINING_S for each in nodes or ()]
+        time = slurm.time_of(min([TRAINING_S, *limits]))
+    name = arguments.site
+    given = {name: getattr(arguments, name) for name in ("train", "launcher", "exclude")}
+    is_file = name.endswith(".json") or "/" in name
+    gres = f"gpu:{gpus}" if (most if nodes else manages_gpus) else None
+    return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
+
+
+def check(request: Request, site: Site, nodes: list[int], runs: dict[str, Path]) -> Found:
+    """Try the site, and check every run's JSON, by what to call it in a message. Problems that all runs have are said once."""
+    found, most = Found(), max(nodes) + request.spare_nodes
+    limits = {request.time_limit(site, each) for each in nodes}
+    check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
+    said = check_environment(site, found, list(runs.values()), train=request.train)
+    problems: dict[str, list[str]] = {}
+    if said and not any(f"{path}:" in said for path in runs.values()):
+        found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2]}")
+    for line in said.removeprefix("error: ").splitlines():
+        for name, path in runs.items():
+            if line.startswith(f"{path}:"):
+                problems.setdefault(line.removeprefix(f"{path}:").strip(), []).append(name)
+    for problem, names in problems.items():
+        others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        found.problems.append(f"{names[0]}{others}: {problem}")
+    return found
+
+
+def script(
+    request: Request, nodes: int, name: str, log: str, folders: list[Path], micro_batch: str | None = None
+) -> str:
+    """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
+
+    `log` is the output file in SLURM's notation (`log_file`).
+    """
+    site = load_site(request.site)
+    warning, train = request.warning_s(site, nodes), request.train
+    total = nodes + request.spare_nodes
+    header = {
+        "job-name": name,
+        "output": log,
+        "nodes": total,
+        "ntasks-per-node": 1,
+        "gres": request.gres,
+        "cpus-per-task": site.cpus_per_task and site.cpus_per_task * request.gpus,
+        "time": request.time_limit(site, nodes),
+        "account": site.account,
+        "partition": site.partition,
+        "exclude": request.exclude,
+        "signal": f"B:USR1@{warning}",
+        "open-mode": "append",
+    }
+    own = {option.partition("=")[0].removeprefix("--") for option in site.sbatch}
+    if any(name.startswith("gpus") for name in own):
+        own.add("gres")  # GPUs asked for in the site's own way
+    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
+    lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags)]
+    for key, value in header.items():
+        if value is not None and not (key in ("gres", "cpus-per-task") and key in own):
+            lines.append(f"#SBATCH --{key}={_quoted(value)}")
+    lines += ["", "set -euo pipefail"]
+    lines += [f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
+    if len(folders) > 1:
+        lines += [f"folders=({shlex.join(map(str, folders))})", "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}"]
+    else:
+        lines += [f"folder={shlex.quote(str(folders[0]))}"]
+    options = {
+        "site": shlex.quote(request.site),
+        "config": '"$folder/run.json"',
+        "folder": '"$folder"',
+        "python": shlex.quote(sys.executable),
+        "slots": request.gpus,
+        "launcher": request.launcher,
+        "micro_batch": micro_batch,
+        "command": "clap_ds/train.py" if train else None,
+        "grace": int(SAVING_SHARE * warning) if train else None,
+        "spare_nodes": request.spare_nodes or None,
+    }
+    words = [f"--{key} {value}" for key, value in options.items() if value is not None]
+    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
+    lines += [" \\\n    ".join([f"exec bash {shlex.quote(str(BENCH))}", *words])]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: object) -> str:
+    """A value on an #SBATCH line, where sbatch splits words but knows quotes."""
+    text = str(value)
+    if "\n" in text or "\\" in text:
+        raise UserError(f"{text!r}: sbatch takes no backslash and no line end")
+    return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text
+
+
+def log_file(folder: Path, name: str) -> str:
+    """An output file in SLURM's notation, in which a folder's own % are doubled."""
+    return f"{str(folder).replace('%', '%%')}/{name}"
+
+
+def unique_name(stem: str) -> str:
+    """A job name that no other job has."""
+    return f"{stem}-{os.urandom(4).hex()}"
+
+
+class Refused(UserError):
+    """SLURM answered, and has no such job."""
+
+
+def submit(path: Path, name: str, *options: str) -> str:
+    """Have SLURM queue a script under a name that is on record; the job's id.
+
+    Raises:
+        Refused: SLURM took no job.
+        UserError: it can't be told whether it did; `slurm.find_job` may tell later, by the name.
+    """
+    since = now()
+    command = ["sbatch", "--parsable", f"--job-name={name}", *options, str(path)]
+    try:
+        # In a session of its own: Ctrl-C here doesn't end it halfway.
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise Refused(f"sbatch: {error.strerror}") from None
+    number = done.stdout.strip().rpartition("\n")[2].split(";")[0]
+    if done.returncode == 0 and number.isdecimal():
+        return number
+    said = f"sbatch {path}: {done.stderr.strip() or f'expected a job id, found {done.stdout.strip()!r}'}"
+    if re.search(_NO_ANSWER, said):
+        # Its answer may have been lost where the job was not.
+        if found := slurm.find_job(name, since):
+            return found
+        raise UserError(said)
+    raise Refused(said)
+
+
+@contextlib.contextmanager
+def finishing() -> Iterator[None]:
+    """Ctrl-C takes effect after this, when sbatch's answer is on record; a second one at once."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+        print("\nwaiting for sbatch's answer; Ctrl-C again doesn't", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def now() -> str:
+    """The time, as SLURM's commands take it, in the clock of this machine."""
+    return datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def stamp() -> str:
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def command_code(action: Callable[[], object]) -> int:
+    """Exit code of a command that submits jobs; what it submitted is on record whenever it is interrupted."""
+    try:
+        return exit_code_of(action)
+    except KeyboardInterrupt:
+        print("error: interrupted; the jobs submitted so far are on record", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,133 @@
+"""One job from one command: checked, written as a batch script, and queued.
+
+    python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json [--check]
+    python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
+
+The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `submitted.json`
+with the job's id, its log, and what the job records itself. Runs on a login node. Leaves many jobs at once to `sweep.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import write_atomically
+from clap_ds.config.places import find_config
+from clap_ds.launch import slurm
+from clap_ds.launch.batch_script import (
+    Refused,
+    Request,
+    add_request,
+    check,
+    command_code,
+    finishing,
+    log_file,
+    now,
+    positive,
+    request_of,
+    script,
+    stamp,
+    submit,
+    unique_name,
+)
+from clap_ds.launch.run_config import read_config, read_object, with_output, write_object
+from clap_ds.launch.sites import Site, load_site
+
+RECORD = "submitted.json"
+
+
+def start(arguments: argparse.Namespace) -> None:
+    """Check everything; then write the job's folder and submit it, or with `--check` show the script."""
+    site = load_site(arguments.site)
+    config = find_config(arguments.config).resolve()
+    more = {name: getattr(arguments, name) for name in ("spare_nodes", "shrink", "until_done")}
+    request = request_of(arguments, site, **more)
+    content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
+    jobs = site.root() / "jobs"
+    refuse_second(jobs, label)
+    folder, name = jobs / f"{label}-{stamp()}", unique_name(f"clap-{label}")
+    text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
+    folder.mkdir(parents=True)
+    try:
+        write_object(folder / "run.json", content)
+        found = check(request, site, [arguments.nodes], {str(arguments.config): folder / "run.json"})
+        if arguments.check:
+            print(found.format())
+        for note in (*(() if arguments.check else found.unchecked), *request.notes(site, arguments.nodes)):
+            print(f"note: {note}")
+        found.refuse()
+        write_atomically(folder / "job.sbatch", text)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    if arguments.check:
+        shutil.rmtree(folder)
+        print(f"\n# {folder / 'job.sbatch'}\n{text}", end="")
+        return
+    queue(request, site, arguments.nodes, folder, name)
+
+
+def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> None:
+    """Record the job's name, submit it, record its id, and say how to follow it."""
+    record: dict[str, Any] = {"name": name, "job": None, "submitted": now(), "nodes": nodes + request.spare_nodes}
+    write_object(folder / RECORD, record)
+    with finishing():
+        try:
+            record["job"] = submit(folder / "job.sbatch", name)
+        except Refused:
+            shutil.rmtree(folder)
+            raise
+        write_object(folder / RECORD, record)
+        spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
+        size = f"{record['nodes']} nodes{spare}, {request.gpus} ranks on each, {request.time_limit(site, nodes)}"
+        print(f"submitted job {record['job']}: {name}, {size}\nfolder: {folder}")
+        print(how_to_follow(folder, record["job"]))
+
+
+def how_to_follow(folder: Path, job: str) -> str:
+    log = folder / f"slurm-{job}.out"
+    return f"log: {log}\n\n    tail -F {shlex.quote(str(log))}\n    squeue -j {job}\n    scancel {job}"
+
+
+def refuse_second(jobs: Path, label: str) -> None:
+    """A UserError, once, where an earlier call was cut off before it knew the id of a job that SLURM does have."""
+    for path in sorted(jobs.glob(f"{label}-*/{RECORD}")):
+        record = read_object(path)
+        if record["job"] is None and (found := slurm.find_job(record["name"], record["submitted"])):
+            write_object(path, {**record, "job": found})
+            raise UserError(
+                f"job {found} was submitted at {record['submitted']} by a call that was cut off; nothing is submitted now\n"
+                f"{how_to_follow(path.parent, found)}\n\nThe same command again submits another job."
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "launch/submit.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add_request(parser)
+    add = parser.add_argument
+    add("--nodes", type=positive, default=1)
+    add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
+    add("--spare_nodes", type=_whole, default=0, metavar="K", help="nodes to allocate beside, for ones that fail")
+    add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
+    add("--until_done", action="store_true", help="queue the run again, when its time is over, until it is complete")
+    add("--check", action="store_true", help="check everything and show the script, submit nothing")
+    arguments = parser.parse_args(argv)
+    return command_code(lambda: start(arguments))
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
