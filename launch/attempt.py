@@ -29,6 +29,7 @@ STACKS_S = 8.0  # that hosts have to say where their ranks are
 CLEAR_S = 20.0  # that hosts have to end an attempt
 FAILED, KILLED = 1, "killed by"
 _RUN_DIRECTORY = re.compile(r"^run directory: (\S.*)")
+_ERROR = re.compile(r"(error: |[\w.]*(Error|Exception): ).*")
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Connection (reset|closed|refused)|[Gg]loo|Input/output error|Bus error"
     r"|Stale file handle|killed by SIG(KILL|BUS|SEGV)"
@@ -59,6 +60,7 @@ class Attempt:
         self._failed: list[tuple[float, Host]] = []
         self._steps = StepWatch()
         self._stacks: list[Stack] = []
+        self._said = ""  # the first error that a rank printed
 
     def hear(self, message: Message) -> None:
         """Called, by threads, with what hosts say that isn't about their own state."""
@@ -66,6 +68,8 @@ class Attempt:
         for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
             if name in message:
                 self._pass_on(host, message[name], stream)
+        if not self._said and (found := _ERROR.match(message.get("err", ""))):
+            self._said = found[0].removeprefix("error: ")[:500]
         if "waits" in message:
             print(f"{host} waits {message['waits']}", file=sys.stderr, flush=True)
         elif "stacks" in message:
@@ -194,7 +198,9 @@ class Attempt:
         code, how = (order[0].ended or (FAILED, ""))[0], _how_ended(first)
         if state in (None, "running", "terminated", "completed"):
             # A launcher ends the others with SIGTERM when one fails.
-            message, state = how + (f"; {error}" if state is None and error else ""), "failed"
+            more = error if state is None and error else self._said
+            message = how + (f"; {more}" if more and more not in how else "")
+            state = "failed"
         else:
             ranks = f"rank {', '.join(map(str, first.first_gone))}" if first.first_gone else "a rank"
             where = f"{ranks} on {first.name} ended first; " if len(self.hosts) > 1 else ""

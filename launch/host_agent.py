@@ -209,7 +209,7 @@ class Agent:
     def _copy(self, name: str, stream: Any, last_words: list[str]) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            if name == "err" and text.strip():
+            if name == "err" and text.strip() and "[launch.py:" not in text:  # DeepSpeed's launcher tells of the end itself
                 last_words[0] = text.strip()[:300]
             self.say(**{name: text})
 
