@@ -1,22 +1,57 @@
-"""Files replaced in one go."""
+"""Files replaced in one go, on a full disk, too, where room was kept for that."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
+BLOCK = 4096  # bytes: the least that file systems give a file
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one go: a reader sees the old content, the new, or no file."""
+
+def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | None = None) -> None:
+    """Replace a file in one go: a reader sees the old content, the new, or no file.
+
+    Args:
+        spare: if given, a file that is there is overwritten in place where the disk is full, and padded with spaces, to take no
+            more room: no longer in one go, but it says what it is to say. So many bytes are kept free for a longer text then,
+            as spaces up to whole blocks; none for 0.
+
+    Raises:
+        OSError: it can't be written; what was there stays.
+    """
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")  # process ids repeat from host to host
+    content = text.encode()
+    if spare:
+        content = _padded(content, -(-(len(content) + spare) // BLOCK) * BLOCK)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # a signal's, too
+    except BaseException as error:  # a signal's, too
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise
+        if spare is None or not isinstance(error, OSError) or error.errno not in _FULL:
+            raise
+        if not _overwrite(path, text.encode()):
+            raise
+
+
+def _overwrite(path: str | os.PathLike[str], content: bytes) -> bool:
+    """Whether the file is there and has room for the new content: to its end, or to that of its last block."""
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if len(content) <= -(-size // BLOCK) * BLOCK:
+            os.pwrite(file.fileno(), _padded(content, size), 0)
+            os.fsync(file.fileno())
+            return True
+    return False
+
+
+def _padded(content: bytes, size: int) -> bytes:
+    """Text of lines with spaces before its last line's end."""
+    return content.removesuffix(b"\n").ljust(size - 1) + b"\n" if len(content) < size else content

@@ -12,12 +12,16 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import write_atomically
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
+
+SPARE_BYTES = 4096
+"""Kept free in a record for what a run's end adds to it."""
 
 
 class RunDirectory:
@@ -46,8 +50,12 @@ class RunDirectory:
         raise FileExistsError(f"{root / stem}: a hundred runs of this name already")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replace a JSON file in one go: a reader sees the old or the new one, never half."""
-        write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n")
+        """Replace a JSON file in one go: a reader sees the old or the new one, never half.
+
+        While its `state` is running it is padded with spaces, so that the end can be told on a disk that is full by then.
+        """
+        spare = SPARE_BYTES if content.get("state") == "running" else 0
+        write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n", spare=spare)
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole."""
@@ -97,11 +105,13 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            self._log.write(text)
+            with suppress(OSError):  # a full disk: what is written to the terminal may be why the run ends
+                self._log.write(text)
         return self._stream.write(text)
 
     def flush(self) -> None:
-        self._log.flush()
+        with suppress(OSError):
+            self._log.flush()
         self._stream.flush()
 
     def isatty(self) -> bool:

@@ -1,14 +1,17 @@
 """The run directory tells the story of a run, also of one that ended badly."""
 
+import errno
 import io
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clap_ds.record.directory import RunDirectory, Tee
+from clap_ds.record.directory import SPARE_BYTES, RunDirectory, Tee
 
 
 def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
@@ -45,6 +48,27 @@ def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on which no new file can be written, as its first synchronisation tells."""
+    record = RunDirectory(tmp_path)
+    record.update_summary(state="running")
+    fsync = os.fsync
+
+    def full(file: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{file}")).name.startswith("."):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        record.finish("failed", "x" * SPARE_BYTES)
+    assert record.summary()["state"] == "failed"
+    assert record.summary()["error"] == "x" * SPARE_BYTES
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    record.update_summary(state="completed", error=None)
+    assert (tmp_path / "summary.json").read_text().endswith("\n}\n")  # nothing is padded in the end
+
+
 def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
     record = RunDirectory(tmp_path)
     record.append_metrics({"step": 1, "loss": 2.5})
@@ -61,6 +85,16 @@ def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("bench/loss")] == [(3, 1.5)]
+
+
+def test_a_full_disk_keeps_nothing_from_the_terminal() -> None:
+    terminal, log = io.StringIO(), Path("/dev/full").open("w", buffering=1)
+    tee = Tee(terminal, log)
+    tee.write("error: no space left\n")
+    tee.flush()
+    assert terminal.getvalue() == "error: no space left\n"
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
 
 
 def test_log_has_lines_but_no_progress_bar(tmp_path: Path) -> None:
