@@ -88,7 +88,7 @@ def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) ->
     if rank != 0 and (reason := _unreachable(address, port, limit_s)):
         raise UnreachableError(f"{here} can't reach rank 0 at {address}:{port} within {limit_s:.0f} s: {reason}")
     try:
-        store = dist.TCPStore(
+        store: Any = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
         if not _is_of_this_job(store, rank, limit):
