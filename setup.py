@@ -106,6 +106,7 @@ setup(
             "clap-train = clap_ds.train:command",
             "clap-sites = clap_ds.launch.sites:main",
             "clap-preflight = clap_ds.launch.preflight:main",
+            "clap-submit = clap_ds.launch.submit:main",
             "clap-sweep = clap_ds.launch.sweep:main",
             "clap-report = clap_ds.analysis.report:command",
         ]

@@ -1,19 +1,15 @@
-"""Job scripts, and handing them to SLURM: what `submit.py` and `sweep.py` share.
+"""Job scripts, and the checks before one is queued: what `submit.py` and `sweep.py` share.
 
-A script is the site's options, what this job asks for, and one start of `bench.sbatch`. Before anything is queued, site and
-runs' JSONs are checked; before sbatch is called, the job's name, which no other job has, is on record, so that a job whose
-id didn't come back is found by it.
+A script is the site's options, what this job asks for, and one start of `bench.sbatch`. Leaves sbatch itself to `slurm.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +29,6 @@ TRAINING_S, TRAINING_WARNING_S = 24 * 3600, 300
 SAVING_SHARE = 0.8
 """Of the time between the warning and the limit, for a training run to save in."""
 INTERRUPTED = 130
-_NO_ANSWER = r"(?i)timed out|unable to contact|connect failure|expected a job id|communication|zero bytes"
 
 
 @dataclass(frozen=True)
@@ -119,25 +114,27 @@ def host_list(text: str) -> str:
 
 def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Request:
     """The request of a command's options; a UserError where neither they, the site nor SLURM tell the number of GPUs."""
-    problem, nodes = "", None
-    try:
+    problem, everything = "sinfo shows no GPUs in its partition", None
+    with contextlib.suppress(UserError):
         everything = slurm.partitions()
+    if everything is None:
+        problem, nodes = "SLURM can't be asked here", []
+    elif missing := slurm.missing_partition(everything, site.partition):
+        raise UserError(missing)
+    else:
         nodes = slurm.of_partition(everything, site.partition)
-        manages_gpus = any(each.gpus for each in everything)
-    except UserError as error:
-        problem, manages_gpus = str(error), True
-    most = max((each.gpus for each in nodes or ()), default=0)
+    most = max((each.gpus for each in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or most
     if not gpus:
-        raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem or 'sinfo shows no GPUs'}")
+        raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
     time = arguments.time
     if arguments.train and time is None:
-        limits = [each.limit_s or TRAINING_S for each in nodes or ()]
+        limits = [each.limit_s or TRAINING_S for each in nodes]
         time = slurm.time_of(min([TRAINING_S, *limits]))
     name = arguments.site
     given = {name: getattr(arguments, name) for name in ("train", "launcher", "exclude")}
     is_file = name.endswith(".json") or "/" in name
-    gres = f"gpu:{gpus}" if (most if nodes else manages_gpus) else None
+    gres = f"gpu:{gpus}" if most or everything is None else None
     return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
 
 
@@ -229,41 +226,6 @@ def log_file(folder: Path, name: str) -> str:
     return f"{str(folder).replace('%', '%%')}/{name}"
 
 
-def unique_name(stem: str) -> str:
-    """A job name that no other job has."""
-    return f"{stem}-{os.urandom(4).hex()}"
-
-
-class Refused(UserError):
-    """SLURM answered, and has no such job."""
-
-
-def submit(path: Path, name: str, *options: str) -> str:
-    """Have SLURM queue a script under a name that is on record; the job's id.
-
-    Raises:
-        Refused: SLURM took no job.
-        UserError: it can't be told whether it did; `slurm.find_job` may tell later, by the name.
-    """
-    since = now()
-    command = ["sbatch", "--parsable", f"--job-name={name}", *options, str(path)]
-    try:
-        # In a session of its own: Ctrl-C here doesn't end it halfway.
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        raise Refused(f"sbatch: {error.strerror}") from None
-    number = done.stdout.strip().rpartition("\n")[2].split(";")[0]
-    if done.returncode == 0 and number.isdecimal():
-        return number
-    said = f"sbatch {path}: {done.stderr.strip() or f'expected a job id, found {done.stdout.strip()!r}'}"
-    if re.search(_NO_ANSWER, said):
-        # Its answer may have been lost where the job was not.
-        if found := slurm.find_job(name, since):
-            return found
-        raise UserError(said)
-    raise Refused(said)
-
-
 @contextlib.contextmanager
 def finishing() -> Iterator[None]:
     """Ctrl-C takes effect after this, when sbatch's answer is on record; a second one at once."""
@@ -282,11 +244,6 @@ def finishing() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if heard:
         raise KeyboardInterrupt
-
-
-def now() -> str:
-    """The time, as SLURM's commands take it, in the clock of this machine."""
-    return datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def stamp() -> str:

@@ -123,8 +123,8 @@ def _judge_setup(site: Site, result: subprocess.CompletedProcess[str], found: Fo
             found.facts["setup"] = f"{len(site.setup)} shell lines run"
         return True
     at = [int(number) for number in re.findall(r"^clap-line (\d+)$", result.stdout, re.MULTILINE)]
-    line = f" {lines[at[-1] - 1]!r}" if at and not ready else ""
-    found.problems.append(f"setup:{line}: {_last_line(result) if complaint is None else complaint.strip()}")
+    line = f"{lines[at[-1] - 1]!r}: " if at and not ready else ""
+    found.problems.append(f"setup: {line}{_last_line(result) if complaint is None else complaint.strip()}")
     return False
 
 
@@ -164,15 +164,10 @@ def check_partition(site: Site, found: Found, *, nodes: int, gpus: int | None, t
     except UserError as error:
         found.unchecked.append(f"partition, GPUs and account: {str(error).rpartition(chr(10))[2]}")
         return
-    names = sorted({each.partition for each in everything})
-    for name in site.partition.split(",") if site.partition else ():
-        if name not in names:
-            found.problems.append(f"partition: SLURM has no {name!r}{did_you_mean(name, names)}")
-            return
-    there = slurm.of_partition(everything, site.partition)
-    if not there:
-        found.problems.append(f"partition: SLURM has no default; name one of {', '.join(names)} in the site file")
+    if missing := slurm.missing_partition(everything, site.partition):
+        found.problems.append(missing)
         return
+    there = slurm.of_partition(everything, site.partition)
     _check_nodes(there, everything, found, nodes, gpus, time, on_cpu=site.environment.get(_DEVICE) == "cpu")
     mine = slurm.accounts()
     if mine is None:

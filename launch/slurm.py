@@ -1,21 +1,24 @@
-"""What SLURM's own commands know: partitions and their nodes, accounts, and the states of jobs.
+"""SLURM's own commands: what they know of partitions, accounts and jobs, and handing a script to sbatch.
 
-Runs on a login node with the standard library alone. Leaves what a job asks for to `batch_script.py`, and what its state
-means to `job_states.py`.
+Runs on a login node with the standard library alone. A job's name, which no other job has, is on record before sbatch is
+called, so that a job whose id didn't come back is found by it. Leaves what a job asks for to `batch_script.py`, and what
+its state means to `job_states.py`.
 """
 
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 OVER = (
@@ -24,6 +27,7 @@ OVER = (
 )  # fmt: skip
 """States of jobs that have ended; of those on their way there are many more."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
+_NO_ANSWER = r"(?i)timed out|unable to contact|connect failure|expected a job id|communication|zero bytes"
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -68,6 +72,17 @@ def of_partition(nodes: Iterable[Nodes], partition: str | None) -> list[Nodes]:
     """The nodes of a partition, or of several (`a,b`); of the default one where none is named."""
     names = partition.split(",") if partition else []
     return [each for each in nodes if (each.partition in names if names else each.is_default)]
+
+
+def missing_partition(nodes: Collection[Nodes], partition: str | None) -> str | None:
+    """What is wrong with a site's partition, if anything: there is none of the name, or no default where it names none."""
+    names = sorted({each.partition for each in nodes})
+    for name in partition.split(",") if partition else ():
+        if name not in names:
+            return f"partition: SLURM has no {name!r}{did_you_mean(name, names)}"
+    if not of_partition(nodes, partition):
+        return f"partition: SLURM has no default; name one of {', '.join(names)} in the site file"
+    return None
 
 
 def accounts() -> set[str] | None:
@@ -123,6 +138,46 @@ def states_of(ids: Iterable[str]) -> dict[str, str]:
 
 def is_on_its_way(state: str | None) -> bool:
     return state is not None and state not in OVER
+
+
+def unique_name(stem: str) -> str:
+    """A job name that no other job has."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', stem)}-{os.urandom(4).hex()}"
+
+
+class RefusedError(UserError):
+    """SLURM answered, and has no such job."""
+
+
+def submit(path: Path, name: str, *options: str) -> str:
+    """Have SLURM queue a script under a name that is on record; the job's id.
+
+    Raises:
+        RefusedError: SLURM took no job.
+        UserError: it can't be told whether it did; `find_job` may tell later, by the name.
+    """
+    since = now()
+    command = ["sbatch", "--parsable", f"--job-name={name}", *options, str(path)]
+    try:
+        # In a session of its own: Ctrl-C here doesn't end it halfway.
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise RefusedError(f"sbatch: {error.strerror}") from None
+    number = done.stdout.strip().rpartition("\n")[2].split(";")[0]
+    if done.returncode == 0 and number.isdecimal():
+        return number
+    said = f"sbatch {path}: {done.stderr.strip() or f'expected a job id, found {done.stdout.strip()!r}'}"
+    if re.search(_NO_ANSWER, said):
+        # Its answer may have been lost where the job was not.
+        if found := find_job(name, since):
+            return found
+        raise UserError(said)
+    raise RefusedError(said)
+
+
+def now() -> str:
+    """The time, as SLURM's commands take it, in the clock of this machine."""
+    return datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def find_job(name: str, since: str) -> str | None:

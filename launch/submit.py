@@ -22,23 +22,19 @@ from clap_ds.config.files import write_atomically
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
-    Refused,
     Request,
     add_request,
     check,
     command_code,
     finishing,
     log_file,
-    now,
     positive,
     request_of,
     script,
-    stamp,
-    submit,
-    unique_name,
 )
 from clap_ds.launch.run_config import read_config, read_object, with_output, write_object
 from clap_ds.launch.sites import Site, load_site
+from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 RECORD = "submitted.json"
 
@@ -53,10 +49,9 @@ def start(arguments: argparse.Namespace) -> None:
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
     jobs = site.root() / "jobs"
     refuse_second(jobs, label)
-    folder, name = jobs / f"{label}-{stamp()}", unique_name(f"clap-{label}")
-    text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
-    folder.mkdir(parents=True)
+    folder, name = RunDirectory.create(jobs, label).path, slurm.unique_name(f"clap-{label}")
     try:
+        text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
         write_object(folder / "run.json", content)
         found = check(request, site, [arguments.nodes], {str(arguments.config): folder / "run.json"})
         if arguments.check:
@@ -77,12 +72,12 @@ def start(arguments: argparse.Namespace) -> None:
 
 def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> None:
     """Record the job's name, submit it, record its id, and say how to follow it."""
-    record: dict[str, Any] = {"name": name, "job": None, "submitted": now(), "nodes": nodes + request.spare_nodes}
+    record: dict[str, Any] = {"name": name, "job": None, "submitted": slurm.now(), "nodes": nodes + request.spare_nodes}
     write_object(folder / RECORD, record)
     with finishing():
         try:
-            record["job"] = submit(folder / "job.sbatch", name)
-        except Refused:
+            record["job"] = slurm.submit(folder / "job.sbatch", name)
+        except slurm.RefusedError:
             shutil.rmtree(folder)
             raise
         write_object(folder / RECORD, record)

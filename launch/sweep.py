@@ -1,10 +1,12 @@
 """Many jobs from one command (scales, repeats, hyper-parameters, micro-batches), their states, and what is missing.
 
-    python launch/sweep.py --site jupiter --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
+    python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
+    python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
     python launch/sweep.py status runs/sweeps/htsat_tiny-…
-    python launch/sweep.py resume runs/sweeps/htsat_tiny-…
+    python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 
-A sweep is a folder: `sweep.json`, a script per job or array as sbatch got it, and a folder per job. Runs on a login node.
+A sweep is a folder: `sweep.json`, a script per job or array as sbatch got it, a folder per job, and in `runs` what they
+measured. Runs on a login node. Leaves scripts and submission to `batch_script.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +14,34 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import shlex
-import subprocess
+import shutil
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
-from clap_ds.config.places import CHECKOUT, find_config, work_folder
-from clap_ds.launch.run_config import parse_assignment, read_config, read_object, with_field, write_object
-from clap_ds.launch.sites import LAUNCHERS, load_site
+from clap_ds.config.places import find_config
+from clap_ds.launch import slurm
+from clap_ds.launch.batch_script import (
+    Request,
+    add_limits,
+    add_request,
+    check,
+    command_code,
+    finishing,
+    log_file,
+    positive,
+    request_of,
+    script,
+    stamp,
+)
+from clap_ds.launch.job_states import figures_of, state_of
+from clap_ds.launch.run_config import parse_varied, read_config, read_object, with_field, write_object
+from clap_ds.launch.sites import load_site
 
-BENCH = Path(__file__).resolve().parent / "bench.sbatch"
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
 
 
@@ -37,141 +51,120 @@ class Job:
     nodes: int
     changes: dict[str, Any]  # fields of the run's JSON by dotted name
     micro_batch: str | None = None  # `FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other
+    submitted_as: str | None = None  # the job name that SLURM has, recorded before the job is submitted
+    submitted: str | None = None  # when
+    task: int | None = None  # in the job array
     slurm_id: str | None = None
+
+    def set_id(self, number: str) -> None:
+        self.slurm_id = number if self.task is None else f"{number}_{self.task}"
 
 
 class Sweep:
-    def __init__(self, folder: Path, options: dict[str, Any], jobs: list[Job]) -> None:
-        self.folder, self.options, self.jobs = folder, options, jobs
-        self.site = load_site(options["site"])
+    def __init__(self, folder: Path, config: Path, request: Request, order: str | None, jobs: list[Job]) -> None:
+        self.folder, self.config, self.request, self.order, self.jobs = folder, config, request, order, jobs
+        self.on_their_way: set[str] = set()
+        """Names of the jobs that SLURM has still to end, as of the last `states`."""
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
         """Open a sweep made earlier; a UserError where the folder holds none."""
         content = read_object(folder / "sweep.json")
-        return cls(folder, content["options"], [Job(**job) for job in content["jobs"]])
+        request, jobs = Request(**content["request"]), [Job(**job) for job in content["jobs"]]
+        return cls(folder, Path(content["config"]), request, content["order"], jobs)
 
-    def write(self) -> None:
-        """Write `sweep.json`, and each job's folder, JSON and script."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        content = read_config(Path(self.options["config"]))
+    def save(self) -> None:
+        jobs = [asdict(job) for job in self.jobs]
+        content = {"config": str(self.config), "request": asdict(self.request), "order": self.order, "jobs": jobs}
+        write_object(self.folder / "sweep.json", content)
+
+    def write_runs(self) -> dict[str, Path]:
+        """Write each job's folder with the run's JSON; the JSONs by job name."""
+        content, root = read_config(self.config), str(self.folder / "runs")
         for job in self.jobs:
-            (self.folder / job.name).mkdir(exist_ok=True)
-            changed, root = content, str(self.folder / "runs")
+            (self.folder / job.name).mkdir(parents=True, exist_ok=True)
+            changed = content
             for name, value in {"clap.output.root": root, **job.changes, "clap.output.label": job.name}.items():
                 changed = with_field(changed, name, value)
             write_object(self.folder / job.name / "run.json", changed)
-        for name, jobs in self.scripts(self.jobs).items():
-            write_atomically(self.folder / f"{name}.sbatch", self.script(name, jobs))
-        self.save()
-
-    def save(self) -> None:
-        write_object(self.folder / "sweep.json", {"options": self.options, "jobs": [asdict(job) for job in self.jobs]})
+        return {job.name: self.folder / job.name / "run.json" for job in self.jobs}
 
     def scripts(self, jobs: list[Job]) -> dict[str, list[Job]]:
         """Jobs by the script that runs them: one each, or an array for all that take as many nodes."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
-            groups.setdefault(f"array-n{job.nodes}" if self.options["array"] else job.name, []).append(job)
+            groups.setdefault(f"array-n{job.nodes}" if self.order == "array" else job.name, []).append(job)
         return groups
 
-    def script(self, name: str, jobs: list[Job]) -> str:
+    def text(self, name: str, jobs: list[Job]) -> str:
         """Text of the batch script of one job, or of an array of jobs."""
-        folder = shlex.quote(str(self.folder))
-        header = {
-            "job-name": name,
-            "output": f"{self.folder}/{name}-%{'A_%a' if self.options['array'] else 'j'}.out",
-            "nodes": jobs[0].nodes,
-            "ntasks-per-node": self.options["gpus"],
-            "gres": f"gpu:{self.options['gpus']}",
-            "cpus-per-task": self.site.cpus_per_task,
-            "time": self.options["walltime"] or self.site.walltime(jobs[0].nodes),
-            "account": self.site.account,
-            "partition": self.site.partition,
-            "signal": f"B:USR1@{self.site.warning_s}",
-            "open-mode": "append",
-        }
-        options = {
-            "site": shlex.quote(self.options["site"]),
-            "config": f'{folder}/"$job"/run.json',
-            "label": '"$job"',
-            "folder": f'{folder}/"$job"',
-            "slots": self.options["gpus"],
-            "launcher": self.options["launcher"],
-            "micro_batch": jobs[0].micro_batch,
-            # Without a checkout the interpreter that has this package.
-            "python": None if CHECKOUT or self.site.python else shlex.quote(sys.executable),
-        }
-        lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in header.items() if value is not None)]
-        lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in self.site.sbatch), ""]
-        lines += ["set -euo pipefail", f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
-        lines += [f"jobs=({' '.join(job.name for job in jobs)})", "job=${jobs[${SLURM_ARRAY_TASK_ID:-0}]}"]
-        lines += [f"exec bash {shlex.quote(str(BENCH))}"]
-        given = [f"    --{name} {value}" for name, value in options.items() if value is not None]
-        return "\n".join(lines) + "".join(f" \\\n{option}" for option in given) + "\n"
+        log = log_file(self.folder, f"{name}-%{'A_%a' if self.order == 'array' else 'j'}.out")
+        folders = [self.folder / job.name for job in jobs]
+        return script(self.request, jobs[0].nodes, name, log, folders, jobs[0].micro_batch)
+
+    def log(self, job: Job) -> Path:
+        ((name, _),) = self.scripts([job]).items()
+        return self.folder / f"{name}-{job.slurm_id}.out"
+
+    def write_scripts(self) -> None:
+        for name, jobs in self.scripts(self.jobs).items():
+            write_atomically(self.folder / f"{name}.sbatch", self.text(name, jobs))
+        self.save()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Hand jobs to SLURM; each id is on record before the next one is submitted."""
+        """Hand jobs to SLURM; each one's name is on record before it is submitted, and its id before the next one is."""
         previous, everyone = None, self.scripts(self.jobs)
         for name, group in self.scripts(jobs).items():
-            tasks = [everyone[name].index(job) for job in group]
-            options = [f"--array={','.join(map(str, tasks))}"] if self.options["array"] else []
-            options += [f"--dependency=afterany:{previous}"] if self.options["chain"] and previous else []
-            previous = slurm(["sbatch", "--parsable", *options, f"{self.folder / name}.sbatch"]).strip().split(";")[0]
-            for job, task in zip(group, tasks, strict=True):
-                job.slurm_id = f"{previous}_{task}" if self.options["array"] else previous
+            unique = slurm.unique_name(f"{self.folder.name}-{name}")
+            options = [f"--dependency=afterany:{previous}"] if self.order == "chain" and previous else []
+            for job in group:
+                job.submitted_as, job.submitted, job.slurm_id = unique, slurm.now(), None
+                job.task = everyone[name].index(job) if self.order == "array" else None
                 (self.folder / job.name / "job.json").unlink(missing_ok=True)
+            options += [f"--array={','.join(str(job.task) for job in group)}"] if self.order == "array" else []
             self.save()
-            print(f"submitted {name}: job {previous}, {group[0].nodes} nodes")
+            with finishing():
+                try:
+                    previous = slurm.submit(self.folder / f"{name}.sbatch", unique, *options)
+                except slurm.RefusedError:
+                    for job in group:
+                        job.submitted_as = job.submitted = None
+                    self.save()
+                    raise
+                for job in group:
+                    job.set_id(previous)
+                self.save()
+                print(f"submitted {name}: job {previous}, {group[0].nodes} nodes", flush=True)
 
-    def states(self, queue: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """By job name a note and the state, init or one of `record.schema.State`; `queue` is what `queued` gives."""
-        states = {}
-        for job in self.jobs:
-            path = self.folder / job.name / "job.json"
-            record = read_object(path) if path.exists() else {}
-            state, note = record.get("state"), record.get("error") or ""
-            if job.slurm_id in queue:
-                waits = queue[job.slurm_id] in ("PENDING", "CONFIGURING", "REQUEUED")
-                state, note = ("init" if waits else state or "running"), queue[job.slurm_id].lower()
-            elif job.slurm_id is None:
-                state, note = "init", "not submitted"
-            elif state in (None, "running"):
-                state, note = "failed", "SLURM no longer knows the job, and it recorded no end; see its .out file"
-            states[job.name] = (state or "init", note)
-        return states
+    def find_lost(self) -> None:
+        """Look up, by their names, the ids of jobs whose submission was cut off before it was answered."""
+        lost = {
+            job.submitted_as: job.submitted or slurm.now() for job in self.jobs if job.submitted_as and not job.slurm_id
+        }
+        for name, since in lost.items():
+            number = slurm.find_job(name, since)
+            for job in self.jobs:
+                if number and job.submitted_as == name:
+                    job.set_id(number)
+        if lost:
+            self.save()
 
-
-def slurm(command: list[str], problem: str = "") -> str:
-    """What a command of SLURM's prints; a UserError that begins with `problem` where it fails or isn't installed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except OSError as error:
-        reason = error.strerror
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip()
-    raise UserError(f"{problem}{shlex.join(command)}: {reason}")
-
-
-def queued() -> dict[str, str]:
-    """SLURM's state by job id, of jobs that are not over."""
-    return {line.split()[0]: line.split()[1] for line in slurm(["squeue", "-h", "-r", "-o", "%i %T"]).splitlines()}
-
-
-def gpus_of_partition(partition: str | None) -> int:
-    """GPUs of a node, as SLURM knows them; a UserError where it has none."""
-    problem = "no gpus_per_node in the site file, give --gpus: "
-    shown = slurm(["sinfo", "-h", "-o", "%G", *(["-p", partition] if partition else [])], problem)
-    counts = [sum(map(int, re.findall(r"gpu(?::[\w.-]+)??:(\d+)", line))) for line in shown.splitlines()]
-    if max(counts, default=0) < 1:
-        raise UserError(f"{problem}sinfo shows no GPUs")
-    return max(counts)
+    def states(self) -> dict[str, tuple[str, str]]:
+        """By job name its state, init or one of `record.schema.State`, and a note."""
+        self.find_lost()
+        known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
+        slurm_states = {job.name: known.get(job.slurm_id or "") for job in self.jobs}
+        self.on_their_way = {name for name, state in slurm_states.items() if slurm.is_on_its_way(state)}
+        return {
+            job.name: state_of(self.folder / job.name, job.slurm_id, slurm_states[job.name], self.log(job))
+            for job in self.jobs
+        }
 
 
 def plan(arguments: argparse.Namespace) -> list[Job]:
     """The jobs a command asks for: nodes × values × repeats."""
-    sets = (text.partition("=") for text in arguments.set)
-    choices = [[parse_assignment(f"{name}={value}") for value in values.split(",")] for name, _, values in sets]
+    varied = dict(map(parse_varied, arguments.vary))
+    choices = [[(name, value) for value in values] for name, values in varied.items()]
     jobs: dict[str, Job] = {}
     repeats = range(1, arguments.repeats + 1)
     for nodes, values, repeat in itertools.product(arguments.nodes, itertools.product(*choices), repeats):
@@ -186,34 +179,45 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
 
 
 def start(arguments: argparse.Namespace) -> None:
+    """Plan a sweep and check every job of it; then write and submit it."""
     site = load_site(arguments.site)
     config = find_config(arguments.config).resolve()
-    default = work_folder() / site.run_root / "sweeps" / f"{config.stem}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    folder = arguments.folder or default
+    folder = (arguments.folder or site.root() / "sweeps" / f"{config.stem}-{stamp()}").resolve()
     if (folder / "sweep.json").exists():
         raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
-    options = {
-        "site": str(Path(arguments.site).resolve()) if arguments.site.endswith(".json") else arguments.site,
-        "config": str(config),
-        "gpus": arguments.gpus or site.gpus_per_node or gpus_of_partition(site.partition),
-        **{name: getattr(arguments, name) for name in ("launcher", "walltime", "array", "chain")},
-    }
-    sweep = Sweep(folder.resolve(), options, plan(arguments))
-    sweep.write()
-    print(f"sweep: {sweep.folder}")
+    if arguments.train and arguments.micro_batch:
+        raise UserError("--micro_batch tries out how fast a run is: not with --train")
+    is_new = not folder.exists()
+    request, jobs = request_of(arguments, site), plan(arguments)
+    sweep = Sweep(folder, config, request, "array" if arguments.array else "chain" if arguments.chain else None, jobs)
+    try:
+        found = check(request, site, arguments.nodes, sweep.write_runs())
+        notes = [*found.unchecked, *(note for nodes in arguments.nodes for note in request.notes(site, nodes))]
+        print("".join(f"note: {note}\n" for note in dict.fromkeys(notes)), end="")
+        found.refuse()
+        sweep.write_scripts()
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    print(f"sweep: {folder}")
     if not arguments.dry_run:
         return sweep.submit(sweep.jobs)
     for name, jobs in sweep.scripts(sweep.jobs).items():
-        print(f"\n# {sweep.folder / name}.sbatch\n{sweep.script(name, jobs)}", end="")
+        print(f"\n# {folder / name}.sbatch\n{sweep.text(name, jobs)}", end="")
 
 
 def show_status(arguments: argparse.Namespace) -> None:
     sweep = Sweep.read(arguments.folder.resolve())
-    states = sweep.states(queued())
-    width = max(map(len, states))
+    states = sweep.states()
+    rows = [("job", "nodes", "id", "state", "result", "note")]
     for job in sweep.jobs:
         state, note = states[job.name]
-        print(f"{job.name:{width}}  {job.nodes:4d} nodes  {job.slurm_id or '-':>8}  {state:13}  {note[:100]}".rstrip())
+        result = figures_of(sweep.folder / job.name) if state != "init" else ""
+        rows.append((job.name, str(job.nodes), job.slurm_id or "-", state, result, note[:120]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     counts = Counter(state for state, _ in states.values())
     print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
@@ -221,12 +225,18 @@ def show_status(arguments: argparse.Namespace) -> None:
 def resume(arguments: argparse.Namespace) -> None:
     """Submit again what neither came to an end that would stay nor is on its way."""
     sweep = Sweep.read(arguments.folder.resolve())
-    states = sweep.states(queue := queued())
-    missing = [job for job in sweep.jobs if states[job.name][0] not in DONE and job.slurm_id not in queue]
+    states = sweep.states()
+    missing = [job for job in sweep.jobs if states[job.name][0] not in DONE and job.name not in sweep.on_their_way]
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
-    if missing and not arguments.dry_run:
-        sweep.submit(missing)
+    if not missing or arguments.dry_run:
+        return
+    changes = {name: value for name in ("time", "exclude") if (value := getattr(arguments, name))}
+    sweep.request = replace(sweep.request, **changes)
+    runs = {job.name: sweep.folder / job.name / "run.json" for job in missing}
+    check(sweep.request, load_site(sweep.request.site), [job.nodes for job in missing], runs).refuse()
+    sweep.write_scripts()
+    sweep.submit(missing)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -236,30 +246,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.set_defaults(run=show_status if argv[0] == "status" else resume)
         add("what")
         add("folder", type=Path)
-        add("--dry_run", action="store_true")
+        if argv[0] == "resume":
+            add("--dry_run", action="store_true")
+            add_limits(parser)
         return parser.parse_args(argv)
     parser.set_defaults(run=start)
-    add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
-    add("--nodes", type=_positive, nargs="+", default=[1])
-    add("--repeats", type=_positive, default=1)
-    add("--set", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
+    add_request(parser)
+    add("--nodes", type=positive, nargs="+", default=[1])
+    add("--repeats", type=positive, default=1)
+    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
     add("--micro_batch", type=_micro_batches, metavar="FIRST:LAST:STEP|auto", help="micro-batches, in one job")
-    add("--gpus", type=_positive, help="ranks per node")
-    add("--walltime", help="time limit of every job, in place of the site's")
-    add("--launcher", choices=LAUNCHERS)
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--array", action="store_true", help="one job array per number of nodes")
     order.add_argument("--chain", action="store_true", help="one job after the other")
     add("--folder", type=Path, help="the sweep's folder")
-    add("--dry_run", action="store_true", help="write and show the scripts, submit nothing")
+    add("--dry_run", action="store_true", help="check, write and show the scripts, submit nothing")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
-    return int(text)
 
 
 def _micro_batches(text: str) -> str:
@@ -270,7 +272,7 @@ def _micro_batches(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return exit_code_of(lambda: arguments.run(arguments))
+    return command_code(lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

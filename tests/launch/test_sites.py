@@ -2,20 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.sites import load_site, main, rank_environment
+from clap_ds.launch.sites import Site, load_site, main
+from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_packaged_sites(capsys: pytest.CaptureFixture[str]) -> None:
+def test_packaged_sites(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "jupitr"]) == 2
     assert "did you mean 'jupiter'?" in capsys.readouterr().err
     assert main(["check", "generic"]) == 0
@@ -40,16 +43,23 @@ def test_packaged_sites(capsys: pytest.CaptureFixture[str]) -> None:
         ({"gpus_per_node": 0}, "gpus_per_node: expected a whole number"),
         ({"gpus_per_node": True}, "gpus_per_node: expected a whole number"),
         ({"run_root": None}, "run_root: expected a string, found null"),
-        ({"launcher": "pdhs"}, "did you mean 'pdsh'?"),
+        ({"launcher": "slrum"}, "did you mean 'slurm'?"),
+        ({"requeues": -1}, "requeues: expected a whole number, at least 0, found -1"),
+        ({"lost_after_s": 30}, "lost_after_s: expected a whole number, at least 60, found 30"),
+        ({"start_limit_s": 0}, "start_limit_s: expected a whole number, at least 1 or null"),
+        ({"srun": ["container-image=x"]}, "srun: expected options such as --mpi=none"),
+        ({"wrapper": "apptainer exec"}, "wrapper: expected a list of strings"),
+        ({"wrapper": ["apptainer", ""]}, "wrapper: expected no empty string"),
         ({"setup": "module load x"}, "setup: expected a list of strings"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected an object of strings"),
         ({"environment": {"NCCL DEBUG": "x"}}, "expected a variable's name"),
-        ({"environment": {"X": "$(reboot)"}}, "environment.X: expected no quotes"),
-        ({"environment": {"X": "a\nb"}}, "environment.X: expected no quotes"),
+        ({"environment": {"X": "a\0b"}}, "environment.X: expected no zero byte"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: expected a SLURM time"),
         ({"walltimes": {"all": "00:10:00"}}, "walltimes.all: expected a number of nodes"),
         ({"walltimes": {}}, "walltimes: expected at least one"),
         ({"sbatch": ["--exclusive; reboot"]}, "sbatch: expected options"),
+        ({"sbatch": ["--account=x"]}, "sbatch: --account is decided by the field account"),
+        ({"sbatch": ["--nodes=2"]}, "sbatch: --nodes is decided when a job is submitted"),
         ([], "expected a JSON object"),
     ],
 )
@@ -62,19 +72,32 @@ def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_launchers_by_either_name(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "site.json"
+    path.write_text('{"launcher": "pdsh", "requeues": 0}')
+    assert (load_site(str(path)).chosen_launcher(), load_site(str(path)).requeues) == ("ssh", 0)
+    monkeypatch.setenv("PATH", str(slurm.folder))
+    assert Site().chosen_launcher() == "ssh"
+    (slurm.folder / "srun").touch(0o755)
+    assert Site().chosen_launcher() == "slurm"
+
+
 def test_setup_lines_are_what_a_shell_needs_with_the_standard_library_alone(tmp_path: Path) -> None:
-    site = {"setup": ["export A='x y'"], "environment": {"NCCL_ALGO": "Tree,Ring"}, "python": "/opt/my python"}
+    values = {"NCCL_ALGO": "Tree,Ring", "X": 'a "b" $HOME `c` %h!\nd'}
+    site = {"setup": ["export A='x y'"], "environment": values, "cpus_per_task": 8}
     path = tmp_path / "site.json"
     path.write_text(json.dumps(site))
     command = [sys.executable, "-S", str(ROOT / "launch" / "sites.py"), "setup", str(path)]
-    script = f'eval "$({" ".join(map(repr, command))})"; echo "$A|$NCCL_ALGO|$site_python|$site_run_root"'
+    script = f'eval "$({" ".join(map(repr, command))})"; echo "$A|$NCCL_ALGO|$X|$site_cpus_per_task|$site_run_root"'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True, env=environment)
-    assert shown.stdout == "x y|Tree,Ring|/opt/my python|runs\n"
+    assert shown.stdout == f"x y|Tree,Ring|{values['X']}|8|runs\n"
 
 
-def test_ranks_get_what_they_need_and_nothing_that_breaks() -> None:
-    site = load_site("jupiter")
-    needed = {"PATH": "/bin", "HF_HOME": "/h"}
-    others = {"HOME": "/root", "SECRET": "s", "NCCL_ALGO": "Ring", "LANG": 'a"b', "TMPDIR": "", "HF_X": "%h"}
-    assert rank_environment(site, needed | others) == needed | site.environment
+def test_every_field_is_in_the_manual() -> None:
+    manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*?) \|", manual, re.MULTILINE))
+    for each in fields(Site):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        assert rows.pop(each.name, None) == f"`{json.dumps(default)}`"
+    assert not rows, "no such fields"

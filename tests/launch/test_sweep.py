@@ -1,102 +1,193 @@
-"""Plans, scripts, submission and states, with SLURM's commands played by small scripts."""
+"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.sweep import Sweep, main, queued
+from clap_ds.launch.sweep import Sweep, main
 from tests.conftest import micro_run
+from tests.launch.conftest import FakeSlurm
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose `queue` is what squeue shows; `calls` has every sbatch command line."""
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    (folder / "queue").write_text("")
-    scripts = {
-        "sbatch": f'echo "$*" >> {folder}/calls; echo $((100 + $(wc -l < {folder}/calls)))',
-        "squeue": f"cat {folder}/queue",
-        "sinfo": 'echo "gpu:h100:4(S:0-1)"; echo "(null)"; echo "gpu:2"',
-    }
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return folder
-
-
-def _start(tmp_path: Path, *options: str) -> Path:
+def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
     config, folder = tmp_path / "tiny.json", tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
-    assert main(["--config", str(config), "--folder", str(folder), "--site", "jupiter", *options]) == 0
+    assert main(["--config", str(config), "--folder", str(folder), "--site", "jupiter", *options]) == code
     return folder
 
 
-def _finish(folder: Path, name: str, state: str) -> None:
-    (folder / name / "job.json").write_text(json.dumps({"state": state, "error": None}))
+def _finish(folder: Path, name: str, state: str, **fields: str) -> None:
+    (folder / name / "job.json").write_text(json.dumps({"state": state, "error": None, **fields}))
 
 
-def test_one_readable_script_per_scale(tmp_path: Path, slurm: Path) -> None:
+def _states(folder: Path) -> dict[str, tuple[str, str]]:
+    return Sweep.read(folder).states()
+
+
+def test_one_readable_script_per_scale(tmp_path: Path, slurm: FakeSlurm) -> None:
     folder = _start(tmp_path, "--nodes", "1", "16", "128", "--dry_run")
-    assert not (slurm / "calls").exists()
+    assert slurm.calls == []
     assert sorted(path.name for path in folder.glob("*.sbatch")) == ["n001.sbatch", "n016.sbatch", "n128.sbatch"]
     shebang, *lines = (folder / "n016.sbatch").read_text().splitlines()
     assert shebang == "#!/bin/bash"
-    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--signal=B:USR1@60")
+    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--ntasks-per-node=1", "--signal=B:USR1@60")
     assert {f"#SBATCH {option}" for option in options} <= set(lines)
     run = json.loads((folder / "n016" / "run.json").read_text())
     assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "n016"}
 
 
-def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: Path) -> None:
-    options = ("--nodes", "2", "--repeats", "2", "--set", "optimizer.params.lr=1e-4,3e-4", "--array")
+def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
+    options = ("--nodes", "2", "--repeats", "2", "--vary", "optimizer.params.lr=1e-4,3e-4", "--array")
     folder = _start(tmp_path, *options)
     sweep = Sweep.read(folder)
     assert [job.name for job in sweep.jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
     assert json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
-    (call,) = (slurm / "calls").read_text().splitlines()
+    (call,) = slurm.calls
     assert "--array=0,1,2,3" in call
     assert [job.slurm_id for job in sweep.jobs] == ["101_0", "101_1", "101_2", "101_3"]
     for job in sweep.jobs[:3]:
         _finish(folder, job.name, "completed")
     assert main(["resume", str(folder)]) == 0
-    assert "--array=3" in (slurm / "calls").read_text().splitlines()[1]
+    assert "--array=3" in slurm.calls[1]
     assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
 
 
-def test_chain_waits_for_the_one_before(tmp_path: Path, slurm: Path) -> None:
+def test_chain_waits_for_the_one_before(tmp_path: Path, slurm: FakeSlurm) -> None:
     folder = _start(tmp_path, "--nodes", "1", "2", "4", "--chain", "--site", "generic")
-    assert "#SBATCH --gres=gpu:4" in (folder / "n001.sbatch").read_text()  # the most that sinfo shows
-    calls = (slurm / "calls").read_text().splitlines()
-    assert ["--dependency" in call for call in calls] == [False, True, True]
-    assert "--dependency=afterany:102" in calls[2]
+    assert "#SBATCH --gres=gpu:4" in (folder / "n001.sbatch").read_text()  # what sinfo shows
+    assert ["--dependency" in call for call in slurm.calls] == [False, True, True]
+    assert "--dependency=afterany:102" in slurm.calls[2]
 
 
-def test_status_and_resume(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_queued_unless_every_job_can_run(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, message in (
+        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2 (and 1 more): clap.bench.windws: no such field; did you mean"),
+        (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], 'n001-train_micro_batch_size_per_gpu_zwei: train_micro_batch'),
+        (["--train"], "n001: clap.train: missing samples or epochs"),
+        (["--nodes", "1", "201"], "201 nodes wanted: partition gpu has 200 with 4 GPUs or more"),
+        (["--gpus", "8"], "8 on each node wanted"),
+        (["--train", "--vary", "clap.train.samples=64", "--time", "2-00:00:00"], "gpu has a limit of 1-00:00:00"),
+    ):  # fmt: skip
+        folder = _start(tmp_path, *options, code=2)
+        assert message in capsys.readouterr().err
+        assert not folder.exists()
+    assert slurm.calls == []
+
+
+def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
+    slurm.write("partitions", "gpu*|8|gpu:4|12:00:00\n")
+    folder = _start(tmp_path, "--train", "--vary", "clap.train.samples=64,128", "--nodes", "2")
+    script = (folder / "n002-samples_64.sbatch").read_text()
+    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=B:USR1@300"} <= set(script.splitlines())
+    assert "--command clap_ds/train.py" in script
+    assert "--grace 240" in script
+
+
+def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _start(tmp_path, "--nodes", "1", "2", "3", "4", "5", "6", "7", "8")
     for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
         _finish(folder, f"n{nodes:03d}", state)
-    (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n")
-    states = {name: state for name, (state, _) in Sweep.read(folder).states(queued()).items()}
+    (folder / "n005-105.out").write_text("began")
+    slurm.write("queue", "106 RUNNING\n108 PENDING\n107 CANCELLED\n")
+    states = _states(folder)
     # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
-    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "failed", "init"]
-    assert states == {f"n{nodes:03d}": state for nodes, state in enumerate(expected, start=1)}
+    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
+    assert [state for state, _ in states.values()] == expected
+    assert states["n005"][1].endswith(f"see {folder / 'n005-105.out'}")
+    assert states["n007"][1] == "cancelled before it began"
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
-    assert ", 3 failed" in capsys.readouterr().out
+    assert ", 1 terminated, 1 init" in capsys.readouterr().out
     assert main(["resume", str(folder), "--dry_run"]) == 0
     assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
-    assert main(["resume", str(folder)]) == 0
-    assert len((slurm / "calls").read_text().splitlines()) == 12
-    (slurm / "queue").write_text("106 RUNNING\n108 PENDING\n109 PENDING\n110 PENDING\n111 PENDING\n112 RUNNING\n")
+    assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
+    assert len(slurm.calls) == 12
+    lines = (folder / "n003.sbatch").read_text().splitlines()
+    assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)
+    slurm.write("queue", "106 RUNNING\n108 PENDING\n109 PENDING\n110 PENDING\n111 PENDING\n112 RUNNING\n")
     assert main(["resume", str(folder)]) == 0
     assert "0 of 8 jobs are missing" in capsys.readouterr().out
 
 
-def test_mistakes_end_with_2(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accounting_tells_how_forgotten_jobs_ended(tmp_path: Path, slurm: FakeSlurm) -> None:
+    endings = ["TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "CANCELLED by 1000", "COMPLETED"]
+    folder = _start(tmp_path, "--nodes", *(str(number) for number in range(1, len(endings) + 1)))
+    slurm.write("accounting", "".join(f"{101 + number}|{state}\n" for number, state in enumerate(endings)))
+    for number in range(1, 5):
+        (folder / f"n{number:03d}-{100 + number}.out").write_text("began")
+    _finish(folder, "n006", "completed")
+    states = _states(folder)
+    assert [state for state, _ in states.values()] == [
+        "timeout", "failed", "terminated", "failed", "terminated", "completed",
+    ]  # fmt: skip
+    notes = [note for _, note in states.values()]
+    assert notes[1].startswith("SLURM: NODE_FAIL: a node failed; see ")
+    assert "memory" in notes[3]
+    assert notes[4] == "cancelled before it began"
+
+
+def test_table_has_what_was_measured_and_learned(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _start(tmp_path, "--nodes", "1", "2", "3")
+    summaries = ({"samples_per_s_per_gpu": {"median": 1234.5}}, {"command": "train", "loss": 0.25, "step": 1200})
+    for name, summary in zip(("n001", "n002"), summaries, strict=True):
+        run = folder / "runs" / name
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text(json.dumps(summary))
+        _finish(folder, name, "completed", run_directory=str(run))
+    _finish(folder, "n003", "completed")
+    rows = [{"micro_batch": 8, "samples_per_s_per_gpu": 90.0}, {"micro_batch": 16, "samples_per_s_per_gpu": None}]
+    (folder / "n003" / "micro_batch.json").write_text(json.dumps(rows))
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    heads, *table, counts = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["job", "nodes", "id", "state", "result", "note"]
+    assert [line.split(maxsplit=4) for line in table] == [
+        ["n001", "1", "101", "completed", "1,234.50 samples/s/GPU"],
+        ["n002", "2", "102", "completed", "loss 0.2500 at step 1,200"],
+        ["n003", "3", "103", "completed", "90.00 samples/s/GPU at micro-batch 8"],
+    ]
+    assert counts == "3 completed"
+
+
+@pytest.mark.parametrize("known_by", ["squeue", "sacct"])
+def test_a_job_whose_answer_was_lost_is_not_submitted_twice(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], known_by: str
+) -> None:
+    slurm.write("silent")
+    slurm.write("forgotten")
+    folder = _start(tmp_path, "--nodes", "1", "2", code=2)
+    assert "Socket timed out" in capsys.readouterr().err
+    (lost, other) = Sweep.read(folder).jobs
+    assert (lost.slurm_id, other.submitted_as) == (None, None)
+    assert lost.submitted_as in slurm.calls[0]
+    slurm.remove("silent")
+    if known_by == "squeue":
+        slurm.remove("forgotten")
+    else:
+        slurm.write("accounting")
+    slurm.write("queue", "101 RUNNING\n")
+    assert main(["resume", str(folder)]) == 0
+    assert "1 of 2 jobs are missing: n002" in capsys.readouterr().out
+    assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101", "102"]
+    assert len(slurm.calls) == 2
+
+
+def test_a_refused_job_leaves_no_name_behind(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
+    folder = _start(tmp_path, code=2)
+    assert "Invalid qos specification" in capsys.readouterr().err
+    assert [job.submitted_as for job in Sweep.read(folder).jobs] == [None]
+    assert _states(folder)["n001"] == ("init", "not submitted")
+
+
+def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     folder, config = _start(tmp_path, "--nodes", "1"), str(tmp_path / "tiny.json")
     for arguments, message in (
         (["--config", config, "--folder", str(folder)], "there is a sweep already"),
@@ -104,9 +195,11 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: Path, capsys: pytest.Capture
         (["--site", "jupitr", "--config", config], "did you mean 'jupiter'?"),
         (["--config", str(tmp_path / "missing.json")], "no such file"),
         (["--config", config, "--gpus", "1", "--nodes", "2", "2", "--folder", str(tmp_path / "other")], "given twice"),
+        (["--config", config, "--train", "--micro_batch", "auto"], "not with --train"),
+        (["--config", config, "--vary", "clap.seed"], "expected NAME=VALUE"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
-    for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"]):
+    for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"], ["--time", "soon"]):
         with pytest.raises(SystemExit, match="2"):
             main(["--config", config, *bad])

@@ -1,0 +1,72 @@
+"""What became of a submitted job, and what it measured: from what it recorded, and from what SLURM knows of it.
+
+Leaves submitting to `batch_script.py`, and what a run's summary holds to `record/schema.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import UserError
+from clap_ds.launch.run_config import read_object
+from clap_ds.launch.slurm import WAITING, is_on_its_way
+
+ENDS = {
+    "TIMEOUT": ("timeout", "its time was over before it could record its end"),
+    "NODE_FAIL": ("failed", "a node failed"),
+    "BOOT_FAIL": ("failed", "a node didn't boot"),
+    "PREEMPTED": ("terminated", "another job took its nodes"),
+    "OUT_OF_MEMORY": ("failed", "a host's memory, not the GPU's, was exhausted"),
+    "DEADLINE": ("terminated", "its deadline passed"),
+    "CANCELLED": ("terminated", "cancelled"),
+}
+"""State (`record.schema.State`) and its reason, by SLURM's state of a job that recorded no end."""
+
+
+def state_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> tuple[str, str]:
+    """State of a job, `init` or one of `record.schema.State`, and a note; `slurm_state` is None for what SLURM forgot."""
+    record = recorded(folder)
+    state, note = record.get("state"), str(record.get("error") or "")
+    if is_on_its_way(slurm_state):
+        assert slurm_state is not None
+        return ("init" if slurm_state in WAITING else state or "running"), slurm_state.lower()
+    if state not in (None, "running"):
+        return str(state), note
+    if slurm_id is None:
+        return "init", "not submitted"
+    ended, reason = ENDS.get(slurm_state or "", ("failed", "it recorded no end"))
+    if not log.exists():
+        if slurm_state in (None, "CANCELLED"):
+            return "terminated", "cancelled before it began"
+        return ended, f"{reason}, before it began"
+    known = f"SLURM: {slurm_state}" if slurm_state else "SLURM no longer knows the job"
+    return ended, f"{known}: {reason}; see {log}"
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """`job.json` of a job's folder; empty where there is none yet, or only half of one."""
+    try:
+        return read_object(folder / "job.json")
+    except UserError:
+        return {}
+
+
+def figures_of(folder: Path) -> str:
+    """The numbers that matter of what a job has measured or learned so far; empty where there are none."""
+    try:
+        rows = json.loads((folder / "micro_batch.json").read_text())
+        best = max(rows, key=lambda row: row["samples_per_s_per_gpu"] or 0.0)
+        rate = best["samples_per_s_per_gpu"]
+        return f"{rate:,.2f} samples/s/GPU at micro-batch {best['micro_batch']}" if rate else ""
+    except (OSError, ValueError):
+        pass
+    try:
+        summary = read_object(Path(recorded(folder)["run_directory"]) / "summary.json")
+    except (KeyError, TypeError, UserError):
+        return ""
+    if "loss" in summary and summary.get("command") == "train":
+        return f"loss {summary['loss']:.4f} at step {summary.get('step', 0):,}"
+    rate = summary.get("samples_per_s_per_gpu", {}).get("median")
+    return f"{rate:,.2f} samples/s/GPU" if rate else ""

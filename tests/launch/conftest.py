@@ -1,0 +1,68 @@
+"""SLURM's commands played by small scripts."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = {
+    "sbatch": """
+        if [ -e refuse ]; then cat refuse >&2; exit 1; fi
+        number=$((101 + $(cat calls | wc -l)))
+        echo "$*" >> calls
+        for word in "$@"; do case $word in --job-name=*) echo "$number ${word#*=}" >> names ;; esac; done
+        if [ -e silent ]; then echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1; fi
+        echo $number""",
+    "squeue": """
+        for word in "$@"; do case $word in
+            --name=*) [ -e forgotten ] || sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;;
+        esac; done
+        cat queue""",
+    "sinfo": "cat partitions",
+    "sacctmgr": "cat accounts || exit 1",
+    "sacct": """
+        [ -e accounting ] || { echo 'Slurm accounting storage is disabled' >&2; exit 1; }
+        for word in "$@"; do case $word in --name=*) sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;; esac; done
+        cat accounting""",
+}
+
+
+@dataclass
+class FakeSlurm:
+    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `accounts`.
+
+    `refuse` makes sbatch refuse with its text, `silent` lose its answer; `forgotten` makes squeue know no job by name.
+    """
+
+    folder: Path
+
+    def write(self, name: str, text: str = "") -> None:
+        (self.folder / name).write_text(text)
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink()
+
+    @property
+    def calls(self) -> list[str]:
+        """Command lines of sbatch."""
+        return (self.folder / "calls").read_text().splitlines()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A SLURM with the partitions gpu, of 200 nodes with 4 GPUs, and cpu; the Python of the tests is `python3`."""
+    folder = tmp_path / "fake_slurm"
+    folder.mkdir()
+    for name, script in SCRIPTS.items():
+        (folder / name).write_text(f"#!/bin/bash\ncd '{folder}'\n{script}\n")
+        (folder / name).chmod(0o755)
+    fake = FakeSlurm(folder)
+    fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
+    fake.write("accounts", "mine\nours\n")
+    for name in ("queue", "calls", "names"):
+        fake.write(name)
+    path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    return fake

@@ -1,0 +1,152 @@
+"""One job from one command: its script, its record, and everything that is refused before it is queued."""
+
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.launch.submit import main
+from tests.conftest import micro_run
+from tests.launch.conftest import FakeSlurm
+
+
+class Submission:
+    """`call(options)` submits a micro run on a site with an account, in a folder with a space in its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "my work"
+        self.folder.mkdir()
+        self.site: dict[str, Any] = {
+            "account": "mine",
+            "sbatch": ["--exclusive"],
+            "run_root": str(self.folder / "runs"),
+        }
+        self.run = micro_run()
+
+    def call(self, *options: str) -> int:
+        (self.folder / "tiny.json").write_text(json.dumps(self.run))
+        (self.folder / "site.json").write_text(json.dumps(self.site))
+        given = ["--site", str(self.folder / "site.json"), "--config", str(self.folder / "tiny.json")]
+        return main([*given, *options])
+
+    @property
+    def jobs(self) -> list[Path]:
+        return sorted((self.folder / "runs" / "jobs").glob("*"))
+
+
+@pytest.fixture
+def submission(tmp_path: Path, slurm: FakeSlurm) -> Submission:
+    return Submission(tmp_path)
+
+
+def _lines(job: Path) -> set[str]:
+    return set((job / "job.sbatch").read_text().splitlines())
+
+
+def test_everything_of_the_site_is_in_the_script(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submission.site |= {"partition": "gpu", "cpus_per_task": 8, "sbatch": ["--qos=big"], "gpus_per_node": 2}
+    assert submission.call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "pdsh") == 0
+    (job,) = submission.jobs
+    expected = {
+        "--account=mine", "--partition=gpu", "--qos=big", "--nodes=2", "--gres=gpu:2", "--ntasks-per-node=1",
+        "--cpus-per-task=16", "--time=00:15:00", "--signal=B:USR1@60", "--requeue", "--open-mode=append",
+        "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
+    }  # fmt: skip
+    assert {f"#SBATCH {option}" for option in expected} <= _lines(job)
+    assert "#SBATCH --no-kill" not in _lines(job)
+    words = shlex.split((job / "job.sbatch").read_text(), comments=True)
+    given = dict(pairwise(word for word in words if word != "\n"))
+    assert (given["--site"], given["--folder"]) == (str(submission.folder / "site.json"), "$folder")
+    assert (given["--slots"], given["--launcher"]) == ("2", "ssh")
+    record = json.loads((job / "submitted.json").read_text())
+    assert (record["job"], record["nodes"]) == ("101", 2)
+    (call,) = slurm.calls
+    assert f"--job-name={record['name']}" in call
+    assert record["name"].startswith("clap-tiny-")
+    run = json.loads((job / "run.json").read_text())
+    assert run["clap"]["output"] == {"root": str(submission.folder / "runs"), "label": "tiny"}
+    shown = capsys.readouterr().out
+    log = job / "slurm-101.out"
+    assert "submitted job 101" in shown
+    assert all(how in shown for how in (f"log: {log}", f"tail -F '{log}'", "squeue -j 101", "scancel 101"))
+
+
+def test_spare_nodes_and_training(submission: Submission, capsys: pytest.CaptureFixture[str]) -> None:
+    submission.run["clap"]["train"] = {"samples": 64}
+    options = ("--nodes", "2", "--spare_nodes", "1", "--shrink", "--until_done", "--train", "--time", "8:00")
+    assert submission.call(*options, "--label", "mine") == 0
+    (job,) = submission.jobs
+    assert job.name.startswith("mine-")
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --signal=B:USR1@240"} <= _lines(job)
+    command = (job / "job.sbatch").read_text().partition("exec bash")[2]
+    words = command.replace("\\\n", " ").split()
+    assert words[-2:] == ["--shrink", "--until_done"]
+    assert {"--spare_nodes 1", "--command clap_ds/train.py", "--grace 192"} <= set(map(" ".join, pairwise(words)))
+    assert "note: a time limit of 8:00 is short: the run is told to stop 240 s before it" in capsys.readouterr().out
+
+
+def test_check_shows_the_script_and_leaves_nothing(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submission.call("--check", "--nodes", "2") == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in shown
+    assert "partition  gpu: 200 nodes with 4 GPUs, time limit 1-00:00:00" in shown
+    assert "account    mine" in shown
+    assert (submission.jobs, slurm.calls) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("site", "options", "message"),
+    [
+        ({"account": "yours"}, (), "account: 'yours' is none of yours; did you mean 'ours'?"),
+        ({"partition": "gpuu"}, (), "partition: SLURM has no 'gpuu'; did you mean 'gpu'?"),
+        ({"partition": "cpu", "gpus_per_node": 4}, (), "partition: cpu has no GPUs; there are some in gpu"),
+        ({"gpus_per_node": 8}, (), "gpus_per_node: 8 on each node wanted; partition gpu has 200 nodes with 4 GPUs"),
+        ({}, ("--nodes", "199", "--spare_nodes", "2"), "201 nodes wanted: partition gpu has 200"),
+        ({"python": "/no/such/python"}, (), "python: /no/such/python: no such program"),
+        ({"setup": ["true", "module load CUDAA"]}, (), "setup: 'module load CUDAA': "),
+        ({}, ("--train",), "tiny.json: clap.train: missing samples or epochs"),
+        ({}, ("--time", "2-00:00:00"), "time 2-00:00:00: partition gpu has a limit of 1-00:00:00"),
+    ],
+)
+def test_refused_before_it_is_queued(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str],
+    site: dict[str, Any], options: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    submission.site |= site
+    assert submission.call(*options) == 2
+    assert message in capsys.readouterr().err
+    assert (submission.jobs, slurm.calls) == ([], [])
+
+
+def test_sbatch_that_refuses_leaves_no_folder(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse", "sbatch: error: Invalid qos specification\n")
+    assert submission.call() == 2
+    assert "Invalid qos specification" in capsys.readouterr().err
+    assert submission.jobs == []
+
+
+def test_a_job_whose_answer_was_lost_is_found_by_the_next_call(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("silent")
+    slurm.write("forgotten")
+    assert submission.call() == 2
+    assert "Socket timed out" in capsys.readouterr().err
+    for name in ("silent", "forgotten"):
+        slurm.remove(name)
+    assert submission.call() == 2
+    assert "job 101 was submitted at" in capsys.readouterr().err
+    (job,) = submission.jobs
+    assert json.loads((job / "submitted.json").read_text())["job"] == "101"
+    assert len(slurm.calls) == 1
+    assert (submission.call(), submission.call()) == (0, 0)
+    assert len(slurm.calls) == len(submission.jobs) == 3
