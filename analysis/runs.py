@@ -12,8 +12,9 @@ and `--gpus`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,35 @@ from clap_ds.analysis.record import is_record, read_record
 from clap_ds.analysis.table import Run, read_table_runs
 from clap_ds.config.errors import UserError, run_alone
 
+DEPTH = 4
+"""Folders down to the runs of a sweep: sweeps/NAME/runs/RUN of `runs`."""
+
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
-    """Runs of run directories, folders of them, DeepSpeed logs (plain or gzip) and CSV tables.
+    """Runs of run directories, folders of them (a sweep's, too), DeepSpeed logs (plain or gzip) and CSV tables.
 
     `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
-    on stderr and the rest goes on; UserError where none has one.
+    on stderr and the rest goes on, but for a folder whose neighbour has runs: `runs/*` names the jobs' folder, too. UserError
+    where none has one.
     """
     runs: list[Run] = []
-    problems: list[str] = []
+    problems: dict[Path, str] = {}
+    fruitful: set[Path] = set()
     for path in paths:
-        try:
-            runs += [_complete(run, given) for run in _read(path, given)]
-        except UserError as error:
-            problems.append(str(error))
+        sources = [*_records_in(path)] if path.is_dir() and not is_record(path) else [path]
+        if not sources:
+            problems[path] = f"{path}: neither a run directory nor a folder of them"
+        for source in sources:
+            try:
+                runs += [_complete(run, given) for run in _read(source, given)]
+                fruitful.add(path.absolute().parent)
+            except UserError as error:
+                problems[source] = str(error)
     if not runs:
-        raise UserError("; ".join(problems))
-    for problem in problems:
-        print(f"warning: {problem}; going on without it", file=sys.stderr)
+        raise UserError("; ".join(problems.values()))
+    for path, problem in problems.items():
+        if not (path.is_dir() and not is_record(path) and path.absolute().parent in fruitful):
+            print(f"warning: {problem}; going on without it", file=sys.stderr)
     return runs
 
 
@@ -48,11 +60,18 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     if path.is_dir():
-        records = [path] if is_record(path) else sorted(filter(is_record, path.iterdir()))
-        if not records:
-            raise UserError(f"{path}: neither a run directory nor a folder of them")
-        return [read_record(record) for record in records]
+        return [read_record(path)]
     return read_table_runs(path) if path.suffix == ".csv" else read_log(path, given.warmup_steps, given.gpus)
+
+
+def _records_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Run directories somewhere in a folder, in the order of their names, without those that can't be read."""
+    with contextlib.suppress(OSError):
+        for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
+            if is_record(path):
+                yield path
+            elif depth > 1:
+                yield from _records_in(path, depth - 1)
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -89,7 +108,7 @@ MACHINE_OPTIONS = (
 )  # fmt: skip
 COST_OPTIONS = ("--samples", "--price_per_gpu_hour", "--deadline_hours")
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, DeepSpeed logs, tables"},
+    "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, sweeps, DeepSpeed logs, tables"},
     "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
     "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
     "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},

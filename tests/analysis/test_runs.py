@@ -37,13 +37,13 @@ def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
 ) -> None:
     for nodes in (1, 2):
         record(tmp_path / f"run-{nodes}", [], state="failed", num_nodes=nodes, world_size=4 * nodes)
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "elsewhere" / "empty").mkdir(parents=True)
     assert [run.gpus for run in read_runs([tmp_path], given())] == [4, 8]
-    inputs = [write(tmp_path / "bad.log", "hello"), tmp_path / "gone", tmp_path / "empty"]
+    inputs = [write(tmp_path / "bad.log", "hello"), tmp_path / "gone", tmp_path / "elsewhere" / "empty"]
     reasons = (
         "bad.log: no throughput lines",
         "gone: no such file",
-        "empty: neither a run directory nor a folder of them",
+        "elsewhere/empty: neither a run directory nor a folder of them",
     )
     with pytest.raises(UserError, match=".*; .*".join(reasons)):
         read_runs(inputs, given())
@@ -54,6 +54,31 @@ def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
     assert printed.out.endswith(
         "run-1: model not stated, 1 nodes × 4 GPUs, failed\n  no complete window was measured\n"
     )
+
+
+def test_runs_of_sweeps_are_found_and_other_folders_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `runs/*` names them, and folders given as a whole."""
+    sweep = tmp_path / "sweeps" / "tiny"
+    places = [tmp_path / "run-1", *(sweep / "runs" / f"n{nodes:03}" for nodes in (2, 4))]
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        record(place, [], state="failed", num_nodes=2**number, world_size=2**number)
+    for folder in (sweep / "n002", tmp_path / "jobs" / "tiny-1"):
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        (folder / "job.json").write_text("{}")
+    every = sorted(tmp_path.iterdir())
+    assert [path.name for path in every] == ["jobs", "run-1", "sweeps"]
+    for inputs, gpus in (([sweep], [2, 4]), (every, [1, 2, 4]), ([tmp_path], [1, 2, 4])):
+        assert [run.gpus for run in read_runs(inputs, given())] == gpus
+    assert capsys.readouterr().err == ""
+    record(tmp_path / "killed", [], state="running")
+    assert len(read_runs([tmp_path], given())) == 3
+    assert capsys.readouterr().err.startswith(f"warning: {tmp_path / 'killed'}: doesn't state the number of nodes")
+    with pytest.raises(UserError, match="jobs: neither a run directory nor a folder of them"):
+        read_runs([tmp_path / "jobs"], given())
 
 
 @pytest.mark.parametrize("how", [["analysis/runs.py"], ["-m", "analysis.runs"]])
