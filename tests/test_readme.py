@@ -14,15 +14,21 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.settings import load_run
+from clap_ds.launch.sites import load_site
 from clap_ds.training.checks import problems_for_training
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/numbers.md")
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
-BLOCKS, JSON_BLOCKS = (
-    re.findall(rf"^```{kind}\n(.*?)^```", "\n".join(PAGES.values()), re.MULTILINE | re.DOTALL)
-    for kind in ("console", "json")
-)
+
+
+def _blocks(kind: str, *pages: str) -> list[str]:
+    text = "\n".join(PAGES[name] for name in pages)
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS, SITES = _blocks("console", *NAMES), _blocks("json", "docs/cluster.md")
+JSON_BLOCKS = _blocks("json", *(name for name in NAMES if name != "docs/cluster.md"))
 LINES = [line for block in BLOCKS for line in block.splitlines()]
 COMMANDS = [re.split(r"\s{2,}#", line)[0].removeprefix("$ ").strip() for line in LINES]
 
@@ -36,8 +42,12 @@ RULES = {
     "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
     r"salloc .* python launch/preflight\.py .*": "tests/cluster/test_preflight_on_cluster.py::test_healthy_cluster",
-    r"python launch/sweep\.py --site .*": "tests/cluster/test_sweep_on_cluster.py::test_three_scales_status_and_resume",
-    r"python launch/sweep\.py (status|resume) \S+": "tests/launch/test_sweep.py::test_status_and_resume",
+    r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
+    r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",
+    r"python launch/sweep\.py --site (?!.* --train ).*": (
+        "tests/cluster/test_sweep_on_cluster.py::test_three_scales_status_and_resume"
+    ),
+    r"python launch/sweep\.py (status|resume) \S+( --.*)?": "tests/launch/test_sweep.py::test_status_and_resume",
     "pip install --no-index .*": "tests/test_wheelhouse.py::test_installs_and_runs_without_an_index",
     r"sbatch .* launch/train\.sbatch .*": (
         "tests/cluster/test_jobs.py::test_training_saves_when_warned_and_the_next_job_resumes"
@@ -129,7 +139,10 @@ def test_programs_scripts_and_configurations_are_there(command: str, checkout: P
 
 
 def test_configurations_shown_are_valid(tmp_path: Path) -> None:
-    assert len(JSON_BLOCKS) == 2
+    assert len(JSON_BLOCKS) == len(SITES) == 2
     for block in JSON_BLOCKS:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")
+    for block in SITES:
+        (tmp_path / "site.json").write_text(block)
+        load_site(str(tmp_path / "site.json"))

@@ -130,9 +130,10 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
         (["clap-evaluate", "none", "--deepspeed_config", "htsat_base"], 2, "htsat_base.json has no clap.evaluation"),
         (["clap-bench", "--deepspeed_config", "htsat_tny"], 2, "htsat_tny: no such file; did you mean 'htsat_tiny'?"),
         (["clap-train", "--deepspeed_config", "mine"], 2, "packaged configurations: htsat_base, htsat_base_amp, htsat_tiny"),
-        (["clap-sites", "check", "generic"], 0, ""),
+        (["clap-sites", "check", "generic"], 0, "torch 2."),
+        (["clap-submit", "--config", "htsat_tiny", "--gpus", "4", "--check"], 0, "#SBATCH --gres=gpu:4"),
     ],
-    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites"],
+    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit"],
 )  # fmt: skip
 def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, message: str) -> None:
     result = installed.call(*command)

@@ -13,8 +13,9 @@ from tests.conftest import micro_run
 pytestmark = pytest.mark.end_to_end
 
 
-def _sweep(cluster: SlurmCluster, *arguments: str) -> str:
-    return cluster.run("ctl", sys.executable, "launch/sweep.py", *arguments, folder=ROOT).stdout
+def _sweep(cluster: SlurmCluster, *arguments: str, check: bool = True) -> str:
+    done = cluster.run("ctl", sys.executable, "launch/sweep.py", *arguments, folder=ROOT, check=check)
+    return done.stdout + done.stderr
 
 
 def _over(cluster: SlurmCluster) -> None:
@@ -38,7 +39,10 @@ def test_three_scales_status_and_resume(cluster: SlurmCluster, tmp_path: Path) -
     cluster.run("ctl", "scancel", jobs["n003"])  # still waiting for the others
     cluster.wait_until(lambda: "running" in _sweep(cluster, "status", str(folder)), 60, "a running job")
     _over(cluster)
-    assert _sweep(cluster, "status", str(folder)).splitlines()[-1] == "2 completed, 1 failed"
+    shown = _sweep(cluster, "status", str(folder)).splitlines()
+    assert shown[-1] == "2 completed, 1 terminated"
+    assert shown[3].endswith("cancelled before it began")
+    assert shown[1].endswith("samples/s/GPU")
     assert "1 of 3 jobs are missing: n003" in _sweep(cluster, "resume", str(folder), "--dry_run")
     assert _sweep(cluster, "resume", str(folder)).count("submitted") == 1
     _over(cluster)
@@ -58,3 +62,28 @@ def test_micro_batches_in_one_job(cluster: SlurmCluster, tmp_path: Path) -> None
     assert rows[0]["samples_per_s_per_gpu"] > 0
     (output,) = folder.glob("*.out")
     assert "out of memory" in output.read_text().splitlines()[-1]
+
+
+def test_submission_of_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """What SLURM makes of the script, in a folder whose name has a space, and of a job it doesn't have the nodes for."""
+    work = tmp_path / "my 50% work"
+    work.mkdir()
+    site_and_config = _options(cluster, work, "srun")[:4]
+    submit = ["launch/submit.py", *site_and_config, "--time", "00:10:00"]
+    refused = cluster.run("ctl", sys.executable, *submit, "--nodes", "4", folder=ROOT, check=False)
+    assert (refused.returncode, "4 nodes wanted: partition gpu has 3 with 2 GPUs or more" in refused.stderr) == (
+        2,
+        True,
+    )
+    shown = cluster.run("ctl", sys.executable, *submit, "--nodes", "1", "--exclude", "node[1-2]", folder=ROOT).stdout
+    (folder,) = (work / "runs" / "jobs").iterdir()
+    record = json.loads((folder / "submitted.json").read_text())
+    assert f"squeue -j {record['job']}" in shown
+    job = cluster.job(record["job"])
+    assert (job["JobName"], job["TimeLimit"], job["ExcNodeList"]) == (record["name"], "00:10:00", "node[1-2]")
+    log = folder / f"slurm-{record['job']}.out"
+    cluster.wait_until(log.exists, 60, "the job's log")
+    _over(cluster)
+    assert json.loads((folder / "job.json").read_text())["state"] == "completed", log.read_text()
+    named = cluster.run("ctl", "squeue", "-h", "-t", "all", f"--name={record['name']}", "-o", "%F").stdout
+    assert named.strip() == record["job"]
