@@ -26,7 +26,8 @@ class Host:
     name: str
     heard: float | None = None  # by the job's running clock
     gone: bool = False
-    lost: str | None = None  # why its connection ended
+    lost: str | None = None  # why it counts as lost
+    is_silent: bool = False  # for so long that asking again is of no use
     last_words: str = ""
     notes: dict[int, Message] = field(default_factory=dict)  # of its ranks, by rank
     most_ranks: int = 0
@@ -52,7 +53,7 @@ class Host:
         elif "clear" in message:
             self.clear = True
         elif "gone" in message:
-            self.gone = True
+            self.gone, self.lost = True, "it took itself for cut off"
 
 
 class Agents:
@@ -159,7 +160,7 @@ class Agents:
                 host.last_words = why if host.name in why or host.name == names[0] else host.last_words
                 self._again.append(host.name)
             elif host.lost is None:
-                host.lost = why or "the connection ended"
+                host.lost = f"its connection ended ({why})" if why else "its connection ended"
 
     def say(self, **message: Any) -> None:
         """Send a message to every agent that can still be reached."""
@@ -172,12 +173,11 @@ class Agents:
         lost = {}
         with self._lock:
             now = self.clock.now()
-            for host in (self.hosts[name] for name in names if not self.hosts[name].gone):
-                silent_s = now - (host.heard or now)
-                if host.lost is not None:
-                    lost[host.name] = f"its connection ended ({host.lost})"
-                elif silent_s > self.lost_after_s:
-                    lost[host.name] = f"no sign of life for {silent_s:.0f} s"
+            for host in map(self.hosts.__getitem__, names):
+                if host.lost is None and host.heard is not None and now - host.heard > self.lost_after_s:
+                    host.lost, host.is_silent = f"no sign of life for {now - host.heard:.0f} s", True
+                if host.heard is not None and host.lost is not None:
+                    lost[host.name] = host.lost
         return lost
 
     def short_of_ranks(self, seconds: float = 0.0) -> list[Host]:

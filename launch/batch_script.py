@@ -25,7 +25,7 @@ from clap_ds.launch.site_check import Found, check_environment, check_partition
 from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
 
 BENCH = Path(__file__).resolve().parent / "bench.sbatch"
-TRAINING_S, TRAINING_WARNING_S = 24 * 3600, 300
+TRAINING_S = 24 * 3600
 SAVING_SHARE = 0.8
 """Of the time between the warning and the limit, for a training run to save in."""
 INTERRUPTED = 130
@@ -49,20 +49,17 @@ class Request:
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
 
-    def usual_warning_s(self, site: Site) -> int:
-        return TRAINING_WARNING_S if self.train else site.warning_s
-
     def warning_s(self, site: Site, nodes: int) -> int:
         """Seconds before the limit at which the run is signalled: half the limit where it is too short for more."""
         limit_s = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 60  # SLURM counts in minutes
-        usual = self.usual_warning_s(site)
+        usual = site.warning(self.train)
         return limit_s // 2 if limit_s <= 2 * usual else usual
 
     def notes(self, site: Site, nodes: int) -> list[str]:
         """What a user should know of the choices made for a job."""
         notes = []
         warning, limit = self.warning_s(site, nodes), self.time_limit(site, nodes)
-        if warning < self.usual_warning_s(site):
+        if warning < site.warning(self.train):
             notes.append(
                 f"a time limit of {limit} is short: the run is told to stop {warning} s before it, after half of it"
             )

@@ -115,7 +115,8 @@ class Agent:
         note: Message = {"rank": rank, "state": (parent_and_state(pid) or (0, "X"))[1]}
         with contextlib.suppress(OSError, ValueError):
             noted = json.loads((self.progress / str(rank)).read_text())
-            note |= {"step": noted["step"], "doing": noted["doing"], "age": time.monotonic() - noted["at"]}
+            age = time.monotonic() - noted["at"]
+            note |= {"step": noted["step"], "made": noted["made"], "doing": noted["doing"], "age": age}
         return note
 
     def _obey(self, line: bytes) -> bool:
@@ -209,7 +210,9 @@ class Agent:
     def _copy(self, name: str, stream: Any, last_words: list[str]) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            if name == "err" and text.strip() and "[launch.py:" not in text:  # DeepSpeed's launcher tells of the end itself
+            if (
+                name == "err" and text.strip() and "[launch.py:" not in text
+            ):  # DeepSpeed's launcher tells of the end itself
                 last_words[0] = text.strip()[:300]
             self.say(**{name: text})
 

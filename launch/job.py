@@ -50,7 +50,7 @@ class Job:
         """Read site and hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
         self.site = load_site(arguments.site)
-        self.launcher = launcher_name(arguments.launcher or self.site.chosen_launcher())
+        self.launcher = arguments.launcher or self.site.chosen_launcher()
         self.slots = self._hosts()
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
@@ -60,7 +60,8 @@ class Job:
         self.name = f"{slurm_job.job_id() or f'p{os.getpid()}'}.{digest}"
         self.began = time.monotonic()
         self.attempt: Attempt | None = None
-        self.signals = Signals(arguments.warning)
+        is_training = any(word.endswith("train.py") for word in arguments.command)
+        self.signals = Signals(self.site.warning(is_training))
         self.attempts = Attempts(int(os.environ.get("SLURM_RESTART_COUNT") or 0), self._earlier_attempts())
         self._recorded: dict[str, Any] = {
             "job": self.name, "command": arguments.command, "launcher": self.launcher, "hosts": self.slots,
@@ -102,7 +103,9 @@ class Job:
             excluded = ending.hosts
             if ending.lost and not stopped():
                 # A connection may break of a host that is well.
-                excluded = [host.name for host in self.agents.connect(ending.hosts, RECONNECT_S, stopped)]
+                broken = [name for name in ending.hosts if not self.agents.hosts[name].is_silent]
+                there = {*broken} - {host.name for host in self.agents.connect(broken, RECONNECT_S, stopped)}
+                excluded = [name for name in ending.hosts if name not in there]
             self.attempts.note(ending, hosts, self.slots, started, excluded)
             self._record()
             if stopped() or not hosts or not self.attempts.may_go_on() or not self._choose_hosts():
@@ -279,9 +282,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, required=True, help="the job's own folder, on a shared file system")
     add("--hostfile", type=Path, help="hosts and their ranks, in place of the allocation's")
     add("--slots", type=int, metavar="N", help="ranks on each host of the allocation")
-    add("--launcher", choices=[*LAUNCHERS, "pdsh"], help="in place of the site's")
+    add("--launcher", type=launcher_name, choices=LAUNCHERS, help="in place of the site's")
     add("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
-    add("--warning", type=float, default=0.0, metavar="S", help="how long before its time limit SLURM sends SIGUSR1")
     add("--spare_nodes", type=int, default=0, metavar="K", help="hosts of the allocation that take over from lost ones")
     add("--shrink", action="store_true", help="go on with fewer hosts, keeping the global batch by accumulation")
     add("--requeues", type=int, metavar="N", help="how often SLURM may start the job anew after losing a host")

@@ -75,6 +75,10 @@ class Site:
         bounds = sorted(self.walltimes, key=int)
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
 
+    def warning(self, train: bool) -> int:
+        """Seconds before its time limit at which a run is told to stop: training has to save."""
+        return 300 if train else self.warning_s
+
     def chosen_launcher(self) -> str:
         return self.launcher or ("slurm" if shutil.which("srun") else "ssh")
 

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 
+from clap_ds.config.errors import UserError
 from clap_ds.dist.hostfile import expand
+from clap_ds.launch import slurm
 
 _NODES = re.compile(r"^\s+Nodes=(\S+) .*?GRES=(\S*)", re.MULTILINE)
 _GPUS = re.compile(r"gpu(?::[\w.-]+)?:\d+\(IDX:([\d,-]+)\)")
@@ -16,8 +18,8 @@ ANSWER_S = 30.0
 def _ask(*command: str) -> str:
     """What a command of SLURM's prints; empty where it fails or isn't there."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout
-    except (OSError, subprocess.SubprocessError):
+        return slurm.ask([*command], timeout_s=ANSWER_S)
+    except UserError:
         return ""
 
 
@@ -42,19 +44,13 @@ def parse_gpus(shown: str) -> dict[str, list[str]]:
 
 
 def seconds_used_and_left() -> tuple[int, int] | None:
-    """How long this job has run, and how long it may go on; None where nobody tells."""
+    """How long this job has run, and how long it may go on; None where nobody tells, or without a limit."""
     words = _ask("squeue", "-h", "-j", str(job_id()), "-o", "%M %L").split()
-    times = [parse_time(word) for word in words[:2]]
-    return (times[0], times[1]) if len(times) == 2 and None not in times else None  # type: ignore[return-value]
-
-
-def parse_time(text: str) -> int | None:
-    """Seconds of SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds`; None for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
+    try:
+        used, left = map(slurm.seconds_of, words)
+    except (UserError, ValueError):
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return used, left
 
 
 def requeue(without: list[str]) -> str | None:

@@ -34,16 +34,16 @@ class StepWatch:
     def stalled(self, notes: Iterable[Message], now: float) -> float | None:
         """Seconds for which nobody has stepped, if that is too long; `now` by any clock in seconds."""
         everyone = list(notes)
-        stepping = [note for note in everyone if note.get("doing") == "step" and note["step"] >= 2]
+        stepping = [note for note in everyone if note.get("doing") == "step" and note["made"] >= 2]
         if not everyone or len(stepping) < len(everyone):
             self._last = None  # they start, save, evaluate or end
             return None
-        step, youngest = max(note["step"] for note in stepping), min(note["age"] for note in stepping)
-        if self._last is None or step > self._last[0]:
+        made, youngest = max(note["made"] for note in stepping), min(note["age"] for note in stepping)
+        if self._last is None or made > self._last[0]:
             if self._last is not None:
-                self._steps.append((now - self._last[1]) / (step - self._last[0]))
+                self._steps.append((now - self._last[1]) / (made - self._last[0]))
                 self._longest_pause = max(self._longest_pause, self._youngest)
-            self._last, self._youngest = (step, now), 0.0
+            self._last, self._youngest = (made, now), 0.0
         self._youngest = max(self._youngest, youngest)
         usual_s = self.usual_step_s()
         limit_s = UNKNOWN_S if usual_s is None else max(LEAST_S, MEDIANS * usual_s, GAPS * self._longest_pause)
