@@ -14,7 +14,7 @@ from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run
 
-RANKS = r"clap_ds/(bench|train)\.py|deepspeed\.launcher|host_agent\.py|launch/job\.py|launch/monitor\.py"
+RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|launch/(?:host_agent|job|monitor)\.py"
 """Matches the command line of everything a job starts."""
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
@@ -68,18 +68,30 @@ class Submitted:
         """`summary.json` of each run."""
         return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
-    def wait_for_steps(self) -> None:
-        """Wait until the run has started to measure."""
-        over = lambda: self.cluster.job(self.number)["JobState"] in OVER  # noqa: E731
-        steps = lambda: [*self.folder.glob("runs/*/metrics.jsonl")] or over()  # noqa: E731
+    def wait_for_steps(self, runs: int = 1) -> None:
+        """Wait until the run, or another start of it, has made its first steps."""
+        over = lambda: self.cluster.job(self.number)["JobState"] in OVER - {"COMPLETING"}  # noqa: E731
+        steps = lambda: len([*self.folder.glob("runs/*/metrics.jsonl")]) >= runs or over()  # noqa: E731
         self.cluster.wait_until(steps, 120, f"steps of job {self.number}")
         assert not over(), self.output
+
+    def ranks(self, host: str) -> dict[str, dict[str, str]]:
+        """Environments of the ranks on a host, by process id as the host counts."""
+        lines = self.cluster.processes(r"clap_ds/(?:bench|train)\.py").get(host, [])
+        found = {}
+        for pid in (line.split()[0] for line in lines):
+            text = self.cluster.run(host, "cat", f"/proc/{pid}/environ", check=False).stdout
+            variables = dict(line.partition("=")[::2] for line in text.split("\0"))
+            if "RANK" in variables and variables.get("SLURM_JOB_ID") == self.number:
+                found[pid] = variables
+        return found
 
 
 def site_file(folder: Path, **changes: Any) -> str:
     """A site for the test cluster, whose runs go to the test's folder."""
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
-    site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "environment": variables}
+    site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "requeues": 0}
+    site |= {"environment": variables}
     (folder / "site.json").write_text(json.dumps({**site, **changes}))
     return str(folder / "site.json")
 
@@ -89,18 +101,24 @@ Submit = Callable[..., Submitted]
 
 @pytest.fixture
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
-    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`."""
+    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`.
+
+    `variables` are those of the shell that submits, `site` changes of the site file.
+    """
     cluster.wait_until_idle()
 
     def start(
-        nodes: int, launcher: str, *, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any
-    ) -> Submitted:
+        nodes: int, launcher: str, *, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None, site: dict[str, Any] | None = None, **changes: Any,
+    ) -> Submitted:  # fmt: skip
+        variables, site = variables or {}, site or {}
         (tmp_path / "micro.json").write_text(json.dumps(micro_run(**changes)))
         (tmp_path / "runs").mkdir(exist_ok=True)
         number = cluster.run(
-            "ctl", "sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=2", "--ntasks-per-node=2",
-            f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site", site_file(tmp_path), "--config",
-            str(tmp_path / "micro.json"), "--launcher", launcher, "--folder", str(tmp_path / "job"), *options, folder=ROOT,
+            "ctl", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--parsable", f"--nodes={nodes}",
+            "--gpus-per-node=2", f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site",
+            site_file(tmp_path, **site), "--config", str(tmp_path / "micro.json"), "--launcher", launcher, "--folder",
+            str(tmp_path / "job"), "--python", sys.executable, *options, folder=ROOT,
         ).stdout.strip()  # fmt: skip
         return Submitted(cluster, number, tmp_path)
 

@@ -1,17 +1,24 @@
 """Jobs on a real SLURM, through every launcher."""
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Submit
+from tests.cluster.conftest import ENDLESS, ROOT, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.conftest import micro_run
 
 pytestmark = pytest.mark.end_to_end
+SECRET = "not-for-others"
+TRICKY = """a "quoted" $HOME, `b` % \\n"""
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("pdsh", 2), ("pdsh", 3), ("slurm", 2), ("srun", 3)])
+@pytest.mark.parametrize(("launcher", "nodes"), [("ssh", 2), ("slurm", 2), ("srun", 3), ("torchrun", 2)])
 def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster, launcher: str, nodes: int) -> None:
     job = submit(nodes, launcher)
     job.ends("COMPLETED", 0)
@@ -23,11 +30,46 @@ def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster,
     assert environment["gpus_per_node"] == [2] * nodes
 
 
+def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Two jobs through each way to reach hosts, at once on the same nodes: each has GPUs of its own, and one environment."""
+    variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "AWS_KEPT_BACK": "1", "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
+    jobs = []
+    for launcher in ("ssh", "srun"):
+        options = ("--folder", str(tmp_path / launcher), "--slots", "2")
+        site = {"not_passed": ["AWS_*"]}
+        more: dict[str, Any] = {"variables": variables, "site": site, "clap": ENDLESS, "options": options}
+        jobs.append(submit(2, launcher, sbatch=("--nodelist=node[1-2]", "--cpus-per-task=2"), **more))
+    for count, job in enumerate(jobs, start=1):
+        job.wait_for_steps(count)
+    cluster.wait_until(
+        lambda: all(len(job.ranks(host)) == 2 for job in jobs for host in cluster.nodes[:2]), 60, "ranks"
+    )
+    for host in cluster.nodes[:2]:
+        ranks = [ranks for job in jobs for ranks in job.ranks(host).values()]
+        taken = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
+        assert taken[0] == taken[1] != taken[2] == taken[3]  # by LOCAL_RANK a rank takes its own of the host's
+        assert sorted(",".join({*taken}).split(",")) == ["0", "1", "2", "3"]
+        for rank in ranks:
+            assert {name: rank[name] for name in variables if name in rank} == {
+                name: value for name, value in variables.items() if name != "AWS_KEPT_BACK"
+            }
+            assert rank["CLAP_TEST_LIST"] == "Tree,Ring"  # the site's settings, whole
+    assert cluster.processes(SECRET) == {}
+    for job in jobs:
+        cluster.run("ctl", "scancel", job.number)
+    for job in jobs:
+        job.wait()
+    # SLURM keeps a job's own environment; nothing of this project's does.
+    assert subprocess.run(["grep", "-rl", SECRET, str(tmp_path)], capture_output=True, text=True).stdout == ""
+
+
 def test_exit_code_and_state_are_the_runs(submit: Submit) -> None:
-    job = submit(2, "pdsh", clap={"bench": {"windws": 2}})
+    job = submit(2, "ssh", clap={"bench": {"windws": 2}})
     job.ends("FAILED", 2)
-    assert job.output.count("clap.bench.windws: no such field; did you mean 'windows'?") == 1
+    message = "clap.bench.windws: no such field; did you mean 'windows'?"
+    assert job.output.count(message) == 2  # the rank's, and the job's
     assert (job.record["state"], job.record["exit_code"]) == ("failed", 2)
+    assert message in job.record["error"]
 
 
 def test_exhausted_memory_is_the_jobs_state(submit: Submit) -> None:
@@ -37,23 +79,35 @@ def test_exhausted_memory_is_the_jobs_state(submit: Submit) -> None:
     assert f"micro-batch {10**12}" in job.record["error"]
 
 
-@pytest.mark.parametrize("launcher", ["pdsh", "srun"])
-def test_training_saves_when_warned_and_the_next_job_resumes(
-    submit: Submit, cluster: SlurmCluster, launcher: str
-) -> None:
-    options = ("--command", "clap_ds/train.py", "--grace", "60")  # as train.sbatch
-    settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 10**9, "log_every_steps": 1}}
-    job = submit(2, launcher, options=options, clap=settings)
+def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
+    options = ("--command", "clap_ds/train.py", "--grace", "60", "--until_done")
+    settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 300, "log_every_steps": 1}}
+    job = submit(2, "ssh", options=options, clap=settings)
     job.wait_for_steps()
     cluster.run("ctl", "scancel", "--batch", "--signal=USR1", job.number)
-    job.ends("FAILED", 138)
-    (stopped,) = job.summaries
-    assert stopped["state"] == job.record["state"] == "timeout"
-    assert stopped["checkpoints"][-1]["saved"]
-    assert stopped["checkpoints"][-1]["step"] == stopped["step"]
-
-    settings["train"]["samples"] = stopped["samples"] + 5 * 4 * 4
-    job = submit(2, launcher, options=options, clap=settings)
+    job.wait_for_steps(2)
     job.ends("COMPLETED", 0)
-    resumed = job.summaries[1]
-    assert (resumed["resumed_at_step"], resumed["step"]) == (stopped["step"], stopped["step"] + 5)
+    stopped, resumed = job.summaries
+    assert stopped["state"] == "timeout"
+    assert stopped["checkpoints"][-1]["saved"]
+    assert (resumed["resumed_at_step"], resumed["step"]) == (stopped["step"], 300)
+    assert [(attempt["state"], attempt["requeued"]) for attempt in job.record["attempts"]] == [
+        ("timeout", True), ("completed", False),
+    ]  # fmt: skip
+
+
+def test_two_runs_in_one_allocation(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Neither takes the other's processes for its own, or its port."""
+    cluster.wait_until_idle()
+    site = site_file(tmp_path)
+    (tmp_path / "micro.json").write_text(json.dumps(micro_run(clap={"output": {"root": str(tmp_path / "runs")}})))
+    run = f"{sys.executable} launch/job.py --site {site} --launcher ssh --folder {tmp_path}/$n"
+    run += f" -- clap_ds/bench.py --deepspeed_config {tmp_path}/micro.json"
+    both = f"for n in 1 2; do {run} > {tmp_path}/$n.out 2>&1 & done; wait"
+    cluster.run(
+        "ctl", "salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "bash", "-c", both, folder=ROOT, timeout=240
+    )
+    for number in (1, 2):
+        record = json.loads((tmp_path / str(number) / "job.json").read_text())
+        assert record["state"] == "completed", (tmp_path / f"{number}.out").read_text()
+    assert len({re.sub(r".*/", "", path.parent.name) for path in tmp_path.glob("runs/*/summary.json")}) == 2
