@@ -103,7 +103,7 @@ Submit = Callable[..., Submitted]
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
     """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`.
 
-    `variables` are those of the shell that submits, `site` changes of the site file.
+    Each job has a folder of its own. `variables` are those of the shell that submits, `site` changes of the site file.
     """
     cluster.wait_until_idle()
 
@@ -112,14 +112,15 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
         variables: dict[str, str] | None = None, site: dict[str, Any] | None = None, **changes: Any,
     ) -> Submitted:  # fmt: skip
         variables, site = variables or {}, site or {}
-        (tmp_path / "micro.json").write_text(json.dumps(micro_run(**changes)))
-        (tmp_path / "runs").mkdir(exist_ok=True)
+        folder = tmp_path / f"job{len([*tmp_path.glob('job*')]) + 1}"
+        (folder / "runs").mkdir(parents=True)
+        (folder / "micro.json").write_text(json.dumps(micro_run(**changes)))
         number = cluster.run(
             "ctl", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--parsable", f"--nodes={nodes}",
-            "--gpus-per-node=2", f"--output={tmp_path}/%j.out", *sbatch, "launch/bench.sbatch", "--site",
-            site_file(tmp_path, **site), "--config", str(tmp_path / "micro.json"), "--launcher", launcher, "--folder",
-            str(tmp_path / "job"), "--python", sys.executable, *options, folder=ROOT,
+            "--gpus-per-node=2", f"--output={folder}/%j.out", *sbatch, "launch/bench.sbatch", "--site",
+            site_file(folder, **site), "--config", str(folder / "micro.json"), "--launcher", launcher, "--folder",
+            str(folder / "job"), "--python", sys.executable, *options, folder=ROOT,
         ).stdout.strip()  # fmt: skip
-        return Submitted(cluster, number, tmp_path)
+        return Submitted(cluster, number, folder)
 
     return start

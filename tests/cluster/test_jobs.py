@@ -35,12 +35,11 @@ def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmC
     variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "AWS_KEPT_BACK": "1", "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
     jobs = []
     for launcher in ("ssh", "srun"):
-        options = ("--folder", str(tmp_path / launcher), "--slots", "2")
         site = {"not_passed": ["AWS_*"]}
-        more: dict[str, Any] = {"variables": variables, "site": site, "clap": ENDLESS, "options": options}
+        more: dict[str, Any] = {"variables": variables, "site": site, "clap": ENDLESS}
         jobs.append(submit(2, launcher, sbatch=("--nodelist=node[1-2]", "--cpus-per-task=2"), **more))
-    for count, job in enumerate(jobs, start=1):
-        job.wait_for_steps(count)
+    for job in jobs:
+        job.wait_for_steps()
     cluster.wait_until(
         lambda: all(len(job.ranks(host)) == 2 for job in jobs for host in cluster.nodes[:2]), 60, "ranks"
     )
