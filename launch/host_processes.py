@@ -31,13 +31,18 @@ def is_running(pid: int) -> bool:
 
 def processes_of(job: str) -> dict[int, tuple[int, int | None]]:
     """Parent and, of ranks, the rank, of this job's processes here, by process id. `JOB.` stands for all attempts of a run."""
-    found = {}
+    found: dict[int, tuple[int, int | None]] = {}
+    if not job:
+        return found  # between attempts; processes without `CLAP_JOB` are nobody's
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            with open(f"/proc/{pid}/environ", "rb", 0) as file:
+                text = file.read()
         except OSError:
             continue  # gone meanwhile, or somebody else's
-        variables = dict(line.partition(b"=")[::2] for line in lines)
+        if b"CLAP_JOB=" not in text:
+            continue
+        variables = dict(line.partition(b"=")[::2] for line in text.split(b"\0"))
         value = variables.get(b"CLAP_JOB", b"").decode(errors="replace")
         is_of_job = value == job or (job.endswith(".") and value.startswith(job))
         if is_of_job and pid != os.getpid() and (known := parent_and_state(pid)) is not None:
@@ -74,6 +79,8 @@ def send(pids: Iterator[int] | list[int] | dict[int, int], number: int) -> None:
 def end_all(job: str, last_words_s: float = LAST_WORDS_S) -> int:
     """End every process of the job on this host: SIGTERM, a moment to record it, SIGKILL. Returns how many there were."""
     found = processes_of(job)
+    if not found:
+        return 0
     send(ranks_of(job), signal.SIGTERM)
     deadline = time.monotonic() + last_words_s
     while any(_may_speak(pid) for pid in ranks_of(job)) and time.monotonic() < deadline:
