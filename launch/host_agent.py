@@ -308,7 +308,7 @@ def _first_line() -> bytes:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be handed down to ranks and their data workers
     if line := _first_line():
         agent = Agent(json.loads(line))
         # What an earlier start of the same job left here, before a requeue or a node failure.
