@@ -35,9 +35,11 @@ class Host:
     first_gone: list[int] = field(default_factory=list)  # ranks that ended before the others here
     ended: tuple[int, str] | None = None  # exit code of its launcher, and why
     clear: bool = False
+    attempt: str = ""
 
-    def begin(self) -> None:
+    def begin(self, attempt: str) -> None:
         """An attempt starts."""
+        self.attempt = attempt
         self.notes, self.first_gone, self.most_ranks = {}, [], 0
         self.fewer_since, self.ended, self.clear = None, None, False
 
@@ -49,11 +51,12 @@ class Host:
             self.most_ranks = max(self.most_ranks, len(self.notes))
             self.fewer_since = None if len(self.notes) == self.most_ranks else self.fewer_since or time.monotonic()
         elif "ended" in message:
-            self.ended = (message["ended"], message["why"])
+            if message["attempt"] == self.attempt:  # ranks that were ended with the last attempt may be late to say so
+                self.ended = (message["ended"], message["why"])
         elif "clear" in message:
             self.clear = True
         elif "gone" in message:
-            self.gone, self.lost = True, "it took itself for cut off"
+            self.gone, self.lost = True, message["why"] or "it took itself for cut off"
 
 
 class Agents:

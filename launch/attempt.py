@@ -89,7 +89,7 @@ class Attempt:
     def run(self) -> Ending:
         """Start the ranks, watch them to their end, leave none behind."""
         for name in self.hosts:
-            self.agents.hosts[name].begin()
+            self.agents.hosts[name].begin(self.start["attempt"])
         self.agents.say(**self.start)
         reason = None
         while reason is None and self._signalled() is None and not self._all_ended():

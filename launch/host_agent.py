@@ -53,6 +53,7 @@ class Agent:
         self._launchers: list[subprocess.Popen[bytes]] = []
         self._monitor: subprocess.Popen[bytes] | None = None
         self._lock, self._over, self._job_is_gone = threading.Lock(), False, False
+        self._starting = threading.Lock()  # no rank of an attempt that has ended
         self._serve, self._run_directory = serve, ""
         self._oom_kills = oom_kills()
         on_way = {**serve, "here": self.host}
@@ -79,6 +80,25 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until told to stop, cut off, or left alone; then end what is left of the run here."""
+        why = ""
+        try:
+            self._serve_job()
+        except Exception as error:  # whatever it is, no rank may stay
+            why = f"its agent failed: {type(error).__name__}: {error}"
+        self._over = True
+        self._end_monitor()
+        with self._starting:
+            attempt, self.attempt = self.attempt, ""
+        number = end_all(self.run + ".")
+        if attempt:
+            shutil.rmtree(self.progress, ignore_errors=True)
+        if self._job_is_gone and self.host == self._serve["job_host"]:
+            self._complete_record()
+        self.say(gone=number, why=why)
+        for connection in self._below:
+            connection.end(BELOW_S)
+
+    def _serve_job(self) -> None:
         clock, buffer, heard, next_beat = RunningClock(), b"", 0.0, 0.0
         ranks: dict[int, int] = {}
         while clock.now() - heard <= self.silence_s:
@@ -99,16 +119,6 @@ class Agent:
                 *lines, buffer = (buffer + received).split(b"\n")
                 if not all(self._obey(line) for line in lines):
                     break
-        self._over = True
-        self._end_monitor()
-        number = end_all(self.run + ".")
-        if self.attempt:
-            shutil.rmtree(self.progress, ignore_errors=True)
-        if self._job_is_gone and self.host == self._serve["job_host"]:
-            self._complete_record()
-        self.say(gone=number)
-        for connection in self._below:
-            connection.end(BELOW_S)
 
     def _note_of(self, pid: int, rank: int) -> Message:
         """What a rank last noted of its progress, with `age`, the seconds since then, and the kernel's letter for its state."""
@@ -166,14 +176,31 @@ class Agent:
 
     def _run_ranks(self, message: Message, attempt: str) -> None:
         """Wait for the files that the ranks read, start the ranks, and say how they ended."""
-        missing = self._missing(message["files"], message["start_limit_s"])
+        missing = self._missing(message["files"], message["start_limit_s"], attempt)
         if missing:
             self.say(attempt=attempt, ended=1, why=f"can't see {missing}, which is there on {message['job_host']}")
             return
-        environment = {**message["environment"], "CLAP_JOB": attempt, "CLAP_PROGRESS": str(self.progress)}
+        with self._starting:
+            if self.attempt != attempt:
+                return
+            threads, last_words, problem = self._start_ranks(message)
+        if problem:
+            self.say(attempt=attempt, ended=1, why=problem)
+            return
+        code = self._wait_for_launchers()
+        for thread in threads:
+            thread.join(LAST_LINES_S)
+        killed = oom_kills() - self._oom_kills
+        why = f"the kernel ended {killed} processes for want of memory (out of memory)" if code and killed > 0 else ""
+        self.say(attempt=attempt, ended=code, why=why or last_words[0])
+
+    def _start_ranks(self, message: Message) -> tuple[list[threading.Thread], list[str], str]:
+        """Threads that read what the ranks say, a list with their last line of it, and why they can't be started."""
+        environment = {**message["environment"], "CLAP_JOB": self.attempt, "CLAP_PROGRESS": str(self.progress)}
         if not os.path.isdir(environment.get("TMPDIR", "/")):
             del environment["TMPDIR"]  # one that SLURM makes for a job on some hosts
-        threads, last_words = [], [""]
+        threads: list[threading.Thread] = []
+        last_words = [""]
         try:
             for command, variables in rank_commands(message, self.host, self._gpus(message)):
                 process = subprocess.Popen(
@@ -185,14 +212,8 @@ class Agent:
                     threads.append(threading.Thread(target=self._copy, args=(name, stream, last_words), daemon=True))
                     threads[-1].start()
         except OSError as error:
-            self.say(attempt=attempt, ended=1, why=f"{error.filename or message['folder']}: {error.strerror}")
-            return
-        code = self._wait_for_launchers()
-        for thread in threads:
-            thread.join(LAST_LINES_S)
-        killed = oom_kills() - self._oom_kills
-        why = f"the kernel ended {killed} processes for want of memory (out of memory)" if code and killed > 0 else ""
-        self.say(attempt=attempt, ended=code, why=why or last_words[0])
+            return threads, last_words, f"{error.filename or message['folder']}: {error.strerror}"
+        return threads, last_words, ""
 
     def _wait_for_launchers(self) -> int:
         """The first exit code that isn't 0, once one has ended with it or all have ended."""
@@ -216,12 +237,12 @@ class Agent:
                 last_words[0] = text.strip()[:300]
             self.say(**{name: text})
 
-    def _missing(self, files: dict[str, int], limit_s: float) -> str:
+    def _missing(self, files: dict[str, int], limit_s: float, attempt: str) -> str:
         """The first file that isn't there in time as the job's host sees it; a shared file system may show it late."""
         until, next_word = time.monotonic() + limit_s, time.monotonic() + 5.0
         while True:
             late = [path for path, size in files.items() if not os.path.exists(path) or os.path.getsize(path) != size]
-            if not late or time.monotonic() > until or self._over:
+            if not late or time.monotonic() > until or self.attempt != attempt:
                 return late[0] if late else ""
             for path in late:
                 with contextlib.suppress(OSError):
@@ -261,16 +282,17 @@ class Agent:
 
     def _end_attempt(self) -> None:
         """End what there is of this attempt; the agent stays for another."""
-        number = end_all(self.attempt) if self.attempt else 0
+        with self._starting:
+            attempt, self.attempt = self.attempt, ""
+        number = end_all(attempt)
         for process in self._launchers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2.0)
         self._launchers.clear()
         self._end_monitor()
-        if self.attempt:
+        if attempt:
             shutil.rmtree(self.progress, ignore_errors=True)
-        self.say(attempt=self.attempt, clear=number)
-        self.attempt = ""
+        self.say(attempt=attempt, clear=number)
 
     def _complete_record(self) -> None:
         """Say how it ended in place of the job, which was killed before it could."""
