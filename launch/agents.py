@@ -35,6 +35,7 @@ class Host:
     first_gone: list[int] = field(default_factory=list)  # ranks that ended before the others here
     ended: tuple[int, str] | None = None  # exit code of its launcher, and why
     clear: bool = False
+    refused: int = 0  # how often no connection to it could be made
     attempt: str = ""
 
     def begin(self, attempt: str) -> None:
@@ -96,16 +97,14 @@ class Agents:
         new = [name for name in names if self.hosts[name].heard is None]
         self._start(new)
         began = time.monotonic()
-        next_word, refused = began + SAY_S, set[str]()
+        next_word = began + SAY_S
         while (silent := [self.hosts[name] for name in names if self._is_silent(name)]) and not stopped():
             with self._lock:
                 again, self._again = self._again, []
             # Whoever was behind a host that can't be reached is tried by another way; the host itself, once more.
-            refused |= (once := {name for name in again if name in refused})
-            for name in once:
-                self.hosts[name].lost = self.hosts[name].last_words or "no connection"
-            refused |= {*again}
-            self._start([name for name in again if name not in once], again=True)
+            for host in map(self.hosts.__getitem__, again):
+                host.lost = (host.last_words or "no connection") if host.refused > 1 else None
+            self._start([name for name in again if self.hosts[name].lost is None], again=True)
             if time.monotonic() - began > limit_s or all(host.lost is not None for host in silent):
                 break
             if time.monotonic() > next_word:
@@ -162,6 +161,8 @@ class Agents:
             if host.heard is None:
                 host.last_words = why if host.name in why or host.name == names[0] else host.last_words
                 self._again.append(host.name)
+                # Of a step of several nobody knows who made it fail.
+                host.refused += host.name == names[0] and (self.step is None or len(names) == 1)
             elif host.lost is None:
                 host.lost = f"its connection ended ({why})" if why else "its connection ended"
 

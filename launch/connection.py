@@ -75,6 +75,7 @@ class Connection:
                 self._hear(line)
             elif text := line.decode(errors="replace").strip():
                 self.last_words = text
+        self.process.stdout.close()
         self.process.wait()
         self._lines.put(None)  # nobody reads any more
         self._over(self)

@@ -27,7 +27,7 @@ from typing import Any
 
 from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
 from clap_ds.launch.host_processes import end_all, ends_of, is_running, oom_kills, parent_and_state, ranks_of, send
-from clap_ds.launch.rank_commands import rank_commands
+from clap_ds.launch.rank_commands import rank_commands, visible_gpus
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 BEAT_S = 2.0
@@ -148,9 +148,10 @@ class Agent:
             command = [sys.executable, str(Path(__file__).with_name("monitor.py")), "watch", self._run_directory]
             null = subprocess.DEVNULL
             # It watches its input, and goes when this process does, however that ends.
-            self._monitor = subprocess.Popen(
-                [*command, "--while_open"], stdin=subprocess.PIPE, stdout=null, stderr=null
-            )
+            with contextlib.suppress(OSError):  # the ranks go on without one
+                self._monitor = subprocess.Popen(
+                    [*command, "--while_open"], stdin=subprocess.PIPE, stdout=null, stderr=null
+                )
         elif what == "ask":
             threading.Thread(target=self._answer, args=(message["command"],), daemon=True).start()
         elif what == "end":
@@ -202,7 +203,8 @@ class Agent:
         threads: list[threading.Thread] = []
         last_words = [""]
         try:
-            for command, variables in rank_commands(message, self.host, self._gpus(message)):
+            gpus = visible_gpus(message["slots"][self.host], message["gpus"].get(self.host, []))
+            for command, variables in rank_commands(message, self.host, gpus):
                 process = subprocess.Popen(
                     command, cwd=message["folder"], env={**environment, **variables}, stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -241,7 +243,7 @@ class Agent:
         """The first file that isn't there in time as the job's host sees it; a shared file system may show it late."""
         until, next_word = time.monotonic() + limit_s, time.monotonic() + 5.0
         while True:
-            late = [path for path, size in files.items() if not os.path.exists(path) or os.path.getsize(path) != size]
+            late = [path for path, size in files.items() if _size_of(path) != size]
             if not late or time.monotonic() > until or self.attempt != attempt:
                 return late[0] if late else ""
             for path in late:
@@ -251,15 +253,6 @@ class Agent:
                 self.say(waits=f"for {late[0]} to be visible there")
                 next_word += 10.0
             time.sleep(0.5)
-
-    def _gpus(self, message: Message) -> list[str]:
-        """GPUs of this host's ranks, as `CUDA_VISIBLE_DEVICES` names them: those that SLURM gave the job."""
-        number = message["slots"][self.host]
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "SLURM_JOB_ID" in os.environ else ""
-        ids = given.split(",") if given else message["gpus"].get(self.host, [])
-        if not given and sum(map(_can_open, glob.glob("/dev/nvidia[0-9]*"))) == len(ids):
-            ids = []  # this process sees no others, and they are counted from 0
-        return [str(index) for index in range(number)] if len(ids) < number else ids[:number]
 
     def _tell_stacks(self) -> None:
         """Have the ranks write where they are, and say what they wrote."""
@@ -310,12 +303,10 @@ class Agent:
             self._monitor = None
 
 
-def _can_open(path: str) -> bool:
-    """Whether SLURM lets this process have a device: permission bits don't tell, its control group does."""
+def _size_of(path: str) -> int | None:
     with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_RDWR))
-        return True
-    return False
+        return os.path.getsize(path)
+    return None
 
 
 def _first_line() -> bytes:

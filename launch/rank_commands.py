@@ -7,8 +7,34 @@ Leaves running them to `launch/host_agent.py`, and how hosts are reached to `lau
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 from typing import Any
+
+
+def visible_gpus(number: int, allocated: list[str]) -> list[str]:
+    """GPUs of a host's ranks, as `CUDA_VISIBLE_DEVICES` names them there: those that SLURM gave the job.
+
+    Args:
+        allocated: their numbers on this host, where SLURM told the job.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "SLURM_JOB_ID" in os.environ else ""
+    ids = given.split(",") if given else allocated
+    if not given and _devices() == len(ids):
+        ids = []  # this process sees no others, and they are counted from 0
+    return [str(index) for index in range(number)] if len(ids) < number else ids[:number]
+
+
+def _devices(folder: str = "/dev") -> int:
+    """How many GPUs SLURM lets this process have: permission bits don't tell, its control group does."""
+    number = 0
+    for name in os.listdir(folder):
+        if name.startswith("nvidia") and name[6:].isdecimal():
+            with contextlib.suppress(OSError):
+                os.close(os.open(f"{folder}/{name}", os.O_RDWR))
+                number += 1
+    return number
 
 
 def rank_commands(message: dict[str, Any], host: str, gpus: list[str]) -> list[tuple[list[str], dict[str, str]]]:
