@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
+from clap_ds.launch.connection import FANOUT, MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
 from clap_ds.launch.launchers import SSH, script_command, this_host
 
 CUT_OFF = 0.75
@@ -36,6 +36,7 @@ class Host:
     ended: tuple[int, str] | None = None  # exit code of its launcher, and why
     clear: bool = False
     refused: int = 0  # how often no connection to it could be made
+    way: Connection | None = None  # by which it is reached now, perhaps over other hosts
     attempt: str = ""
 
     def begin(self, attempt: str) -> None:
@@ -80,10 +81,11 @@ class Agents:
         self.clock = RunningClock()
         self._connections: list[Connection] = []
         self._lock, self._again = threading.Lock(), list[str]()
-        agent = script_command(sys.executable, "host_agent.py")
+        # Without site-packages, which agents do without, they start in half the time.
+        agent = script_command(sys.executable, "host_agent.py", options=["-S"])
         self._serve: Message = {
             "do": "serve", "job": job, "silence_s": CUT_OFF * lost_after_s, "here": this_host(), "agent": agent, "ssh": SSH,
-            "job_host": this_host(), "folder": folder,
+            "job_host": this_host(), "folder": folder, "fanout": FANOUT,
         }  # fmt: skip
 
     def connect(self, names: Sequence[str], limit_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Host]:
@@ -94,8 +96,8 @@ class Agents:
         self.hosts.update(
             {name: Host(name) for name in names if name not in self.hosts or self.hosts[name].lost is not None}
         )
-        new = [name for name in names if self.hosts[name].heard is None]
-        self._start(new)
+        # A second agent on a host that only takes its time would start its ranks twice.
+        self._start([name for name in names if self.hosts[name].heard is None and not self._is_on_its_way(name)])
         began = time.monotonic()
         next_word = began + SAY_S
         while (silent := [self.hosts[name] for name in names if self._is_silent(name)]) and not stopped():
@@ -118,12 +120,16 @@ class Agents:
     def _is_silent(self, name: str) -> bool:
         return self.hosts[name].heard is None
 
+    def _is_on_its_way(self, name: str) -> bool:
+        way = self.hosts[name].way
+        return way is not None and way.process.poll() is None
+
     def _start(self, names: list[str], again: bool = False) -> None:
         if not names:
             return
         if self.step is not None:
             # A step that fails doesn't say of whom: the second time there are several.
-            for group in groups_of(names) if again else [names]:
+            for group in groups_of(names, FANOUT) if again else [names]:
                 command = ["srun", "--overlap", "--quiet", "--no-kill", "--cpu-bind=none", "--ntasks-per-node=1"]
                 command += [
                     f"--nodes={len(group)}",
@@ -132,19 +138,26 @@ class Agents:
                     ",".join(group),
                     *self.step,
                 ]
-                connection = Connection(group, [*command, *self._serve["agent"]], self._hear, self._end)
+                with self._lock:
+                    connection = Connection(group, [*command, *self._serve["agent"]], self._hear, self._end)
+                    self._add(connection)
                 connection.say(to_line(self._serve))
-                self._connections.append(connection)
             return
         here = [name for name in names if name == self._serve["here"]]
-        for group in [here] * bool(here) + groups_of([name for name in names if name not in here]):
-            self._connections.append(ssh_to(group, self._serve, self._hear, self._end))
+        for group in [here] * bool(here) + groups_of([name for name in names if name not in here], FANOUT):
+            with self._lock:
+                self._add(ssh_to(group, self._serve, self._hear, self._end))
+
+    def _add(self, connection: Connection) -> None:
+        self._connections.append(connection)
+        for name in connection.hosts:
+            self.hosts[name].way = connection
 
     def _hear(self, line: bytes) -> None:
         message = json.loads(line[len(MARK) :])
         with self._lock:
             if "lost" in message:
-                return self._cut(message["lost"], message["why"])
+                return self._cut(message["lost"], self.hosts[message["host"]].way, message["why"])
             host = self.hosts.get(message["host"])
             if host is not None:
                 host.hear(message, self.clock.now())
@@ -153,11 +166,13 @@ class Agents:
 
     def _end(self, connection: Connection) -> None:
         with self._lock:
-            self._cut(connection.hosts, connection.last_words)
+            self._cut(connection.hosts, connection, connection.last_words)
 
-    def _cut(self, names: list[str], why: str) -> None:
+    def _cut(self, names: list[str], way: Connection | None, why: str) -> None:
         """A connection has ended: hosts that had spoken are lost, of the others another way is tried."""
-        for host in (self.hosts[name] for name in names if not self.hosts[name].gone):
+        for host in (self.hosts[name] for name in names):
+            if host.gone or host.way is not way:  # reached by another way meanwhile
+                continue
             if host.heard is None:
                 host.last_words = why if host.name in why or host.name == names[0] else host.last_words
                 self._again.append(host.name)

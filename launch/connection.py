@@ -101,9 +101,9 @@ class Connection:
             self.process.kill()  # an agent that sees its input end does all that it was to do
 
 
-def groups_of(hosts: list[str]) -> list[list[str]]:
-    """Hosts in at most `FANOUT` groups as even as can be; the first of each passes on to the others."""
-    count = min(FANOUT, len(hosts))
+def groups_of(hosts: list[str], most: int) -> list[list[str]]:
+    """Hosts in at most so many groups as even as can be; the first of each passes on to the others."""
+    count = min(most, len(hosts))
     bounds = [len(hosts) * number // count for number in range(count + 1)] if count else []
     return [hosts[first:last] for first, last in itertools.pairwise(bounds)]
 
@@ -118,7 +118,8 @@ def ssh_to(
     """Start the agent of the first host, over ssh unless it is `serve["here"]`, and tell it to reach the others.
 
     Args:
-        serve: what every agent is told first; with `agent` and `ssh`, the command lines of the agent and of ssh.
+        serve: what every agent is told first; with `agent` and `ssh`, the command lines of the agent and of ssh, and
+            `fanout`, the most connections of one process.
     """
     host, *below = hosts
     command = serve["agent"] if host == serve["here"] else [*serve["ssh"], host, shlex.join(serve["agent"])]

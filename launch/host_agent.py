@@ -11,15 +11,12 @@ with `host` and one of `ranks`, `waits`, `out`, `err`, `ended`, `stacks`, `answe
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -28,7 +25,6 @@ from typing import Any
 from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
 from clap_ds.launch.host_processes import end_all, ends_of, is_running, oom_kills, parent_and_state, ranks_of, send
 from clap_ds.launch.rank_commands import rank_commands, visible_gpus
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 BEAT_S = 2.0
 LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named
@@ -58,7 +54,8 @@ class Agent:
         self._oom_kills = oom_kills()
         on_way = {**serve, "here": self.host}
         self._below = [
-            ssh_to(group, on_way, self._pass_up, self._report) for group in groups_of(serve.get("below", []))
+            ssh_to(group, on_way, self._pass_up, self._report)
+            for group in groups_of(serve.get("below", []), serve["fanout"])
         ]
 
     # --- saying
@@ -91,7 +88,7 @@ class Agent:
             attempt, self.attempt = self.attempt, ""
         number = end_all(self.run + ".")
         if attempt:
-            shutil.rmtree(self.progress, ignore_errors=True)
+            _remove(self.progress)
         if self._job_is_gone and self.host == self._serve["job_host"]:
             self._complete_record()
         self.say(gone=number, why=why)
@@ -172,7 +169,8 @@ class Agent:
         if self.host not in message["slots"]:
             return
         self.attempt = message["attempt"]
-        self.progress = Path(tempfile.mkdtemp(prefix=f"clap-{self.attempt}-"))
+        self.progress = _temporary_folder() / f"clap-{self.attempt}-{os.getpid()}"
+        self.progress.mkdir(mode=0o700)
         threading.Thread(target=self._run_ranks, args=(message, self.attempt), daemon=True).start()
 
     def _run_ranks(self, message: Message, attempt: str) -> None:
@@ -284,11 +282,13 @@ class Agent:
         self._launchers.clear()
         self._end_monitor()
         if attempt:
-            shutil.rmtree(self.progress, ignore_errors=True)
+            _remove(self.progress)
         self.say(attempt=attempt, clear=number)
 
     def _complete_record(self) -> None:
         """Say how it ended in place of the job, which was killed before it could."""
+        from clap_ds.record.directory import RunDirectory  # here, for agents are to start fast
+
         message = "launch/job.py was ended before it could say why; the ranks were ended then"
         for folder, name in ((self._serve["folder"], "job.json"), (self._run_directory, "summary.json")):
             with contextlib.suppress(OSError, ValueError):
@@ -301,6 +301,17 @@ class Agent:
             self._monitor.kill()  # it keeps nothing back
             self._monitor.wait()
             self._monitor = None
+
+
+def _temporary_folder() -> Path:
+    folder = Path(os.environ.get("TMPDIR") or "/tmp")
+    return folder if folder.is_dir() else Path("/tmp")
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _size_of(path: str) -> int | None:
@@ -326,8 +337,8 @@ def main() -> None:
         agent = Agent(json.loads(line))
         # What an earlier start of the same job left here, before a requeue or a node failure.
         end_all(agent.run + ".", last_words_s=0.0)
-        for folder in glob.glob(f"{tempfile.gettempdir()}/clap-{agent.run}.*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in _temporary_folder().glob(f"clap-{agent.run}.*"):
+            _remove(folder)
         agent.serve()
     sys.stdout.flush()
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from clap_ds.config.places import PACKAGE
@@ -22,6 +23,6 @@ def python_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
 
 
-def script_command(python: str, name: str, *arguments: str) -> list[str]:
-    """Command line of a script of this folder, for any host."""
-    return ["env", f"PYTHONPATH={python_path()}", python, "-u", str(FOLDER / name), *arguments]
+def script_command(python: str, name: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """Command line of a script of this folder, for any host; `options` are Python's."""
+    return ["env", f"PYTHONPATH={python_path()}", python, *options, "-u", str(FOLDER / name), *arguments]

@@ -6,7 +6,6 @@ Leaves running them to `launch/host_agent.py`, and how hosts are reached to `lau
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -66,6 +65,8 @@ def rank_commands(message: dict[str, Any], host: str, gpus: list[str]) -> list[t
         words = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--node_rank={place}"]
         words += [f"--nproc_per_node={slots[host]}", f"--master_addr={address}", f"--master_port={port}"]
         return [([*python, *words, *script], visible)]
+    import base64  # here, for agents are to start fast
+
     # What DeepSpeed's launcher makes `CUDA_VISIBLE_DEVICES` of is in here, for this host; of others it takes the number alone.
     world = {name: gpus if name == host else list(range(number)) for name, number in slots.items()}
     words = ["-m", "deepspeed.launcher.launch", "--quiet", f"--node_rank={place}"]
