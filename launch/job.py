@@ -160,7 +160,7 @@ class Job:
     def _start_message(self, hosts: dict[str, int]) -> Message:
         name = f"{self.name}.{len(self.attempts.all)}"
         command, site = self._command(hosts), self.site
-        files = [path for path in (Path(work_folder(), word) for word in command) if path.is_file()]
+        files = [path for path in (Path(work_folder(), word) for word in command) if os.path.isfile(path)]
         environment = rank_environment(os.environ, site.environment, site.not_passed)
         environment |= {
             "PYTHONPATH": python_path(),

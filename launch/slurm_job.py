@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import sys
 
 from clap_ds.config.errors import UserError
 from clap_ds.dist.hostfile import expand
@@ -59,11 +59,11 @@ def requeue(without: list[str]) -> str | None:
     # Only of a job that waits may the hosts be changed.
     commands = [["requeuehold", job], ["update", f"JobId={job}", f"ExcNodeList={','.join(without)}"], ["release", job]]
     for command in commands if without else [["requeue", job]]:
-        result = subprocess.run(["scontrol", *command], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if result.returncode:
-            reason = f"scontrol {' '.join(command)}: {(result.stderr or result.stdout).strip()}"
-            if command[0] == "update":  # it goes on where it may; this job avoids the hosts as far as it can
-                print(f"warning: {reason}", flush=True)
-                continue
-            return reason
+        try:
+            slurm.ask(["scontrol", *command], timeout_s=ANSWER_S)
+        except UserError as error:
+            if command[0] != "update":
+                return str(error)
+            # It goes on where it may; this job avoids the hosts as far as it can.
+            print(f"warning: {error}", file=sys.stderr, flush=True)
     return None
