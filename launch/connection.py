@@ -22,6 +22,8 @@ from typing import Any
 MARK = b"clap-agent "
 FANOUT = 32
 """Connections that one process holds: two levels reach 1,000 hosts, with few files and processes on each."""
+LAST_LINES_S = 1.0
+"""To read what a child said last; what it left behind could hold its output open."""
 
 Message = dict[str, Any]
 
@@ -65,8 +67,9 @@ class Connection:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=both, preexec_fn=_ignore_signals)
         self._hear, self._over = hear, over
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        for work in (self._read, self._write):
-            threading.Thread(target=work, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._write, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -99,6 +102,7 @@ class Connection:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()  # an agent that sees its input end does all that it was to do
+        self._reader.join(LAST_LINES_S)
 
 
 def groups_of(hosts: list[str], most: int) -> list[list[str]]:

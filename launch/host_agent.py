@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clap_ds.launch.connection import MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
+from clap_ds.launch.connection import LAST_LINES_S, MARK, Connection, Message, RunningClock, groups_of, ssh_to, to_line
 from clap_ds.launch.host_processes import end_all, ends_of, is_running, oom_kills, parent_and_state, ranks_of, send
 from clap_ds.launch.rank_commands import rank_commands, visible_gpus
 
@@ -31,8 +31,6 @@ LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tel
 STACKS_S = 3.0  # that ranks have to write where they are
 BELOW_S = 12.0  # that agents behind this one have to end
 SERVE_S = 60.0  # that an agent waits for its first line
-LAST_LINES_S = 1.0
-"""To read what the ranks said last; what a launcher left behind could hold its output open."""
 
 
 class Agent:
