@@ -19,6 +19,7 @@ from clap_ds.launch.launchers import SSH, script_command, this_host
 CUT_OFF = 0.75
 """Of the silence after which the job gives a host up: that after which the host ends its ranks, so that none is left."""
 SAY_S = 10.0  # between words about who is missing
+PING_S = 5.0  # between words to agents: those that hear nothing for long take themselves for cut off
 
 
 @dataclass
@@ -81,6 +82,9 @@ class Agents:
         self.clock = RunningClock()
         self._connections: list[Connection] = []
         self._lock, self._again = threading.Lock(), list[str]()
+        self._stopped = threading.Event()
+        # By a thread: hosts may take long to come up, and a file system to answer.
+        threading.Thread(target=self._ping, daemon=True).start()
         # Without site-packages, which agents do without, they start in half the time.
         agent = script_command(sys.executable, "host_agent.py", options=["-S"])
         self._serve: Message = {
@@ -187,6 +191,10 @@ class Agents:
             if connection.process.poll() is None:
                 connection.say(to_line(message))
 
+    def _ping(self) -> None:
+        while not self._stopped.wait(PING_S):
+            self.say(do="ping")
+
     def lost(self, names: Sequence[str]) -> dict[str, str]:
         """Hosts that answered once and are lost now, with the reason."""
         lost = {}
@@ -218,6 +226,7 @@ class Agents:
 
     def stop(self, timeout_s: float) -> list[str]:
         """Have every host end what is left of the run, and its agent; the hosts that didn't confirm it in time."""
+        self._stopped.set()
         self.say(do="stop")
         deadline = time.monotonic() + timeout_s
         waits = lambda: any(h.heard and not h.gone and h.lost is None for h in self.hosts.values())  # noqa: E731

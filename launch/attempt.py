@@ -24,7 +24,7 @@ from clap_ds.record.schema import Summary
 RANK_LOST_S = 20.0  # that a rank may end before the others
 GRACE_S = {signal.SIGUSR1: 20.0, signal.SIGTERM: 10.0, signal.SIGINT: 10.0}
 """Time for ranks to record their end (SLURM kills 30 s after SIGTERM); `--grace` allows more, for those that save."""
-PING_S = 5.0
+LOOK_S = 0.1  # between looks
 STACKS_S = 8.0  # that hosts have to say where their ranks are
 CLEAR_S = 20.0  # that hosts have to end an attempt
 FAILED, KILLED = 1, "killed by"
@@ -56,7 +56,7 @@ class Attempt:
         self.agents, self.start, self.hosts = agents, start, list(start["slots"])
         self.run_directory: Path | None = None
         self._signalled, self._grace_s, self._folder = signalled, grace_s, folder
-        self._began, self._next_ping = time.monotonic(), 0.0
+        self._began = time.monotonic()
         self._failed: list[tuple[float, Host]] = []
         self._steps = StepWatch()
         self._stacks: list[Stack] = []
@@ -94,7 +94,7 @@ class Attempt:
         reason = None
         while reason is None and self._signalled() is None and not self._all_ended():
             reason = self._reason_to_end()
-            self._pause()
+            time.sleep(LOOK_S)
         number = self._signalled()
         if number is not None and not self._all_ended():
             self._wait_for_last_words(number)
@@ -113,17 +113,10 @@ class Attempt:
             # Of ranks that have only just started, none may have said anything before the signal.
             if all((host.heard or 0.0) > sent and not host.notes for host in hosts):
                 break
-            self._pause()
+            time.sleep(LOOK_S)
 
     def _all_ended(self) -> bool:
         return all(self.agents.hosts[name].ended is not None for name in self.hosts)
-
-    def _pause(self) -> None:
-        """Wait a moment; agents that hear nothing for long take themselves for cut off."""
-        if time.monotonic() >= self._next_ping:
-            self.agents.say(do="ping")
-            self._next_ping = time.monotonic() + PING_S
-        time.sleep(0.1)
 
     def _reason_to_end(self) -> Ending | None:
         """Why the ranks are to be ended now, if they are, but for a signal."""
@@ -152,7 +145,7 @@ class Attempt:
         self.agents.say(do="stacks")
         until = time.monotonic() + STACKS_S
         while len(self._stacks) < num_ranks and time.monotonic() < until and self._signalled() is None:
-            self._pause()
+            time.sleep(LOOK_S)
         stacks = sorted(self._stacks, key=lambda stack: stack.rank)
         folder = (self.run_directory or self._folder) / "stacks"
         message = describe(stalled_s, self._steps.usual_step_s(), stacks)
