@@ -28,6 +28,7 @@ from clap_ds.launch.rank_commands import rank_commands, visible_gpus
 
 BEAT_S = 2.0
 LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tell: the host that lost one first is to be named
+IDLE_S = 0.5
 STACKS_S = 3.0  # that ranks have to write where they are
 BELOW_S = 12.0  # that agents behind this one have to end
 SERVE_S = 60.0  # that an agent waits for its first line
@@ -104,7 +105,7 @@ class Agent:
                 self.say(ranks=[self._note_of(pid, rank) for pid, rank in ranks.items()])
                 next_beat = time.monotonic() + BEAT_S
             with ends_of(list(ranks)) as ends:
-                ready = select.select([0, *ends], [], [], LOOK_S)[0]
+                ready = select.select([0, *ends], [], [], LOOK_S if len(ends) < len(ranks) else IDLE_S)[0]
             if 0 in ready:
                 received = os.read(0, 65536)
                 if not received:
