@@ -38,7 +38,7 @@ class Agent:
     """
     Args:
         serve: the job's first message: `job` (a run's name, to which `.N` is added for each attempt), `silence_s`, `host`,
-            and over ssh `below` (the hosts behind this one), `agent` and `ssh` (how they are reached).
+            and over ssh `below` (the hosts behind this one), `agent`, `ssh` and `fanout` (how they are reached).
     """
 
     def __init__(self, serve: Message) -> None:
@@ -54,7 +54,7 @@ class Agent:
         on_way = {**serve, "here": self.host}
         self._below = [
             ssh_to(group, on_way, self._pass_up, self._report)
-            for group in groups_of(serve.get("below", []), serve["fanout"])
+            for group in groups_of(serve.get("below", []), serve.get("fanout", 1))
         ]
 
     # --- saying
