@@ -117,6 +117,7 @@ class Agents:
                 missing = ", ".join(host.name for host in silent[:8]) + (", …" if len(silent) > 8 else "")
                 waited = f"{len(names) - len(silent)} of {len(names)} hosts after {time.monotonic() - began:.0f} s"
                 print(f"{waited}, missing: {missing}", file=sys.stderr, flush=True)
+                self.say(do="ping")  # those that are there would take themselves for cut off
                 next_word += SAY_S
             time.sleep(0.05)
         return silent

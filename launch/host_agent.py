@@ -31,6 +31,7 @@ LOOK_S = 0.2  # between looks for ranks that ended, where the kernel doesn't tel
 IDLE_S = 0.5
 STACKS_S = 3.0  # that ranks have to write where they are
 BELOW_S = 12.0  # that agents behind this one have to end
+ANSWER_S = 50.0  # that a command that is asked for may take
 SERVE_S = 60.0  # that an agent waits for its first line
 
 
@@ -149,18 +150,26 @@ class Agent:
                     [*command, "--while_open"], stdin=subprocess.PIPE, stdout=null, stderr=null
                 )
         elif what == "ask":
-            threading.Thread(target=self._answer, args=(message["command"],), daemon=True).start()
+            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
         elif what == "end":
             self._end_attempt()
         return bool(what != "stop")
 
-    def _answer(self, command: list[str]) -> None:
-        """Run a command, and say what it printed."""
+    def _answer(self, message: Message) -> None:
+        """Run a command as a rank would be, seeing the GPUs of all of them; say what it printed, and when by this clock."""
+        began = time.time()
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(message))}
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL)
-            self.say(answer=result.stdout, code=result.returncode, error=result.stderr.strip().rpartition("\n")[2])
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self.say(answer="", code=1, error=str(error))
+            result = subprocess.run(
+                message["command"], cwd=message["folder"], env={**message["environment"], **visible}, timeout=ANSWER_S,
+                capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            answer, code, error = result.stdout, result.returncode, result.stderr.strip().rpartition("\n")[2]
+        except subprocess.TimeoutExpired:
+            answer, code, error = "", 1, f"no answer in {ANSWER_S:.0f} s"
+        except OSError as problem:
+            answer, code, error = "", 1, f"{problem.filename}: {problem.strerror}"
+        self.say(answer=answer, code=code, error=error, times=[began, time.time()])
 
     # --- ranks
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -68,11 +67,8 @@ class Job:
             "state": "running", "error": None, "started": now(), "attempts": self.attempts.all,
         }  # fmt: skip
         self._record()
-        over_srun = self.launcher in ("srun", "slurm") or (
-            self.launcher == "torchrun" and slurm_job.job_id() is not None and shutil.which("srun") is not None
-        )
-        step = self.site.srun if over_srun else None
-        self.agents = Agents(self.name, step, self.site.lost_after_s, self._hear, folder=str(self.folder))
+        step, lost_after_s = self.site.step(self.launcher), self.site.lost_after_s
+        self.agents = Agents(self.name, step, lost_after_s, self._hear, folder=str(self.folder))
 
     def _hosts(self) -> dict[str, int]:
         if self.arguments.hostfile is not None:

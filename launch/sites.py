@@ -82,6 +82,11 @@ class Site:
     def chosen_launcher(self) -> str:
         return self.launcher or ("slurm" if shutil.which("srun") else "ssh")
 
+    def step(self, launcher: str) -> list[str] | None:
+        """Options of the srun step by which a launcher reaches the hosts; None where that is ssh."""
+        in_job = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
+        return self.srun if launcher in ("srun", "slurm") or (launcher == "torchrun" and in_job) else None
+
     def interpreter(self) -> str:
         if self.python:
             return os.path.expandvars(self.python)

@@ -82,14 +82,14 @@ def _is_gpu(device: Path) -> bool:
     return False
 
 
-def nvidia_smi() -> list[str]:
-    """Name, memory and driver of each GPU, as nvidia-smi tells; empty where there is none."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:
+    """Lines that nvidia-smi answers a query with, by default one for each GPU; empty where there is none."""
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        shown = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in shown.splitlines() if line.count(",") >= 2]
+    return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]
 
 
 def driver_version() -> str | None:

@@ -21,6 +21,7 @@ from clap_ds.dist.distributed import Ranks, initialize, run_command
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.record.clock import synchronize
 
+TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 REPEATS = 3
 LARGEST_LINK_BUFFER = 32_000_000
 PIECE = 2**20  # elements, an even number
@@ -28,7 +29,7 @@ PIECE = 2**20  # elements, an even number
 
 def main(ranks: Ranks) -> None:
     output, megabytes = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    device = initialize(ranks, compile_cpu_collective=False)
+    device = initialize(ranks, compile_cpu_collective=False, collective_timeout_s=TIMEOUT_S)
     num_elements = max(1, int(float(megabytes) * 1e6 / 2))
     wrong, seconds = _all_reduce(num_elements, ranks, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)

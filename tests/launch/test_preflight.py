@@ -1,95 +1,116 @@
-"""Judging what hosts and ranks said; asking them is tested on a cluster."""
+"""Asking hosts that a fake ssh reaches, and what becomes of the ranks' folder. A real SLURM's are in tests/cluster/."""
 
-import socket
+import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
-import pydantic
 import pytest
 
-from clap_ds.launch.preflight import Report, judge_hosts, judge_ranks
-from clap_ds.launch.preflight_host import port_is_free, version
+from clap_ds.launch import preflight
+from clap_ds.launch.preflight import ask_hosts, run_ranks
+from clap_ds.launch.preflight_report import Report
+from clap_ds.launch.sites import Site
 
-H100 = "H100, 81559 MiB, 570"
-NOTHING = "nothing found that would break a run"
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+echo "$*" >> '{folder}/ssh_calls'
+[ "$1" = n3 ] && echo 'ssh: connect to host n3 port 22: No route to host' && exit 255
+shift
+exec bash -c "$*"
+"""
+JOB = """
+import json, pathlib, sys
+from clap_ds.launch.job import parse_arguments
+arguments = parse_arguments(sys.argv[1:])
+assert (arguments.site, arguments.launcher, arguments.requeues, arguments.spare_nodes) == ("mine", "srun", 0, 0)
+assert arguments.hostfile.read_text() == "n1 slots=2\\nn2 slots=2\\n"
+script, output, megabytes = arguments.command
+assert pathlib.Path(script).is_file() and float(megabytes) == 4.0
+print("said by the ranks")
+"""
+MEASURED = {"wrong_elements": [0] * 4, "bus_gb_per_s": 1.0, "links_gb_per_s": [[0, 1, 1.0]], "tflops": [1.0] * 4}
 
 
-def _answer(**changes: Any) -> dict[str, Any]:
-    usual = {
-        "skew_s": 0.0, "code": "abc", "versions": {"python": "3.11.7", "torch": "2.13.0"}, "gpus": [H100] * 4,
-        "free_bytes": {"runs": 10**12, "/tmp": 10**11}, "open_files": 65536, "locked_memory": -1, "port_free": True,
-        "has_gpu": True, "driver": "580.65.06", "torch_cuda": "13.0", "compilers": {"C compiler": True, "Python.h": True},
-    }  # fmt: skip
-    return {**usual, **changes}
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(python=sys.executable, run_root=str(tmp_path / "runs"), environment={"API_KEY": "a secret"})
 
 
-def _judge(answers: dict[str, dict[str, Any]], *, on_cpu: bool = False) -> Report:
-    report = Report()
-    judge_hosts(answers, dict.fromkeys(answers, 4), report, on_cpu=on_cpu)
-    return report
+def test_hosts_answer_or_are_named_with_the_reason(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(SSH.format(folder=tmp_path))
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    answers = ask_hosts(dict.fromkeys(["n1", "n2", "n3"], 1), site, "ssh")
+    assert answers["n3"] == {"error": "can't be reached: ssh: connect to host n3 port 22: No route to host"}
+    assert answers["n1"]["code"] == answers["n2"]["code"]
+    assert (answers["n1"]["skew_s"], answers["n2"]["skew_s"]) == (0.0, 0.0)
+    assert list(answers["n1"]["free_bytes"]) == [str(tmp_path / "runs"), "/tmp"]
+    assert "a secret" not in (tmp_path / "ssh_calls").read_text()
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "problems", "warnings"),
+    ("offset", "late_s", "skew_s"),
     [
-        ({}, [], []),
-        ({"open_files": -1}, [], []),
-        ({"code": "xyz"}, ["n2: code is xyz, on most other hosts abc"], []),
+        (0.0, 0.0, 0.0),
+        (0.0, 30.0, 0.0),  # a thousand answers at once take their time
+        (3.0, 0.0, 2.0),
+        (-3.0, 0.0, -2.0),
+        (-3.0, 30.0, -2.0),
+        (3.0, 1.5, 0.5),
+    ],
+)
+def test_skew_is_what_contradicts_question_and_answer(offset: float, late_s: float, skew_s: float) -> None:
+    # Asked at 100; the host begins a second later, takes 10, and its answer needs another second.
+    times = [101.0 + offset, 111.0 + offset]
+    message = {"answer": "Welcome to n1\nclap-preflight {}\n", "code": 0, "error": "", "times": times}
+    assert preflight._read(message, 112.0 + late_s, 100.0) == {"skew_s": pytest.approx(skew_s)}
+
+
+def test_host_whose_script_fails() -> None:
+    message: dict[str, Any] = {"answer": "", "code": 127, "error": "", "times": [1.0, 2.0]}
+    assert preflight._read(message, 2.0, 1.0) == {"error": "couldn't answer: exit code 127"}
+    message["error"] = "env: python3: No such file or directory"
+    assert preflight._read(message, 2.0, 1.0) == {"error": "couldn't answer: env: python3: No such file or directory"}
+
+
+def _run_ranks(site: Site, monkeypatch: pytest.MonkeyPatch, then: str) -> tuple[Report, list[Path]]:
+    """With a script in place of launch/job.py; what is left in the run root."""
+    command = [sys.executable, "-c", JOB + then]
+    monkeypatch.setattr(preflight, "script_command", lambda python, name, *words: [*command, *words])
+    report = Report()
+    run_ranks("mine", site, {"n1": 2, "n2": 2}, "srun", 4.0, report)
+    return report, list(site.root().iterdir())
+
+
+def test_folder_goes_when_all_is_well(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, left = _run_ranks(site, monkeypatch, f"pathlib.Path(output).write_text({json.dumps(MEASURED)!r})")
+    assert (report.problems, report.kept, left) == ({}, None, [])
+    assert report.rows["all"] == {"bus, GB/s": "1.00"}
+
+
+@pytest.mark.parametrize(
+    ("then", "problem"),
+    [
+        ("sys.exit(3)", "the ranks failed: said by the ranks"),
+        ("", "the ranks failed: said by the ranks"),  # nothing measured
         (
-            {"versions": {"python": "3.11.7", "torch": "2.12.0"}},
-            ["n2: torch is 2.12.0, on most other hosts 2.13.0"],
-            [],
+            """pathlib.Path(arguments.folder, "job.json").write_text('{"error": "lost n2"}'); sys.exit(1)""",
+            "the ranks failed: lost n2",
         ),
-        ({"gpus": ["A100, 40 GB, 570"] * 4}, ["n2: gpu is A100"], []),
-        ({"gpus": [H100] * 3}, ["n2: 3 GPUs are visible, 4 ranks are to run"], []),
-        ({"gpus": [H100] * 3 + ["A100"]}, ["n2: GPUs of several kinds"], []),
-        ({"skew_s": -1.5}, ["n2: the clock is off by -1.5 s"], []),
-        ({"free_bytes": {"runs": 10**9, "/tmp": 10**11}}, ["n2: 1.0 GB free for runs"], []),
-        ({"port_free": False}, ["n2: the port for rank 0 is taken"], []),
-        ({"torch_cuda": None}, ["n2: torch 2.13.0 is built without CUDA, and the host has a GPU"], []),
-        ({"driver": None}, ["n2: there is a GPU, but no NVIDIA driver is running"], []),
-        ({"error": "No route to host"}, ["n2 can't be reached: No route to host"], []),
-        ({"open_files": 1024, "locked_memory": 65536}, [], ["n2: ulimit -n is 1024", "n2: ulimit -l is 65536"]),
-        ({"driver": "550.54.15"}, [], ["n2: driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580"]),
-        ({"compilers": {"C compiler": False, "Python.h": True}}, [], ["n2: no C compiler: Triton ("]),
-        ({"compilers": {"C compiler": True, "Python.h": False}}, [], ["n2: no Python.h: Triton ("]),
+        (
+            f"pathlib.Path(output).write_text({json.dumps({**MEASURED, 'wrong_elements': [0, 0, 0, 7]})!r})",
+            "rank 3 has 7 wrong elements after an all-reduce",
+        ),
     ],
 )
-def test_the_host_that_differs_is_named(changes: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
-    report = _judge({"n1": _answer(), "n2": _answer(**changes), "n3": _answer()})
-    for found, expected in ((report.problems, problems), (report.warnings, warnings)):
-        assert [text.startswith(start) for text, start in zip(found, expected, strict=True)] == [True] * len(expected)
-    assert (report.format().splitlines()[-1] == NOTHING) == (not problems)
-
-
-def test_software_for_gpus_matters_only_where_they_are_used() -> None:
-    answer = _answer(driver=None, torch_cuda=None, compilers={"C compiler": False, "Python.h": False})
-    for report in (_judge({"n1": answer}, on_cpu=True), _judge({"n1": answer | {"has_gpu": False, "gpus": []}})):
-        assert (report.problems, report.warnings) == ([], [])
-    assert _judge({"n1": {"error": "x"}}).problems == ["n1 can't be reached: x"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "problems", "warnings"),
-    [
-        ({}, [], []),
-        ({"wrong_elements": [0, 0, 0, 5, 0, 0, 0, 0]}, ["n2: rank 3 has 5 wrong elements after an all-reduce"], []),
-        # The worse of its links may be its neighbour's fault.
-        ({"links_gb_per_s": [20.0, 2.0, 2.0, 20.0]}, [], ["n3 is slow: link GB/s 2.00, median 20.00"]),
-        ({"tflops": [700.0] * 7 + [400.0]}, [], ["n4 is slow: compute TFLOPS 400.00, median 700.00"]),
-    ],
-)
-def test_what_ranks_measured(changes: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
-    usual = {"wrong_elements": [0] * 8, "bus_gb_per_s": 90.0, "links_gb_per_s": [20.0] * 4, "tflops": [700.0] * 8}
-    measured: dict[str, Any] = {**usual, **changes}
-    measured["links_gb_per_s"] = [[n, (n + 1) % 4, rate] for n, rate in enumerate(measured["links_gb_per_s"])]
-    report = Report()
-    judge_ranks(measured, dict.fromkeys(["n1", "n2", "n3", "n4"], 2), report)
-    assert (report.problems, report.warnings) == (problems, warnings)
-
-
-def test_host_script_reads_this_machine() -> None:
-    assert version("pydantic") == pydantic.VERSION
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        assert not port_is_free(listener.getsockname()[1])
+def test_folder_is_kept_and_named_after_a_problem(
+    site: Site, monkeypatch: pytest.MonkeyPatch, then: str, problem: str
+) -> None:
+    report, left = _run_ranks(site, monkeypatch, then)
+    assert [*report.problems] == [problem]
+    assert left == [report.kept]
+    assert (left[0] / "output").read_text() == "said by the ranks\n"
+    assert not any("a secret" in path.read_text() for path in left[0].iterdir())
