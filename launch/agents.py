@@ -67,7 +67,6 @@ class Agents:
 
     Args:
         job: the run's name; agents end what an earlier attempt of it left behind.
-        python: of this job, which agents run under, too.
         step: options of srun, where the agents are a SLURM step; None reaches them over ssh.
         lost_after_s: silence after which a host counts as lost.
         hear: called, by a thread, with what an agent says that isn't about its own state: output, stacks, answers.
@@ -117,7 +116,6 @@ class Agents:
                 missing = ", ".join(host.name for host in silent[:8]) + (", …" if len(silent) > 8 else "")
                 waited = f"{len(names) - len(silent)} of {len(names)} hosts after {time.monotonic() - began:.0f} s"
                 print(f"{waited}, missing: {missing}", file=sys.stderr, flush=True)
-                self.say(do="ping")  # those that are there would take themselves for cut off
                 next_word += SAY_S
             time.sleep(0.05)
         return silent
@@ -139,8 +137,7 @@ class Agents:
                 command += [
                     f"--nodes={len(group)}",
                     f"--ntasks={len(group)}",
-                    "--nodelist",
-                    ",".join(group),
+                    f"--nodelist={','.join(group)}",
                     *self.step,
                 ]
                 with self._lock:

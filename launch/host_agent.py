@@ -158,7 +158,8 @@ class Agent:
     def _answer(self, message: Message) -> None:
         """Run a command as a rank would be, seeing the GPUs of all of them; say what it printed, and when by this clock."""
         began = time.time()
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(message))}
+        gpus = visible_gpus(message["slots"][self.host], message["gpus"].get(self.host, []))
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         try:
             result = subprocess.run(
                 message["command"], cwd=message["folder"], env={**message["environment"], **visible}, timeout=ANSWER_S,
@@ -239,9 +240,8 @@ class Agent:
     def _copy(self, name: str, stream: Any, last_words: list[str]) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            if (
-                name == "err" and text.strip() and "[launch.py:" not in text
-            ):  # DeepSpeed's launcher tells of the end itself
+            # DeepSpeed's launcher tells of the end itself; [W… is a warning of torch's.
+            if name == "err" and text.strip() and "[launch.py:" not in text and not text.startswith("[W"):
                 last_words[0] = text.strip()[:300]
             self.say(**{name: text})
 

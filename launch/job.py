@@ -36,6 +36,7 @@ from clap_ds.launch.recovery import Attempts, Ending, now
 from clap_ds.launch.run_config import read_config, read_object, with_field, write_object
 from clap_ds.launch.sites import LAUNCHERS, launcher_name, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.lock import FolderLock
 
 RECONNECT_S = 20.0  # that hosts whose connection broke have to answer again
 STOP_S = 20.0
@@ -66,7 +67,6 @@ class Job:
             "job": self.name, "command": arguments.command, "launcher": self.launcher, "hosts": self.slots,
             "state": "running", "error": None, "started": now(), "attempts": self.attempts.all,
         }  # fmt: skip
-        self._record()
         step, lost_after_s = self.site.step(self.launcher), self.site.lost_after_s
         self.agents = Agents(self.name, step, lost_after_s, self._hear, folder=str(self.folder))
 
@@ -90,7 +90,16 @@ class Job:
     # --- attempts
 
     def run(self) -> int:
-        """Run it; the job's exit code."""
+        """Run it; the job's exit code. Raises a ValueError where another job has the folder."""
+        lock = FolderLock(self.folder)
+        lock.acquire()
+        try:
+            return self._run()
+        finally:
+            lock.release()
+
+    def _run(self) -> int:
+        self._record()
         stopped = lambda: self.signals.received() is not None  # noqa: E731
         self.agents.connect(list(self.slots), self._start_limit_s(), stopped)
         while True:
