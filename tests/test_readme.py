@@ -20,10 +20,12 @@ from clap_ds.training.checks import problems_for_training
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/numbers.md")
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
+"""tests/cluster/test_walkthrough.py types its lines on a cluster."""
 
 
 def _blocks(kind: str, *pages: str) -> list[str]:
-    text = "\n".join(PAGES[name] for name in pages)
+    text = re.sub(WALKTHROUGH, "", "\n".join(PAGES[name] for name in pages), flags=re.MULTILINE | re.DOTALL)
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -38,19 +40,15 @@ BY_HAND = "installs from the network, or is the test run itself"
 RULES = {
     r"make (test|setup.*)|python3 -m venv \S+|\.venv/bin/pip install .*|git clone .*": BY_HAND,
     r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
-    r"python analysis/.*|python -m examples\.synthetic_sounds .*|cp launch/.*|python launch/sites\.py .*": RUN,
+    r"python analysis/.*|python -m examples\.synthetic_sounds .*": RUN,
     "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
-    r"salloc .* python launch/preflight\.py .*": "tests/cluster/test_preflight_on_cluster.py::test_healthy_cluster",
     r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
     r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",
-    r"python launch/sweep\.py --site (?!.* --train ).*": (
-        "tests/cluster/test_sweep_on_cluster.py::test_three_scales_status_and_resume"
-    ),
     r"python launch/sweep\.py (status|resume) \S+( --.*)?": "tests/launch/test_sweep.py::test_status_and_resume",
     "pip install --no-index .*": "tests/test_wheelhouse.py::test_installs_and_runs_without_an_index",
     r"sbatch .* launch/train\.sbatch .*": (
-        "tests/cluster/test_jobs.py::test_training_saves_when_warned_and_the_next_job_resumes"
+        "tests/cluster/test_jobs.py::test_training_saves_at_its_time_and_is_queued_until_done"
     ),
     r"python (-m clap_ds\.(data\.build|weights\.export)|clap_ds/evaluate\.py) .*": (
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"

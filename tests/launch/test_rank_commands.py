@@ -50,14 +50,18 @@ def test_torchrun() -> None:
 
 def test_one_by_one() -> None:
     commands = [
-        each for name, number in SLOTS.items() for each in rank_commands(_start("srun"), name, ["7", "8", "9", "10"][:number])
+        each
+        for name, number in SLOTS.items()
+        for each in rank_commands(_start("srun"), name, ["7", "8", "9", "10"][:number])
     ]
     assert all(command == ["/py", "-u", "a.py", "--x", "y z"] for command, _ in commands)
     variables = [each for _, each in commands]
     assert [each["RANK"] for each in variables] == ["0", "1", "2", "3", "4", "5", "6"]
     assert [each["LOCAL_RANK"] for each in variables] == ["0", "1", "2", "3", "0", "1", "0"]
     assert [each["LOCAL_WORLD_SIZE"] for each in variables] == ["4"] * 4 + ["2"] * 2 + ["1"]
-    assert {(each["WORLD_SIZE"], each["MASTER_ADDR"], each["MASTER_PORT"]) for each in variables} == {("7", "n1", "17000")}
+    assert {(each["WORLD_SIZE"], each["MASTER_ADDR"], each["MASTER_PORT"]) for each in variables} == {
+        ("7", "n1", "17000")
+    }
     assert variables[4]["CUDA_VISIBLE_DEVICES"] == "7,8", "a rank chooses its own of all of its host"
 
 
@@ -80,7 +84,12 @@ def test_wrapper_comes_first(launcher: str) -> None:
     ],
 )
 def test_gpus(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, in_slurm: bool, devices: int, allocated: list[str], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    in_slurm: bool,
+    devices: int,
+    allocated: list[str],
+    expected: list[str],
 ) -> None:
     for name, value in (("CUDA_VISIBLE_DEVICES", given), ("SLURM_JOB_ID", "1" if in_slurm else None)):
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)

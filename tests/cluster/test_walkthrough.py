@@ -1,0 +1,72 @@
+"""docs/cluster.md, from clone to scaling plot: every line as typed, on a real SLURM, and what the page says that it prints.
+
+In a folder whose name has a space. Of the cluster's own, the site file and a smaller model stand in for the page's.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import ROOT, site_file
+from tests.cluster.slurm_cluster import SlurmCluster
+from tests.conftest import micro_run
+
+pytestmark = pytest.mark.end_to_end
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## From clone to scaling plot\n")[2].partition("\n## ")[0]
+BLOCKS = re.findall(r"^```console\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+BY_HAND = r"git clone .*|make setup.*"  # what the tests have done already
+
+
+def _commands() -> list[tuple[str, list[str]]]:
+    """Each command with the lines that the page shows under it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in "".join(BLOCKS).splitlines():
+        if line.startswith("$ "):
+            found.append((re.split(r"\s{2,}#", line)[0].removeprefix("$ "), []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def _pattern(line: str) -> str:
+    """A line of the page's as a regular expression: `…` is anything, a number any number, spaces any space."""
+    parts = (r"\s+".join(map(re.escape, part.split(" "))) for part in re.sub(" +", " ", line.strip()).split("…"))
+    return re.sub(r"\d+(?:(?:\\?[.,:])\d+)*", lambda _: r"[\d.,:]+", ".*".join(parts))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "my work" / "clap-ds"
+    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+    (folder / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
+    return folder
+
+
+def test_every_line_as_typed(cluster: SlurmCluster, checkout: Path) -> None:
+    cluster.wait_until_idle()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command, expected in _commands():
+        if re.fullmatch(BY_HAND, command):
+            continue
+        done = cluster.run(
+            "ctl", "env", f"PATH={path}", f"PYTHONPATH={checkout}", "bash", "-c", command.replace("…", "*"),
+            folder=checkout, check=False, timeout=240,
+        )  # fmt: skip
+        shown = done.stdout + done.stderr
+        assert done.returncode == 0, f"$ {command}\n{shown}"
+        lines = iter(shown.splitlines())
+        for line in expected:
+            assert any(re.fullmatch(rf"\s*{_pattern(line)}\s*", each) for each in lines), f"{line!r} isn't in:\n{shown}"
+        if command.startswith("cp "):
+            shutil.copy(site_file(checkout.parent, run_root="runs"), checkout / "launch" / "clusters" / "mine.json")
+        # The page reads on when the jobs are over.
+        cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue")
+    (picture,) = checkout.glob("*.png")
+    assert picture.stat().st_size > 10_000
