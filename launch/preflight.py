@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.dist.hostfile import format_hostfile
 from clap_ds.launch import slurm_job
@@ -153,6 +154,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Ask the hosts, start ranks where nothing stands against it, and print the table. The exit code."""
+    if not 0 < arguments.megabytes < math.inf:
+        raise UserError(f"--megabytes {arguments.megabytes:g}: expected more than 0")
     site = load_site(arguments.site)
     arguments.slots = arguments.slots or site.gpus_per_node
     slots = chosen_hosts(arguments)

@@ -114,3 +114,22 @@ def test_folder_is_kept_and_named_after_a_problem(
     assert left == [report.kept]
     assert (left[0] / "output").read_text() == "said by the ranks\n"
     assert not any("a secret" in path.read_text() for path in left[0].iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--megabytes", "-3"], "--megabytes -3: expected more than 0"),
+        (["--megabytes", "nan"], "--megabytes nan: expected more than 0"),
+        (["--site", "generik"], "did you mean 'generic'?"),
+        ([], "inside an allocation"),
+    ],
+)
+def test_wrong_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    monkeypatch.setattr(preflight.signal, "signal", lambda *_: None)  # of the tests' process
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.delenv("SLURM_NODELIST", raising=False)
+    assert preflight.main(options) == 2
+    assert words in capsys.readouterr().err

@@ -15,7 +15,8 @@ def _answer(**changes: Any) -> dict[str, Any]:
     usual = {
         "skew_s": 0.0, "code": "abc", "versions": {"python": "3.11.7", "torch": "2.13.0"}, "gpus": [H100] * 4,
         "free_bytes": {"runs": 10**12, "/tmp": 10**11}, "open_files": 65536, "locked_memory": -1,
-        "gpus_used": [], "gpus_held": [], "has_gpu": True, "driver": "580.65.06", "torch_cuda": "13.0", "compilers": {"C compiler": True, "Python.h": True},
+        "gpus_used": [], "gpus_held": [], "has_gpu": True, "driver": "580.65.06", "torch_cuda": "13.0",
+        "compilers": {"C compiler": True, "Python.h": True},
     }  # fmt: skip
     return {**usual, **changes}
 
