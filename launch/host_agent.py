@@ -66,8 +66,8 @@ class Agent:
     def _pass_up(self, line: bytes) -> None:
         # Nobody may listen any more; what has to be done stays the same.
         with self._lock, contextlib.suppress(OSError):
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
+            while line:  # a signal may interrupt it half-way
+                line = line[os.write(1, line) :]
 
     def _report(self, connection: Connection) -> None:
         if not self._over:

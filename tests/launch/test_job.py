@@ -1,4 +1,4 @@
-"""A job's command lines, and whole jobs on this machine with plain scripts for a launcher."""
+"""Whole jobs on this machine, whose launcher is a script of ours; and what a job decides, without any host."""
 
 import argparse
 import json
@@ -6,42 +6,31 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.launch.launchers import launch_command, script_command
+from clap_ds.launch.agents import Host
+from clap_ds.launch.host_processes import processes_of
+from clap_ds.launch.job import Job, port_of
+from clap_ds.launch.launchers import script_command
+from clap_ds.launch.recovery import Attempts, Ending
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _command(launcher: str, slots: dict[str, int]) -> list[str]:
-    files = {"hostfile": Path("h"), "environment": Path("/env")}
-    arguments = argparse.Namespace(launcher=launcher, python="/py", **files, command=["a.py", "--x"])
-    return launch_command(arguments, slots, "7.0")
-
-
-def test_command_of_each_launcher() -> None:
-    slots = {"n1": 4, "n2": 4}
-    pdsh = _command("pdsh", slots)
-    assert pdsh[:5] == ["/py", "-m", "deepspeed.launcher.runner", "--hostfile", "h"]
-    assert (pdsh[pdsh.index("--master_addr") + 1], *pdsh[-2:]) == ("n1", "a.py", "--x")
-    slurm = _command("slurm", slots)
-    assert "--ntasks-per-node=4" in slurm[slurm.index("--launcher_args") + 1]
-    # NCCL_ALGO=Tree,Ring would not survive srun --export.
-    assert slurm[-4:] == [str(ROOT / "launch" / "with_environment.py"), "/env", "a.py", "--x"]
-    srun = _command("srun", slots)
-    assert {"--ntasks=8", "--ntasks-per-node=4", "--nodes=2", "--kill-on-bad-exit=1"} <= set(srun)
-    assert srun[-4:] == ["/py", "-u", "a.py", "--x"]
-    assert _command("pdsh", {"n1": 4, "n2": 2})
-    with pytest.raises(ValueError, match="same number of slots"):
-        _command("srun", {"n1": 4, "n2": 2})
+HERE = os.uname().nodename
+SECRET = "s3cr3t-of-this-test"
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+    **{"PYTHONPATH": str(ROOT), "API_TOKEN": SECRET},
+}
 
 
 def test_nothing_here_needs_torch_or_pydantic() -> None:
     """As on a login node, and on hosts whose Python hasn't the package: only PYTHONPATH leads to it."""
-    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py") if path.stem != "with_environment")
+    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
     program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
@@ -49,17 +38,29 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
     assert subprocess.run(" ".join(host), shell=True, env={}, capture_output=True).returncode == 0
 
 
-def _job(tmp_path: Path, runner: str) -> subprocess.Popen[str]:
-    """A job on this host alone, whose `python -m deepspeed.launcher.runner` is a script of ours."""
-    (tmp_path / "hostfile").write_text(f"{os.uname().nodename} slots=1\n")
-    python = tmp_path / "python"
-    cases = f'*deepspeed.launcher.runner*) {runner} ;; *) exec "{sys.executable}" "$@" ;;'
-    python.write_text(f'#!/bin/bash\ncase "$*" in {cases} esac\n')
-    python.chmod(0o755)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    options = ["--hostfile", str(tmp_path / "hostfile"), "--folder", str(tmp_path), "--python", str(python)]
-    command = [sys.executable, "launch/job.py", *options, "--", "script.py"]
-    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+# --- whole jobs
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a job on this host alone, whose `python -m deepspeed.launcher.launch` is a script of ours."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_job(launcher: str, *options: str, command: tuple[str, ...] = ("script.py",)) -> subprocess.Popen[str]:
+        (tmp_path / "hosts").write_text(f"{HERE} slots=1\n")
+        (tmp_path / "site.json").write_text(json.dumps({"python": str(tmp_path / "python")}))
+        (tmp_path / "python").write_text(f"#!/bin/bash\n{launcher}\n")
+        (tmp_path / "python").chmod(0o755)
+        words = ["--site", str(tmp_path / "site.json"), "--hostfile", str(tmp_path / "hosts"), "--folder", str(tmp_path)]
+        words = [sys.executable, "-S", "launch/job.py", *words, "--launcher", "ssh", *options, "--", *command]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start_job
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def _recorded(tmp_path: Path, *fields: str) -> tuple[Any, ...]:
@@ -71,6 +72,13 @@ def _run_folder(tmp_path: Path, summary: str) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(summary)
     return tmp_path / "run"
+
+
+def _wait_for(done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -87,32 +95,204 @@ def _run_folder(tmp_path: Path, summary: str) -> Path:
         (None, 3, "failed", 3),
     ],
 )
-def test_exit_code_and_state(tmp_path: Path, recorded: str | None, code: int, state: str, exit_code: int) -> None:
+def test_exit_code_and_state(
+    start_job: Any, tmp_path: Path, recorded: str | None, code: int, state: str, exit_code: int
+) -> None:
     run = _run_folder(tmp_path, recorded or "")
-    process = _job(tmp_path, f"echo 'node1: {'' if recorded is None else 'run directory:'} {run}'; exit {code}")
+    process = start_job(f"echo '{'' if recorded is None else 'run directory: '}{run}'; exit {code}")
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == exit_code, stderr
     assert str(run) in stdout
     assert "Traceback" not in stderr
     assert _recorded(tmp_path, "state", "exit_code") == (state, exit_code)
+    assert _recorded(tmp_path, "run_directory") == (None if recorded is None else str(run),)
     if recorded and recorded.endswith("}"):
         assert json.loads((run / "summary.json").read_text())["state"] == state
     assert ("summary.json can't be read" in stderr) == bool(recorded and not recorded.endswith("}"))
 
 
 @pytest.mark.parametrize(("number", "state"), [(signal.SIGUSR1, "timeout"), (signal.SIGTERM, "terminated")])
-def test_signal_reaches_ranks_and_state(tmp_path: Path, number: signal.Signals, state: str) -> None:
+def test_signal_reaches_ranks_and_state(start_job: Any, tmp_path: Path, number: signal.Signals, state: str) -> None:
     run = _run_folder(tmp_path, '{"state": "running"}')
     rank = (
         f'"{sys.executable}" -c "import signal, time, sys; signal.signal({int(number)},'
         f" lambda *_: (open('{tmp_path}/heard', 'w'), sys.exit(9)));"
         f" print('run directory: {run}', flush=True); time.sleep(60)\""
     )
-    process = _job(tmp_path, f"RANK=0 {rank}; exit 0")
-    assert process.stdout is not None
+    process = start_job(f"RANK=0 {rank}; exit 0")
     assert "run directory" in process.stdout.readline()  # the job's own handler was set long before
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert (tmp_path / "heard").exists()
     assert (json.loads((run / "summary.json").read_text())["state"],) == _recorded(tmp_path, "state") == (state,)
+
+
+def test_secrets_are_in_no_argument_and_no_file(start_job: Any, tmp_path: Path) -> None:
+    process = start_job('test "$API_TOKEN" && echo "it is there, $CLAP_JOB" && exec sleep 60')
+    said = process.stdout.readline()
+    assert said.startswith("it is there, ")
+    name = said.split()[-1]
+    arguments = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and entry.name != str(os.getpid()):
+            try:
+                arguments.append((entry / "cmdline").read_bytes())
+            except OSError:
+                continue
+    assert any(b"host_agent.py" in words for words in arguments)
+    assert not [words for words in arguments if SECRET.encode() in words]
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert processes_of(name) == {}
+    assert SECRET not in out + err
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert tmp_path / "job.json" in files
+    assert not [path for path in files if SECRET in path.read_text()]
+
+
+def test_taken_port_is_tried_again_with_another(start_job: Any, tmp_path: Path) -> None:
+    fails = "echo 'error: port is taken, perhaps by another run' >&2; exit 2"
+    process = start_job(
+        f'for word in "$@"; do case $word in --master_port=*) echo $word >> {tmp_path}/ports ;; esac; done;'
+        f" [ $(wc -l < {tmp_path}/ports) = 2 ] || {{ {fails}; }}"
+    )
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    ports = (tmp_path / "ports").read_text().split()
+    assert len(set(ports)) == 2
+    state, attempts = _recorded(tmp_path, "state", "attempts")
+    assert (state, [each["state"] for each in attempts]) == ("completed", ["failed", "completed"])
+    assert attempts[0]["excluded"] == []
+
+
+def test_error_of_a_rank_reaches_the_record(start_job: Any, tmp_path: Path) -> None:
+    process = start_job("echo 'KeyError: no such key' >&2; echo 'more words' >&2; exit 4")
+    _, stderr = process.communicate(timeout=60)
+    error = f"{HERE}: its ranks ended with code 4: more words; KeyError: no such key"
+    assert _recorded(tmp_path, "state", "error", "exit_code") == ("failed", error, 4)
+    assert stderr.endswith(f"error: {error}\n")
+    assert [each["error"] for each in _recorded(tmp_path, "attempts")[0]] == [error], "the program's own: not tried again"
+
+
+def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) -> None:
+    run = _run_folder(tmp_path, '{"state": "running"}')
+    process = start_job(f"echo 'run directory: {run}'; echo $CLAP_JOB; exec sleep 60")
+    process.stdout.readline()
+    name = process.stdout.readline().strip()
+    assert processes_of(name)
+    process.kill()
+    _wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
+    assert "launch/job.py was ended before it could say why" in _recorded(tmp_path, "error")[0]
+    assert json.loads((run / "summary.json").read_text())["state"] == "failed"
+    _wait_for(lambda: not processes_of(name))
+
+
+def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_path: Path) -> None:
+    process = start_job("echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :")
+    first = process.stdout.readline().strip()
+    (launcher,) = processes_of(first)
+    agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert processes_of(first) == {}
+    attempts = _recorded(tmp_path, "attempts")[0]
+    assert f"lost {HERE}: its connection ended" in attempts[0]["error"]
+    assert [(each["state"], each["excluded"]) for each in attempts] == [("failed", []), ("completed", [])]
+
+
+def test_words_that_are_no_files(start_job: Any, tmp_path: Path) -> None:
+    process = start_job('words="$*"; [ ${#words} -gt 300 ]', command=("script.py", "x" * 300, "-"))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+
+
+def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:
+    process = start_job("exit 0", "--spare_nodes", "1")
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (2, "error: --spare_nodes 1: the allocation has 1 hosts\n")
+
+
+# --- what a job decides
+
+
+class _Agents:
+    def __init__(self, *names: str) -> None:
+        self.hosts = {name: Host(name, heard=0.0) for name in names}
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """A job that hasn't begun, on `slots`."""
+
+    def make_job(slots: dict[str, int], *, steps: int = 1, wanted: int | None = None, shrink: bool = True) -> Job:
+        (tmp_path / "run.json").write_text(json.dumps({"gradient_accumulation_steps": steps, "kept": 1}))
+        job = object.__new__(Job)
+        command = ["bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
+        job.arguments = argparse.Namespace(shrink=shrink, command=command)
+        job.folder, job.slots, job.wanted = tmp_path, slots, wanted or len(slots)
+        job.agents, job.attempts = _Agents(*slots), Attempts(0, [])  # type: ignore[assignment]
+        return job
+
+    return make_job
+
+
+def _hosts(number: int, slots: int = 4) -> dict[str, int]:
+    return {f"n{index}": slots for index in range(1, number + 1)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps", "lost", "expected"),
+    [
+        (_hosts(4), 1, ["n4"], {"hosts": ["n1", "n2"], "steps": 2}),  # three don't divide the batch of four
+        (_hosts(4), 3, ["n1"], {"hosts": ["n2", "n3", "n4"], "steps": 4}),
+        (_hosts(2), 2, ["n1"], {"hosts": ["n2"], "steps": 4}),
+        ({"n1": 4, "n2": 2}, 1, ["n2"], {"hosts": [], "steps": None}),
+        ({"n1": 4, "n2": 2}, 1, ["n1"], {"hosts": ["n2"], "steps": 3}),
+    ],
+)
+def test_shrinking_keeps_the_global_batch(make_job: Any, slots: Any, steps: int, lost: list[str], expected: Any) -> None:
+    job = make_job(slots, steps=steps)
+    for name in lost:
+        job.agents.hosts[name].lost = "silent"
+    hosts = job._choose_hosts()
+    assert [*hosts] == expected["hosts"]
+    if hosts:
+        command = job._command(hosts)
+        config = json.loads(Path(command[2]).read_text())
+        assert config == {"gradient_accumulation_steps": expected["steps"], "kept": 1}
+        assert sum(slots.values()) * steps == sum(hosts.values()) * expected["steps"]
+        assert command[-2:] == ["--hostfile", str(job.folder / "hostfile")]
+        assert (job.folder / "hostfile").read_text().split()[::2] == expected["hosts"]
+
+
+def test_without_shrinking_or_a_config_all_are_needed(make_job: Any) -> None:
+    job = make_job(_hosts(2), shrink=False)
+    assert job._command(job._choose_hosts())[2] == job.arguments.command[2], "its own file"
+    job.agents.hosts["n2"].lost = "silent"
+    assert job._choose_hosts() == {}
+    job.arguments.shrink, job.arguments.command = True, ["script.py"]
+    assert job._choose_hosts() == {}
+
+
+def test_spare_hosts_take_over(make_job: Any) -> None:
+    job = make_job(_hosts(4), wanted=2, shrink=False)
+    assert [*job._choose_hosts()] == ["n1", "n2"]
+    job.agents.hosts["n1"].heard = None
+    assert [*job._choose_hosts()] == ["n2", "n3"]
+    ending = Ending("failed", "lost n2", 1, ["n2"], lost=True)
+    job.attempts.note(ending, ["n2", "n3"], job.slots, "now", ["n2"])
+    assert [*job._choose_hosts()] == ["n3", "n4"]
+    job.agents.hosts["n3"].lost = "silent"
+    assert job._choose_hosts() == {}, "n2 isn't to be used, though it is there"
+    # SLURM may give another start of the job the same hosts again.
+    job.attempts.start, job.agents = 1, _Agents("n1", "n2")
+    job.slots = _hosts(2)
+    assert [*job._choose_hosts()] == ["n1", "n2"]
+
+
+def test_each_attempt_has_a_port_of_its_own() -> None:
+    ports = [port_of(f"123.abcdef01.{number}") for number in range(50)]
+    assert len(set(ports)) > 45
+    assert all(16000 <= port < 32000 for port in ports)

@@ -1,0 +1,316 @@
+"""One attempt with stand-ins for the hosts' agents: why it ends, what is said of it, which host it is put down to."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.launch import attempt as module
+from clap_ds.launch.agents import Agents, Host
+from clap_ds.launch.attempt import Attempt
+from clap_ds.launch.connection import Message
+from clap_ds.launch.recovery import Ending
+
+PLAY = Callable[["FakeAgents", Message], None]
+NUM_RANKS = 2
+
+
+class FakeAgents:
+    """Hosts whose answers to the job's messages are played by a function of the test."""
+
+    short_of_ranks = Agents.short_of_ranks
+
+    def __init__(self, names: list[str], play: PLAY) -> None:
+        self.hosts = {name: Host(name, heard=0.0) for name in names}
+        self.said: list[Message] = []
+        self.attempt: Attempt | None = None
+        self._play = play
+        self.clock = self
+        self.unconfirmed: list[str] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def say(self, **message: Any) -> None:
+        self.said.append(message)
+        self._play(self, message)
+
+    def tell(self, name: str, **message: Any) -> None:
+        """As `Agents._hear` does."""
+        self.hosts[name].hear({"host": name, **message}, 1.0)
+        if not {"ranks", "clear", "gone"} & set(message):
+            assert self.attempt
+            self.attempt.hear({"host": name, **message})
+
+    def end(self, name: str, code: int, why: str = "") -> None:
+        self.tell(name, attempt="j.0", ended=code, why=why)
+
+    def ranks(self, name: str, number: int = NUM_RANKS, **note: Any) -> None:
+        first = NUM_RANKS * list(self.hosts).index(name)
+        self.tell(name, ranks=[{"rank": first + index, "state": "S", **note} for index in range(number)])
+
+    def lost(self, names: list[str]) -> dict[str, str]:
+        return {name: str(self.hosts[name].lost) for name in names if self.hosts[name].lost is not None}
+
+    def end_attempt(self, names: list[str], timeout_s: float) -> list[str]:
+        return self.unconfirmed
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"not played: {name}")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ending, Attempt]]:
+    for name, value in (("RANK_LOST_S", 0.0), ("LOOK_S", 0.001), ("STACKS_S", 0.05)):
+        monkeypatch.setattr(module, name, value)
+    (tmp_path / "run").mkdir()
+
+    def run(play: PLAY, *, hosts: int = 2, signals: list[signal.Signals] | None = None) -> tuple[Ending, Attempt]:
+        names = [f"n{number}" for number in range(1, hosts + 1)]
+        agents = FakeAgents(names, play)
+        start = {"do": "start", "attempt": "j.0", "slots": dict.fromkeys(names, NUM_RANKS)}
+        received = [] if signals is None else signals
+        attempt = Attempt(agents, start, lambda: received[0] if received else None, 0.05, tmp_path)  # type: ignore[arg-type]
+        agents.attempt = attempt
+        return attempt.run(), attempt
+
+    return run
+
+
+def _on_start(script: PLAY) -> PLAY:
+    return lambda agents, message: script(agents, message) if message["do"] == "start" else None
+
+
+def _summary(tmp_path: Path, **fields: Any) -> None:
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(fields))
+
+
+def _recorded(tmp_path: Path) -> tuple[str, str | None]:
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    return summary["state"], summary.get("error")
+
+
+def _tells_run(tmp_path: Path, agents: FakeAgents, *codes: int, why: str = "") -> None:
+    agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
+    for name, code in zip(agents.hosts, codes, strict=True):
+        agents.end(name, code, why if code else "")
+
+
+@pytest.mark.parametrize(
+    ("state", "codes", "expected"),
+    [
+        ("completed", (0, 0), ("completed", 0)),
+        ("completed", (0, 1), ("failed", 1)),
+        ("running", (0, 0), ("failed", 1)),
+        ("out_of_memory", (0, 1), ("out_of_memory", 1)),
+        ("failed", (3, 0), ("failed", 3)),
+        ("terminated", (15, 0), ("failed", 15)),
+        (None, (0, 0), ("completed", 0)),
+        (None, (3, 0), ("failed", 3)),
+    ],
+)
+def test_state_and_code(run: Any, tmp_path: Path, state: str | None, codes: tuple[int, int], expected: Any) -> None:
+    if state:
+        _summary(tmp_path, state=state, error="why" if state == "failed" else None)
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        if state:
+            _tells_run(tmp_path, agents, *codes)
+        else:
+            [agents.end(name, code) for name, code in zip(agents.hosts, codes, strict=True)]
+
+    ending, attempt = run(_on_start(play))
+    assert (ending.state, ending.code) == expected
+    assert ending.hosts == []
+    if state:
+        assert attempt.run_directory == tmp_path / "run"
+        assert _recorded(tmp_path)[0] == ending.state
+        assert {"do": "monitor", "run_directory": str(tmp_path / "run")} in attempt.agents.said
+
+
+def test_the_first_error_of_a_rank_is_why(run: Any) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.tell("n2", err="Traceback (most recent call last):")
+        agents.tell("n2", err="torch.cuda.CudaError: CUDA error: uncorrectable ECC error encountered")
+        agents.tell("n1", err="RuntimeError: the other is gone")
+        agents.end("n2", 1, "last line")
+        agents.end("n1", 0)
+
+    ending, _ = run(_on_start(play))
+    why = "n2: its ranks ended with code 1: last line; torch.cuda.CudaError: CUDA error: uncorrectable ECC error encountered"
+    assert (ending.message, ending.hosts, ending.lost) == (why, ["n2"], False)
+
+
+@pytest.mark.parametrize(("code", "name"), [(247, "SIGKILL"), (137, "SIGKILL"), (139, "SIGSEGV")])
+def test_killed_by(run: Any, code: int, name: str) -> None:
+    ending, _ = run(_on_start(lambda agents, _: (agents.end("n2", code), agents.end("n1", 1))))
+    assert f"n1: its ranks ended with code 1" in ending.message or f"killed by {name}" in ending.message
+    ending, _ = run(_on_start(lambda agents, _: agents.end("n1", code)), hosts=1)
+    assert f"(killed by {name})" in ending.message
+    assert ending.hosts == ["n1"]
+
+
+def test_host_that_lost_a_rank_first_is_named(run: Any, tmp_path: Path) -> None:
+    _summary(tmp_path, state="failed", error="Gloo: connection reset by peer")
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.ranks("n1")
+        agents.ranks("n2")
+        agents.ranks("n2", 1)  # rank 3 goes first, and then the others on finding that it has
+        agents.ranks("n1", 0)
+        _tells_run(tmp_path, agents, 1, 1)
+
+    ending, _ = run(_on_start(play))
+    assert ending.message == "rank 3 on n2 ended first; Gloo: connection reset by peer"
+    assert ending.hosts == ["n2"]
+    assert _recorded(tmp_path) == ("failed", ending.message)
+
+
+def test_a_mistake_of_the_users_is_no_hosts_fault(run: Any) -> None:
+    ending, _ = run(_on_start(lambda agents, _: [agents.end(name, 2, "error: NCCL_ALGO: no such") for name in agents.hosts]))
+    assert (ending.code, ending.hosts) == (2, [])
+
+
+def test_lost_host_ends_the_others(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.ranks("n1")
+        agents.hosts["n2"].lost = "no sign of life for 61 s"
+        agents.unconfirmed = ["n2"]
+
+    ending, _ = run(_on_start(play))
+    assert ending == Ending("failed", "lost n2: no sign of life for 61 s", 1, ["n2"], lost=True)
+    assert "didn't confirm" not in capsys.readouterr().err, "nobody expects a lost host to"
+
+
+def test_others_wait_for_a_host_that_failed_or_lost_ranks(run: Any) -> None:
+    def fails(agents: FakeAgents, message: Message) -> None:
+        agents.ranks("n1")
+        agents.end("n2", 7, "its words")
+
+    ending, _ = run(_on_start(fails))
+    assert ending.message == "n2: its ranks ended with code 7: its words; the other hosts went on waiting for it"
+    assert ending.hosts == ["n2"]
+
+    def loses(agents: FakeAgents, message: Message) -> None:
+        agents.ranks("n1")
+        agents.ranks("n2")
+        agents.ranks("n2", 1)
+
+    ending, _ = run(_on_start(loses))
+    assert ending.message == "ranks ended while others went on: n2 has 1 of 2 ranks left"
+    assert ending.hosts == ["n2"]
+
+
+def test_late_end_of_the_attempt_before_is_not_this_ones(run: Any) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.tell("n1", attempt="j.00", ended=137, why="")
+        agents.end("n1", 0)
+        agents.end("n2", 0)
+
+    assert run(_on_start(play))[0].state == "completed"
+
+
+# --- signals
+
+
+@pytest.mark.parametrize(
+    ("number", "summary", "expected"),
+    [
+        (signal.SIGUSR1, {"state": "timeout", "step": 40, "checkpoints": [{"saved": True}]}, ("timeout", 0)),
+        (signal.SIGUSR1, {"state": "timeout", "step": 40, "checkpoints": [{"saved": False}]}, ("timeout", 138)),
+        (signal.SIGUSR1, {"state": "running"}, ("timeout", 138)),
+        (signal.SIGTERM, {"state": "terminated"}, ("terminated", 143)),
+        (signal.SIGTERM, {"state": "failed", "error": "gloo: reset"}, ("terminated", 143)),
+        (signal.SIGTERM, {"state": "completed"}, ("completed", 0)),
+    ],
+)
+def test_signal_is_passed_on(run: Any, tmp_path: Path, number: signal.Signals, summary: Any, expected: Any) -> None:
+    received: list[signal.Signals] = []
+    _summary(tmp_path, state="running")
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        if message["do"] == "start":
+            agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
+            [agents.ranks(name) for name in agents.hosts]
+            received.append(number)
+        elif message["do"] == "signal":
+            assert message["number"] == number
+            _summary(tmp_path, **summary)
+            [agents.end(name, 0) for name in agents.hosts]
+
+    ending, _ = run(play, signals=received)
+    assert (ending.state, ending.code) == expected
+    assert _recorded(tmp_path)[0] == ending.state
+
+
+def test_ranks_that_do_not_end_are_given_their_time(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", dict.fromkeys(signal.Signals, 0.0))
+    received: list[signal.Signals] = []
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        [agents.ranks(name) for name in agents.hosts]
+        received.append(signal.SIGTERM)
+
+    ending, attempt = run(play, signals=received)
+    assert (ending.state, ending.code) == ("terminated", 143)
+    assert [message["do"] for message in attempt.agents.said] == ["start", "signal"]
+
+
+# --- a run that stands still
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_stall_names_the_rank_and_keeps_stacks(run: Any, tmp_path: Path, monkeypatch: Any, keeps: bool) -> None:
+    if not keeps:
+        (tmp_path / "stacks").write_text("a file is in the way")
+    waits, reads = ('Current thread 0x1:\n  File "a.py", line 3 in {}\n'.format(name) for name in ("wait", "read"))
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        if message["do"] == "start":
+            for name in agents.hosts:
+                agents.ranks(name, step=5, made=5, doing="step", age=601.0)
+        elif message["do"] == "stacks":
+            for rank, name in enumerate(["n1", "n1", "n2", "n2"]):
+                agents.tell(name, rank=rank, state="S", step=5, stacks=reads if rank == 2 else waits)
+
+    ending, _ = run(play)
+    expected = "no step for 601 s: rank 2 on n2 in read (a.py:3); the other 3 in wait (a.py:3)"
+    assert ending.message.startswith(expected)
+    assert ending.hosts == ["n2"]
+    if keeps:
+        assert ending.message.endswith(f"; all stacks are in {tmp_path}/stacks")
+        kept = (tmp_path / "stacks" / "rank2.txt").read_text()
+        assert kept.startswith("# rank 2 on n2, ")
+        assert kept.endswith(reads)
+        assert len([*(tmp_path / "stacks").iterdir()]) == 4
+    else:
+        assert "the stacks can't be kept" in ending.message
+
+
+def test_not_all_ranks_are_up_yet(run: Any) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        if message["do"] == "start":
+            agents.ranks("n1", step=5, made=5, doing="step", age=601.0)
+            agents.end("n1", 0)
+            agents.end("n2", 0)
+        assert message["do"] != "stacks"
+
+    assert run(play)[0].state == "completed"
+
+
+def test_output_is_passed_on_with_its_host(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.tell("n1", out="a line")
+        agents.tell("n1", err="a word")
+        agents.tell("n1", waits="for /f to be visible there")
+        [agents.end(name, 0) for name in agents.hosts]
+
+    run(_on_start(play))
+    shown = capsys.readouterr()
+    assert shown.out == "n1: a line\n"
+    assert shown.err == "n1: a word\nn1 waits for /f to be visible there\n"
+    run(_on_start(play), hosts=1)
+    assert capsys.readouterr().out == "a line\n"
