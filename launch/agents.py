@@ -102,14 +102,18 @@ class Agents:
         # A second agent on a host that only takes its time would start its ranks twice.
         self._start([name for name in names if self.hosts[name].heard is None and not self._is_on_its_way(name)])
         began = time.monotonic()
-        next_word = began + SAY_S
+        next_word, half_time = began + SAY_S, began + limit_s / 2
         while (silent := [self.hosts[name] for name in names if self._is_silent(name)]) and not stopped():
             with self._lock:
                 again, self._again = self._again, []
             # Whoever was behind a host that can't be reached is tried by another way; the host itself, once more.
             for host in map(self.hosts.__getitem__, again):
                 host.lost = (host.last_words or "no connection") if host.refused > 1 else None
+            again.sort(key=lambda name: self.hosts[name].refused)  # these lead to no others but each other
             self._start([name for name in again if self.hosts[name].lost is None], again=True)
+            if time.monotonic() > half_time:
+                half_time = float("inf")
+                self._give_up_silent_ways()
             if time.monotonic() - began > limit_s or all(host.lost is not None for host in silent):
                 break
             if time.monotonic() > next_word:
@@ -122,6 +126,12 @@ class Agents:
 
     def _is_silent(self, name: str) -> bool:
         return self.hosts[name].heard is None
+
+    def _give_up_silent_ways(self) -> None:
+        """End connections whose first host doesn't answer, so that those behind it are tried by another way."""
+        for connection in self._connections if self.step is None else []:
+            if len(connection.hosts) > 1 and self._is_silent(connection.hosts[0]):
+                connection.process.kill()
 
     def _is_on_its_way(self, name: str) -> bool:
         way = self.hosts[name].way
