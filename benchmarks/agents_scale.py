@@ -95,9 +95,11 @@ def measure(num_hosts: int, limit_s: float) -> dict[str, Any]:
     answered_s = time.perf_counter() - began
     if silent:
         agents.stop(limit_s)
-        raise UserError(f"{len(silent)} of {num_hosts} hosts didn't answer in {limit_s:.0f} s, the first {silent[0].name}")
+        raise UserError(
+            f"{len(silent)} of {num_hosts} hosts didn't answer in {limit_s:.0f} s, the first {silent[0].name}"
+        )
     processes = agents_of(job)
-    row = {
+    row: dict[str, Any] = {
         "hosts": num_hosts,
         "answered_s": answered_s,
         "open_files": len(os.listdir("/proc/self/fd")) - 1,
@@ -143,7 +145,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
             "commit": commit(),
             "open_files_allowed": OPEN_FILES,
         }
-        words = "{date}; {processor}, {cores} cores for job and agents; Python {python}, Linux {kernel}; commit {commit}"
+        words = (
+            "{date}; {processor}, {cores} cores for job and agents; Python {python}, Linux {kernel}; commit {commit}"
+        )
         text = f"{words.format_map(machine)}; ulimit -n {OPEN_FILES}\n\n{table(COLUMNS, rows)}"
         show(options.output, text, {"machine": machine, "rows": rows})
 

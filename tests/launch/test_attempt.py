@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,6 @@ def test_the_first_error_of_a_rank_is_why(run: Any) -> None:
 
 @pytest.mark.parametrize(("code", "name"), [(247, "SIGKILL"), (137, "SIGKILL"), (139, "SIGSEGV")])
 def test_killed_by(run: Any, code: int, name: str) -> None:
-    ending, _ = run(_on_start(lambda agents, _: (agents.end("n2", code), agents.end("n1", 1))))
-    assert f"n1: its ranks ended with code 1" in ending.message or f"killed by {name}" in ending.message
     ending, _ = run(_on_start(lambda agents, _: agents.end("n1", code)), hosts=1)
     assert f"(killed by {name})" in ending.message
     assert ending.hosts == ["n1"]
@@ -170,7 +169,9 @@ def test_host_that_lost_a_rank_first_is_named(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_mistake_of_the_users_is_no_hosts_fault(run: Any) -> None:
-    ending, _ = run(_on_start(lambda agents, _: [agents.end(name, 2, "error: NCCL_ALGO: no such") for name in agents.hosts]))
+    ending, _ = run(
+        _on_start(lambda agents, _: [agents.end(name, 2, "error: NCCL_ALGO: no such") for name in agents.hosts])
+    )
     assert (ending.code, ending.hosts) == (2, [])
 
 
@@ -206,8 +207,8 @@ def test_others_wait_for_a_host_that_failed_or_lost_ranks(run: Any) -> None:
 
 def test_late_end_of_the_attempt_before_is_not_this_ones(run: Any) -> None:
     def play(agents: FakeAgents, message: Message) -> None:
-        agents.tell("n1", attempt="j.00", ended=137, why="")
         agents.end("n1", 0)
+        agents.tell("n1", attempt="j.00", ended=137, why="")
         agents.end("n2", 0)
 
     assert run(_on_start(play))[0].state == "completed"
@@ -246,6 +247,26 @@ def test_signal_is_passed_on(run: Any, tmp_path: Path, number: signal.Signals, s
     assert _recorded(tmp_path)[0] == ending.state
 
 
+def test_ranks_that_save_are_waited_for(run: Any, tmp_path: Path) -> None:
+    received: list[signal.Signals] = []
+
+    def ends(agents: FakeAgents) -> None:
+        _summary(tmp_path, state="timeout", step=40, checkpoints=[{"saved": True}])
+        [agents.end(name, 0) for name in agents.hosts]
+
+    def play(agents: FakeAgents, message: Message) -> None:
+        if message["do"] == "start":
+            agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
+            [agents.ranks(name) for name in agents.hosts]
+            received.append(signal.SIGUSR1)
+        elif message["do"] == "signal":
+            threading.Timer(0.1, ends, [agents]).start()
+
+    ending, _ = run(play, signals=received)
+    assert (ending.state, ending.code) == ("timeout", 0)
+    assert ending.message.endswith("and saved at step 40")
+
+
 def test_ranks_that_do_not_end_are_given_their_time(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", dict.fromkeys(signal.Signals, 0.0))
     received: list[signal.Signals] = []
@@ -266,7 +287,7 @@ def test_ranks_that_do_not_end_are_given_their_time(run: Any, monkeypatch: pytes
 def test_stall_names_the_rank_and_keeps_stacks(run: Any, tmp_path: Path, monkeypatch: Any, keeps: bool) -> None:
     if not keeps:
         (tmp_path / "stacks").write_text("a file is in the way")
-    waits, reads = ('Current thread 0x1:\n  File "a.py", line 3 in {}\n'.format(name) for name in ("wait", "read"))
+    waits, reads = (f'Current thread 0x1:\n  File "a.py", line 3 in {name}\n' for name in ("wait", "read"))
 
     def play(agents: FakeAgents, message: Message) -> None:
         if message["do"] == "start":
@@ -294,8 +315,7 @@ def test_not_all_ranks_are_up_yet(run: Any) -> None:
     def play(agents: FakeAgents, message: Message) -> None:
         if message["do"] == "start":
             agents.ranks("n1", step=5, made=5, doing="step", age=601.0)
-            agents.end("n1", 0)
-            agents.end("n2", 0)
+            threading.Timer(0.1, lambda: [agents.end(name, 0) for name in agents.hosts]).start()
         assert message["do"] != "stacks"
 
     assert run(play)[0].state == "completed"

@@ -62,6 +62,13 @@ class Agent:
         """Read until the agent knows of as many ranks."""
         self.hear("ranks", lambda notes: wanted(len(notes)))
 
+    def ask(self, *command: str) -> Message:
+        """What the agent answers to a command."""
+        environment, gpus = {"PATH": os.environ["PATH"], "MINE": "secret"}, {HOST: ["4", "6"]}
+        slots, folder = {HOST: 2}, str(self.folder)
+        self.say(do="ask", command=[*command], environment=environment, slots=slots, gpus=gpus, folder=folder)
+        return self.hear("answer")
+
     def start(self, script: str, slots: int = 1, *, attempt: str = ATTEMPT, **changes: Any) -> None:
         """Start ranks one by one, as the launcher srun does."""
         message = {
@@ -206,8 +213,7 @@ def test_signals_mean_to_ranks_what_they_do_elsewhere(agent: Agent) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         assert not ignored >> (number - 1) & 1, number.name
         os.kill(agent.process.pid, number)
-    agent.say(do="ask", command=["echo", "there"])
-    assert agent.hear("answer")["answer"] == "there\n"
+    assert agent.ask("echo", "there")["answer"] == "there\n"
 
 
 def test_ranks_of_an_attempt_that_is_over_are_gone_and_another_begins(agent: Agent) -> None:
@@ -259,8 +265,16 @@ def test_command_that_is_not_there(agent: Agent, tmp_path: Path) -> None:
     agent.start(WAITS, wrapper=["/no/such/program"])
     ended = agent.hear("ended")
     assert (ended["ended"], ended["why"]) == (1, "/no/such/program: No such file or directory")
-    agent.say(do="ask", command=["/no/such/command"])
-    assert "/no/such/command" in agent.hear("answer")["error"]
+    assert agent.ask("/no/such/command")["error"] == "/no/such/command: No such file or directory"
+
+
+def test_answers_as_a_rank_would(start_agent: Callable[..., Agent], tmp_path: Path) -> None:
+    before = time.time()
+    agent = start_agent(SLURM_JOB_ID="1", CUDA_VISIBLE_DEVICES="5,7,8", API_TOKEN="the agent's own")
+    script = "echo $CUDA_VISIBLE_DEVICES $MINE $API_TOKEN $PWD; echo first >&2; echo last >&2; exit 3"
+    said = agent.ask("sh", "-c", script)
+    assert (said["answer"], said["code"], said["error"]) == (f"5,7 secret {tmp_path}\n", 3, "last")
+    assert before <= said["times"][0] <= said["times"][1] <= time.time()
 
 
 def test_gpus_of_the_allocation(start_agent: Callable[..., Agent]) -> None:
@@ -306,20 +320,21 @@ import os, sys, time
 if os.environ["RANK"] == "0":
     from clap_ds.dist import progress
     progress.start(0)
-else:
+elif os.environ["RANK"] == "1":
     open(f"{os.environ['CLAP_PROGRESS']}/1", "w")
     __import__("signal").signal(12, lambda *_: None)
-def stands_here(): print("up", flush=True); time.sleep(60)
+def stands_here(): print(os.getpid(), flush=True); time.sleep(60)
 stands_here()
 """
-    agent.start(script, 2, environment={"PYTHONPATH": str(ROOT)})
-    agent.hear("out"), agent.hear("out")
-    agent.ranks(lambda number: number == 2)
+    agent.start(script, 3, environment={"PYTHONPATH": str(ROOT)})
+    ranks = [int(agent.hear("out")["out"]) for _ in range(3)]
+    agent.ranks(lambda number: number == 3)
     for _ in range(2):  # the second time, what it wrote then, alone
         agent.say(do="stacks")
         said = {message["rank"]: message["stacks"] for message in (agent.hear("stacks"), agent.hear("stacks"))}
         assert said[0].count("in stands_here") == 1
         assert said[1] == ""
+        assert all(map(is_running, ranks)), "one that hasn't noted anything would end of the signal"
 
 
 def _monitors_of(folder: Path) -> list[int]:

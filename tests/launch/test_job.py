@@ -51,7 +51,14 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         (tmp_path / "site.json").write_text(json.dumps({"python": str(tmp_path / "python")}))
         (tmp_path / "python").write_text(f"#!/bin/bash\n{launcher}\n")
         (tmp_path / "python").chmod(0o755)
-        words = ["--site", str(tmp_path / "site.json"), "--hostfile", str(tmp_path / "hosts"), "--folder", str(tmp_path)]
+        words = [
+            "--site",
+            str(tmp_path / "site.json"),
+            "--hostfile",
+            str(tmp_path / "hosts"),
+            "--folder",
+            str(tmp_path),
+        ]
         words = [sys.executable, "-S", "launch/job.py", *words, "--launcher", "ssh", *options, "--", *command]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True))
@@ -172,7 +179,9 @@ def test_error_of_a_rank_reaches_the_record(start_job: Any, tmp_path: Path) -> N
     error = f"{HERE}: its ranks ended with code 4: more words; KeyError: no such key"
     assert _recorded(tmp_path, "state", "error", "exit_code") == ("failed", error, 4)
     assert stderr.endswith(f"error: {error}\n")
-    assert [each["error"] for each in _recorded(tmp_path, "attempts")[0]] == [error], "the program's own: not tried again"
+    assert [each["error"] for each in _recorded(tmp_path, "attempts")[0]] == [error], (
+        "the program's own: not tried again"
+    )
 
 
 def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) -> None:
@@ -184,12 +193,14 @@ def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) 
     process.kill()
     _wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
     assert "launch/job.py was ended before it could say why" in _recorded(tmp_path, "error")[0]
-    assert json.loads((run / "summary.json").read_text())["state"] == "failed"
+    _wait_for(lambda: json.loads((run / "summary.json").read_text())["state"] == "failed")
     _wait_for(lambda: not processes_of(name))
 
 
 def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_path: Path) -> None:
-    process = start_job("echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :")
+    process = start_job(
+        "echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :"
+    )
     first = process.stdout.readline().strip()
     (launcher,) = processes_of(first)
     agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
@@ -252,7 +263,9 @@ def _hosts(number: int, slots: int = 4) -> dict[str, int]:
         ({"n1": 4, "n2": 2}, 1, ["n1"], {"hosts": ["n2"], "steps": 3}),
     ],
 )
-def test_shrinking_keeps_the_global_batch(make_job: Any, slots: Any, steps: int, lost: list[str], expected: Any) -> None:
+def test_shrinking_keeps_the_global_batch(
+    make_job: Any, slots: Any, steps: int, lost: list[str], expected: Any
+) -> None:
     job = make_job(slots, steps=steps)
     for name in lost:
         job.agents.hosts[name].lost = "silent"
