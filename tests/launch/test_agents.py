@@ -247,7 +247,7 @@ def test_host_that_does_not_confirm_its_end(network: Network) -> None:
     (pid,) = (pid for _, pid, host in network.started() if host == "n001")
     os.kill(pid, signal.SIGSTOP)
     assert agents.end_attempt(_names(2), 0.5) == ["n001"]
-    assert agents.stop(0.5) == ["n001"]
+    assert "n001" in agents.stop(2.0)
     _wait_for(lambda: not is_running(pid))
 
 
