@@ -66,13 +66,13 @@ def test_three_times_the_longest_pause_is_waited_for() -> None:
 
 @pytest.mark.parametrize("doing", ["starting", "saving a checkpoint", "ending"])
 def test_no_stall_while_a_rank_does_something_else(doing: str) -> None:
-    watch, last = _after_steps(1.0)
-    assert watch.stalled([_note(11, 5000), _note(11, 5000, doing)], last + 5000) is None
+    watch, last = _after_steps(1.0, 2)
+    assert watch.stalled([_note(3, 5000), _note(3, 5000, doing)], last + 5000) is None
     # What it took doesn't count as a step.
-    assert watch.stalled([_note(12, 0), _note(12, 0)], last + 5001) is None
+    assert watch.stalled([_note(4, 0), _note(4, 0)], last + 5001) is None
     assert watch.usual_step_s() == pytest.approx(1.0)
     assert watch.stalled([], last) is None
-    assert watch.stalled([{"rank": 0, "state": "S"}, _note(12, 5000)], last) is None, "one has noted nothing yet"
+    assert watch.stalled([{"rank": 0, "state": "S"}, _note(4, 5000)], last) is None, "one has noted nothing yet"
 
 
 def test_before_a_step_is_timed_ten_minutes_are_waited_for() -> None:
@@ -118,9 +118,9 @@ def test_frames_are_the_main_threads(waiting: str, reading: str) -> None:
     assert in_torch.waits()
 
 
-def test_without_an_answer(waiting: str) -> None:
-    waits, silent = _ranks(waiting, "", state="D")
-    assert elsewhere([waits, silent, *_ranks(waiting)]) == [silent]
+def test_without_an_answer(waiting: str, reading: str) -> None:
+    _, silent, _ = stacks = _ranks(waiting, "", reading, state="D")
+    assert elsewhere(stacks) == [silent], "more than one that answers"
     assert silent.where() == "gives no answer (state D)"
     (stopped,) = _ranks("", state="T")
     assert stopped.where() == "stopped by a signal"
