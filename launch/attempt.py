@@ -195,8 +195,7 @@ class Attempt:
             message = how + (f"; {more}" if more and more not in how else "")
             state = "failed"
         else:
-            ranks = f"rank {', '.join(map(str, first.first_gone))}" if first.first_gone else "a rank"
-            where = f"{ranks} on {first.name} ended first; " if len(self.hosts) > 1 else ""
+            where = f"{_first_ranks(first)} on {first.name} ended first; " if len(self.hosts) > 1 else ""
             # Of ranks that were killed, the others know only that they are gone.
             message = f"{how}; {error}" if error and KILLED in how else where + error if error else how
         at_fault = code != USER_ERROR and state == "failed" and _OF_THE_HOST.search(f"{message} {how}")
@@ -233,4 +232,9 @@ def _how_ended(host: Host) -> str:
     # DeepSpeed's launcher makes 247 of SIGKILL, a shell 137.
     number = 256 - code if 0 < 256 - code < 32 else code - 128
     killed = f" ({KILLED} {signal.Signals(number).name})" if number in set(signal.Signals) else ""
-    return f"{host.name}: its ranks ended with code {code}{killed}" + (f": {why}" if why else "")
+    who = f"{_first_ranks(host)} ended first, with" if host.first_gone and killed else "its ranks ended with"
+    return f"{host.name}: {who} code {code}{killed}" + (f": {why}" if why else "")
+
+
+def _first_ranks(host: Host) -> str:
+    return f"rank {', '.join(map(str, host.first_gone))}" if host.first_gone else "a rank"

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +26,9 @@ FANOUT = 32
 LAST_LINES_S = 1.0
 """To read what a child said last; what it left behind could hold its output open."""
 
+_OF_A_FAILURE = re.compile(
+    r"(?i)error|fail|killed|refused|closed|timed out|no route|reset|denied|not (found|known)|no such"
+)
 Message = dict[str, Any]
 
 
@@ -76,7 +80,9 @@ class Connection:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 self._hear(line)
-            elif text := line.decode(errors="replace").strip():
+                continue
+            text = line.decode(errors="replace").strip()
+            if text and (not self.last_words or _OF_A_FAILURE.search(text)):
                 self.last_words = text
         self.process.stdout.close()
         self.process.wait()

@@ -204,8 +204,10 @@ def main() -> None:
         end_all(agent.run + ".", last_words_s=0.0)
         import shutil  # here, for agents are to start fast
 
-        for folder in temporary_folder().glob(f"clap-{agent.run}.*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in temporary_folder().glob("clap-*.*.*-*"):  # of agents that were killed, this run's or another's
+            pid = folder.name.rpartition("-")[2]
+            if pid.isdecimal() and not is_running(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
         agent.serve()
     sys.stdout.flush()
     os._exit(0)

@@ -98,8 +98,9 @@ class HostRanks:
     def _copy(self, name: str, stream: Any) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            # DeepSpeed's launcher tells of the end itself; [W… is a warning of torch's.
-            if name == "err" and text.strip() and "[launch.py:" not in text and not text.startswith("[W"):
+            if "[launch.py:" in text and "sigkill_handler" in text:
+                continue  # DeepSpeed's launcher on how it ends the others; the job says why
+            if name == "err" and text.strip() and not text.startswith("[W"):  # a warning of torch's
                 self._last_words = text.strip()[:300]
             self._say(**{name: text})
 

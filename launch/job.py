@@ -222,6 +222,8 @@ class Job:
         self.signals.ignore()  # SLURM ends this job before it starts it again
         without = self.attempts.excluded()
         where = f" without {', '.join(without)}" if without else ""
+        if without and not slurm_job.enough_nodes(without):
+            where, without = f", perhaps with {', '.join(without)}: the partition has no other nodes", []
         print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
         if problem := slurm_job.requeue(without):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
@@ -258,8 +260,8 @@ class Signals:
         # SLURM may give its warning a minute early.
         if self._due is None and self._received is None and used < left and used + left <= 2 * self._warning_s + 60:
             self._due = time.monotonic() + (left - used) / 2
-            shown = f"this job goes on for half of its time, until {(left - used) / 2:.0f} s from now"
-            print(f"warning: the end of the time was announced at once: {shown}", file=sys.stderr, flush=True)
+            shown = f"its ranks are told to stop in {(left - used) / 2:.0f} s, after half of it"
+            print(f"the time limit is short, and SLURM announced its end early: {shown}", file=sys.stderr, flush=True)
         else:
             self._received = self._received or signal.Signals(number)
 

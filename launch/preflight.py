@@ -137,7 +137,9 @@ def _run(command: list[str], output: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/preflight.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "launch/preflight.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--site", default="generic", help="name under launch/clusters/, or a file")
     parser.add_argument("--launcher", type=launcher_name, choices=LAUNCHERS, help="in place of the site's")
     add_hosts(parser)
@@ -162,7 +164,11 @@ def check(arguments: argparse.Namespace) -> int:
     launcher = arguments.launcher or site.chosen_launcher()
     report = Report()
     on_cpu = {**os.environ, **site.environment}.get("DS_ACCELERATOR") == "cpu"
-    judge_hosts(ask_hosts(slots, site, launcher), slots, report, on_cpu=on_cpu)
+    answers = ask_hosts(slots, site, launcher)
+    judge_hosts(answers, slots, report, on_cpu=on_cpu)
+    for host, gpus in slurm_job.gpus_by_host().items():
+        if not on_cpu and not answers.get(host, {"gpus": True}).get("gpus", True):
+            report.problem(f"SLURM gave the job {len(gpus)} GPUs there, and none can be seen", host)
     if not report.problems and not arguments.no_ranks:
         run_ranks(arguments.site, site, slots, launcher, arguments.megabytes, report)
     print(report.format())

@@ -53,6 +53,16 @@ def seconds_used_and_left() -> tuple[int, int] | None:
     return used, left
 
 
+def enough_nodes(without: list[str]) -> bool:
+    """Whether this job's partition has as many nodes as the job wants without some: SLURM would let it wait for ever else."""
+    wanted = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    try:
+        nodes = slurm.of_partition(slurm.partitions(), os.environ.get("SLURM_JOB_PARTITION"))
+    except UserError:
+        return True
+    return not wanted.isdecimal() or not nodes or sum(each.count for each in nodes) - len(without) >= int(wanted)
+
+
 def requeue(without: list[str]) -> str | None:
     """Have SLURM start this job anew, not on some hosts; why it doesn't, or None. SIGTERM comes soon after."""
     job = str(job_id())

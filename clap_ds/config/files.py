@@ -15,8 +15,8 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
 
     Args:
         spare: if given, a file that is there is overwritten in place where the disk is full, and padded with spaces, to take no
-            more room: no longer in one go, but it says what it is to say. So many bytes are kept free for a longer text then,
-            as spaces up to whole blocks; none for 0.
+            more room: no longer in one go, but it says what it is to say. So many bytes are kept free for a longer text then:
+            those of its last block, or spaces where these are too few; none for 0.
 
     Raises:
         OSError: it can't be written; what was there stays.
@@ -24,8 +24,8 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")  # process ids repeat from host to host
     content = text.encode()
-    if spare:
-        content = _padded(content, -(-(len(content) + spare) // BLOCK) * BLOCK)
+    if spare and -len(content) % BLOCK < spare:
+        content = _padded(content, len(content) + spare)
     try:
         with open(temporary, "wb") as file:
             file.write(content)

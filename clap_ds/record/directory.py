@@ -20,7 +20,7 @@ from typing import Any, TextIO, Unpack, cast
 from clap_ds.config.files import write_atomically
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
 
-SPARE_BYTES = 4096
+SPARE_BYTES = 2048
 """Kept free in a record for what a run's end adds to it."""
 
 

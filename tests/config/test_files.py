@@ -33,14 +33,15 @@ def test_on_a_full_disk_what_is_there_is_overwritten_as_far_as_it_has_room(
 ) -> None:
     roomy, small, long = (tmp_path / name for name in ("roomy", "small", "long"))
     write_atomically(roomy, "old\n", spare=BLOCK)
-    assert roomy.read_bytes() == b"old".ljust(2 * BLOCK - 1) + b"\n"
-    write_atomically(small, "old\n", spare=0)
+    assert roomy.read_bytes() == b"old".ljust(BLOCK + 3) + b"\n"
+    write_atomically(small, "old\n", spare=BLOCK - 4)  # which its one block has
+    assert small.read_bytes() == b"old\n"
     write_atomically(long, "old " * 10 + "\n")
     _no_room_for_new_files(monkeypatch, number, at=at)
     new = "ä" * 3000 + "\n"
     write_atomically(roomy, new, spare=0)
     assert roomy.read_text().split() == ["ä" * 3000]
-    assert roomy.stat().st_size == 2 * BLOCK
+    assert roomy.stat().st_size == 6001
     write_atomically(small, "newer\n", spare=0)  # the block that it has will do
     assert small.read_text() == "newer\n"
     with pytest.raises(OSError, match=os.strerror(number)):

@@ -144,12 +144,12 @@ def test_knows_ranks_from_other_processes(start: Start) -> None:
 def test_clears_an_earlier_start_of_the_run(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     earlier = start(DEAF, CLAP_JOB=f"{RUN}.0", RANK="0")
     similar = start(WAITS, CLAP_JOB=f"1{RUN}.0", RANK="0")
-    (tmp_path / f"clap-{RUN}.0-77").mkdir()
-    (tmp_path / f"clap-1{RUN}.0-77").mkdir()
+    (tmp_path / f"clap-1.{RUN}.0-99999999").mkdir()  # of an agent that is no more
+    (tmp_path / f"clap-1.{RUN}.0-{os.getpid()}").mkdir()
     request.getfixturevalue("agent")
     assert earlier.wait(30) == -signal.SIGKILL
     assert similar.poll() is None
-    assert [path.name for path in tmp_path.iterdir()] == [f"clap-1{RUN}.0-77"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"clap-1.{RUN}.0-{os.getpid()}"]
 
 
 # --- an attempt
