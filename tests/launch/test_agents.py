@@ -132,7 +132,8 @@ def many(folder: str) -> None:
 
     def lose(victim: str, cut: list[str]) -> None:
         os.kill({host: pid for _, pid, host in network.started()}[victim], signal.SIGKILL)
-        _wait_for(lambda: sorted(agents.lost(names)) == cut)
+        _wait_for(lambda: agents.lost(names))
+        assert sorted(agents.lost(names)) == cut
         assert "connection ended" in agents.lost(names)[victim]
         assert agents.connect(cut, 120) == []
         assert agents.lost(names) == {}
