@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.slurm_job import gpus_by_host, parse_gpus, requeue, seconds_used_and_left
+from clap_ds.launch.slurm_job import enough_nodes, gpus_by_host, parse_gpus, requeue, seconds_used_and_left
 
 SHOWN = """\
 JobId=42 JobName=bench
@@ -93,3 +93,13 @@ def test_why_there_is_no_other_start(commands: Path, monkeypatch: pytest.MonkeyP
     (commands / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(commands))
     assert requeue([]) == "scontrol requeue 42: No such file or directory"
+
+
+def test_a_job_needs_nodes_beside_those_it_is_to_do_without(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _play(commands, "sinfo", "echo 'gpu*|3|gpu:4|infinite'; echo 'gpu*|1|gpu:2|infinite'; echo 'cpu|9|(null)|infinite'")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "gpu")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    assert enough_nodes(["n1"])
+    assert not enough_nodes(["n1", "n2"])
+    _play(commands, "sinfo", "exit 1")
+    assert enough_nodes(["n1", "n2"]), "nobody knows"
