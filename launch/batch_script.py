@@ -143,8 +143,8 @@ def check(request: Request, site: Site, nodes: list[int], runs: dict[str, Path])
     said = check_environment(site, found, list(runs.values()), train=request.train)
     problems: dict[str, list[str]] = {}
     if said and not any(f"{path}:" in said for path in runs.values()):
-        found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2]}")
-    for line in said.removeprefix("error: ").splitlines():
+        found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2].strip()}")
+    for line in map(str.strip, said.removeprefix("error: ").splitlines()):
         for name, path in runs.items():
             if line.startswith(f"{path}:"):
                 problems.setdefault(line.removeprefix(f"{path}:").strip(), []).append(name)

@@ -151,7 +151,7 @@ def _versions(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def _last_line(result: subprocess.CompletedProcess[str]) -> str:
-    return (result.stderr.strip() or f"exit code {result.returncode}").rpartition("\n")[2]
+    return (result.stderr.strip() or f"exit code {result.returncode}").rpartition("\n")[2].strip()
 
 
 def check_partition(site: Site, found: Found, *, nodes: int, gpus: int | None, time: str | None) -> None:

@@ -32,7 +32,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
             line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time")
         }
         assert not imported & {"torch", "deepspeed", "numpy", "transformers"}
-        said = [line.removeprefix("error: ") for line in lines if not line.startswith("import time")]
+        said = [line.removeprefix("error: ").strip() for line in lines if not line.startswith("import time")]
         return done.returncode, [line.removeprefix(f"{tmp_path}/") for line in said]
 
     code, said = problems()

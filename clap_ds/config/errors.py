@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Collection
 from typing import NoReturn
@@ -22,14 +23,18 @@ class AgreedError(UserError):
 def exit_code_of(
     action: Callable[[], object], mistakes: tuple[type[Exception], ...] = (UserError, ValueError, OSError)
 ) -> int:
-    """Run a command: its own exit code if it gives one, 0, or 2 with one message where it raises one of `mistakes`."""
+    """Run a command: its own exit code if it gives one, 0, or 2 with one message where it raises one of `mistakes`.
+
+    Further lines of the message are indented under the first.
+    """
     try:
         code = action()
     except BrokenPipeError:  # `… | head` has seen enough
         sys.stderr.close()
         return 1
     except mistakes as error:
-        print(f"error: {error}", file=sys.stderr)
+        further = "\n" + " " * len("error: ")
+        print("error: " + re.sub(r"\n(?=.)", further, str(error)), file=sys.stderr)
         return USER_ERROR
     return code if isinstance(code, int) else 0
 
