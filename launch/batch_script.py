@@ -121,7 +121,7 @@ def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Reques
     else:
         nodes = slurm.of_partition(everything, site.partition)
     most = max((each.gpus for each in nodes), default=0)
-    gpus = arguments.gpus or site.gpus_per_node or most
+    gpus = arguments.gpus or site.ranks() or most
     if not gpus:
         raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
     time = arguments.time
@@ -139,6 +139,9 @@ def check(request: Request, site: Site, nodes: list[int], runs: dict[str, Path])
     """Try the site, and check every run's JSON, by what to call it in a message. Problems that all runs have are said once."""
     found, most = Found(), max(nodes) + request.spare_nodes
     limits = {request.time_limit(site, each) for each in nodes}
+    own = site.own_gpus()
+    if own and own[1] != request.gpus:
+        found.problems.append(f"--gpus {request.gpus}: the site's sbatch options have {own[0]}")
     check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
     said = check_environment(site, found, list(runs.values()), train=request.train)
     problems: dict[str, list[str]] = {}

@@ -53,7 +53,7 @@ def check_site(site: Site) -> Found:
     """Everything about a site that can be tried without a job."""
     found = Found()
     check_environment(site, found)
-    check_partition(site, found, nodes=1, gpus=site.gpus_per_node, time=None)
+    check_partition(site, found, nodes=1, gpus=site.ranks(), time=None)
     launcher = site.chosen_launcher()
     found.facts["launcher"] = launcher + ("" if site.launcher else " (the site names none)")
     programs = {"ssh": "ssh", "slurm": "srun", "srun": "srun"}

@@ -23,6 +23,7 @@ from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.places import CHECKOUT, work_folder
+from clap_ds.launch import slurm
 from clap_ds.launch.run_config import read_object
 from clap_ds.launch.site_check import check_site, problems_of_allocation
 
@@ -46,7 +47,7 @@ class Site:
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows for the partition
+    gpus_per_node: int | None = None  # ranks per node; null takes that of a `--gres` in `sbatch`, or else what `sinfo` shows
     cpus_per_task: int | None = None  # of each rank, and its OMP_NUM_THREADS
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
@@ -69,6 +70,16 @@ class Site:
     start_limit_s: int | None = None  # that hosts and ranks have to come up; null: 120, and 1 more for every 4 hosts
     lost_after_s: int = field(default=60, metadata={"least": 60})  # of silence after which a host counts as lost
     requeues: int = field(default=2, metadata={"least": 0})  # how often a job queues itself again after losing a host
+
+    def own_gpus(self) -> tuple[str, int] | None:
+        """The option of `sbatch` that says how many GPUs a node has for a job, and that number; None where none does."""
+        asked = [(option, count) for option in self.sbatch if (count := slurm.gpus_asked_for(option))]
+        return asked[-1] if asked else None
+
+    def ranks(self) -> int | None:
+        """Ranks per node; None where the site leaves that to what `sinfo` shows."""
+        own = self.own_gpus()
+        return own[1] if own else self.gpus_per_node
 
     def walltime(self, num_nodes: int) -> str:
         """Time limit of a job on this many nodes."""
@@ -171,6 +182,9 @@ def _wrong_values(site: Site) -> Iterator[str]:
         elif name in OWN_SBATCH_OPTIONS:
             place = OWN_SBATCH_OPTIONS[name]
             yield f"sbatch: {name} is decided {f'by the field {place}' if place else 'when a job is submitted'}"
+    own = site.own_gpus()
+    if own and site.gpus_per_node not in (None, own[1]):
+        yield f"gpus_per_node: {site.gpus_per_node}, but sbatch has {own[0]}: both are the number of GPUs of each node"
     for name in ("wrapper", "srun", "not_passed"):
         if "" in getattr(site, name):
             yield f"{name}: expected no empty string"

@@ -68,6 +68,18 @@ def partitions() -> list[Nodes]:
     return found
 
 
+def gpus_asked_for(option: str) -> int | None:
+    """GPUs of each node that an option of sbatch asks for, a job having one task there; None where it says nothing of them."""
+    name, _, value = option.partition("=")
+    words = value.split(",")
+    if name == "--gres":
+        words = [word for word in words if re.match(r"(gres[:/])?gpu(:|$)", word)]
+    elif name not in ("--gpus-per-node", "--gpus-per-task"):
+        return None
+    counts = [re.search(r"(?:^|:)(\d+)(\(|$)", word) for word in words]
+    return sum(int(count[1]) if count else 1 for count in counts) or None
+
+
 def of_partition(nodes: Iterable[Nodes], partition: str | None) -> list[Nodes]:
     """The nodes of a partition, or of several (`a,b`); of the default one where none is named."""
     names = partition.split(",") if partition else []

@@ -60,6 +60,7 @@ def test_packaged_sites(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) ->
         ({"sbatch": ["--exclusive; reboot"]}, "sbatch: expected options"),
         ({"sbatch": ["--account=x"]}, "sbatch: --account is decided by the field account"),
         ({"sbatch": ["--nodes=2"]}, "sbatch: --nodes is decided when a job is submitted"),
+        ({"sbatch": ["--gres=gpu:2"], "gpus_per_node": 4}, "gpus_per_node: 4, but sbatch has --gres=gpu:2"),
         ([], "expected a JSON object"),
     ],
 )

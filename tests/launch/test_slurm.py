@@ -4,7 +4,7 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.launch import slurm as commands
-from clap_ds.launch.slurm import find_job, of_partition, partitions, seconds_of, states_of, time_of
+from clap_ds.launch.slurm import find_job, gpus_asked_for, of_partition, partitions, seconds_of, states_of, time_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -29,6 +29,27 @@ def test_partitions(slurm: FakeSlurm) -> None:
     assert (first.limit_s, other.limit_s) == (86400, None)
     assert of_partition([first, second, other], None) == [first, second]
     assert of_partition([first, second, other], "b,a") == [first, second, other]
+
+
+@pytest.mark.parametrize(
+    ("option", "gpus"),
+    [
+        ("--gres=gpu:2", 2),
+        ("--gres=gpu", 1),
+        ("--gres=gpu:h100", 1),
+        ("--gres=nvme:3,gpu:h100:2,gres/gpu:a100:1", 3),
+        ("--gres=gpu:2(S:0)", 2),
+        ("--gres=gpus_of_old:2", None),
+        ("--gres=none", None),
+        ("--gpus-per-node=2", 2),
+        ("--gpus-per-node=h100:2,a100:2", 4),
+        ("--gpus-per-task=3", 3),
+        ("--gpus=8", None),  # of all nodes
+        ("--exclusive", None),
+    ],
+)
+def test_gpus_that_options_ask_for(option: str, gpus: int | None) -> None:
+    assert gpus_asked_for(option) == gpus
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:

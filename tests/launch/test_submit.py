@@ -76,6 +76,17 @@ def test_everything_of_the_site_is_in_the_script(
     assert all(how in shown for how in (f"log: {log}", f"tail -F '{log}'", "squeue -j 101", "scancel 101"))
 
 
+@pytest.mark.parametrize("own", ["--gres=gpu:h100:2", "--gpus-per-node=2"])
+def test_ranks_are_as_many_as_the_gpus_that_the_site_asks_for(
+    submission: Submission, slurm: FakeSlurm, own: str
+) -> None:
+    submission.site["sbatch"] = [own]
+    assert submission.call() == submission.call("--gpus", "2") == 0
+    for job in submission.jobs:
+        assert "--slots 2" in (job / "job.sbatch").read_text()
+        assert f"#SBATCH {own}" in _lines(job)
+
+
 def test_spare_nodes_and_training(submission: Submission, capsys: pytest.CaptureFixture[str]) -> None:
     submission.run["clap"]["train"] = {"samples": 64}
     options = ("--nodes", "2", "--spare_nodes", "1", "--shrink", "--until_done", "--train", "--time", "8:00")
@@ -109,6 +120,8 @@ def test_check_shows_the_script_and_leaves_nothing(
         ({"partition": "cpu", "gpus_per_node": 4}, (), "partition: cpu has no GPUs; there are some in gpu"),
         ({"gpus_per_node": 8}, (), "gpus_per_node: 8 on each node wanted; partition gpu has 200 nodes with 4 GPUs"),
         ({}, ("--nodes", "199", "--spare_nodes", "2"), "201 nodes wanted: partition gpu has 200"),
+        ({"sbatch": ["--gres=gpu:2"]}, ("--gpus", "4"), "--gpus 4: the site's sbatch options have --gres=gpu:2"),
+        ({"sbatch": ["--gpus-per-node=8"]}, (), "gpus_per_node: 8 on each node wanted"),
         ({"python": "/no/such/python"}, (), "python: /no/such/python: no such program"),
         ({"setup": ["true", "module load CUDAA"]}, (), "setup: 'module load CUDAA': "),
         ({}, ("--train",), "tiny.json: clap.train: missing samples or epochs"),
