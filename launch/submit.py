@@ -41,6 +41,8 @@ RECORD = "submitted.json"
 
 def start(arguments: argparse.Namespace) -> None:
     """Check everything; then write the job's folder and submit it, or with `--check` show the script."""
+    if arguments.until_done and not arguments.train:
+        raise UserError("--until_done: only training goes on where it was, a benchmark doesn't: give --train, too")
     site = load_site(arguments.site)
     config = find_config(arguments.config).resolve()
     more = {name: getattr(arguments, name) for name in ("spare_nodes", "shrink", "until_done")}
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
     add("--spare_nodes", type=_whole, default=0, metavar="K", help="nodes to allocate beside, for ones that fail")
     add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
-    add("--until_done", action="store_true", help="queue the run again, when its time is over, until it is complete")
+    add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
     arguments = parser.parse_args(argv)
     return command_code(lambda: start(arguments))

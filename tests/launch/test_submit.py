@@ -124,6 +124,7 @@ def test_check_shows_the_script_and_leaves_nothing(
         ({"sbatch": ["--gpus-per-node=8"]}, (), "gpus_per_node: 8 on each node wanted"),
         ({"python": "/no/such/python"}, (), "python: /no/such/python: no such program"),
         ({"setup": ["true", "module load CUDAA"]}, (), "setup: 'module load CUDAA': "),
+        ({}, ("--until_done",), "--until_done: only training goes on where it was"),
         ({}, ("--train",), "tiny.json: clap.train: missing samples or epochs"),
         ({}, ("--time", "2-00:00:00"), "time 2-00:00:00: partition gpu has a limit of 1-00:00:00"),
     ],
