@@ -103,8 +103,8 @@ def test_train_by_plain_sbatch_runs_from_a_copy(batch: Batch, tmp_path: Path) ->
     [
         ({"account": "mine"}, (), "give sbatch --account=mine, which launch/submit.py gives by itself"),
         ({"gpus_per_node": 4}, (), "give sbatch --gres=gpu:4"),
-        ({}, ("--gpus", "4"), "no such option: --gpus"),
-        ({}, ("--slots",), "--slots: no such option, or its value is missing"),
+        ({}, ("--gpus", "4"), "error: launch/bench.sbatch: no such option: --gpus"),
+        ({}, ("--slots",), "error: launch/bench.sbatch: --slots: no such option, or its value is missing"),
         ({}, ("--site", "none"), "site 'none'"),
         ({}, ("--python", "false"), "expected Python 3.11 or newer"),
     ],
