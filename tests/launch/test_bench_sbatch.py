@@ -35,15 +35,17 @@ class Batch:
     def site(self, **fields: object) -> None:
         (self.folder / "site.json").write_text(json.dumps({"run_root": str(self.folder / "runs"), **fields}))
 
-    def call(self, script: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def call(self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP", "CLAP"))}
         given = {**kept, "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(self.folder), **variables}
         words = ["--site", "site.json", "--config", "tiny.json", "--python", str(self.python), *options]
-        return subprocess.run(["bash", str(script), *words], env=given, cwd="/", capture_output=True, text=True)
+        return subprocess.run(["bash", str(script), *words], env=given, cwd=cwd, capture_output=True, text=True)
 
-    def words(self, script: Path, *options: str, **variables: str) -> tuple[str, list[str]]:
+    def words(
+        self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str
+    ) -> tuple[str, list[str]]:
         """What job.py sees of the environment, and its arguments."""
-        done = self.call(script, *options, **variables)
+        done = self.call(script, *options, cwd=cwd, **variables)
         assert done.returncode == 0, done.stderr
         seen, path, *words = done.stdout.splitlines()
         assert path == str(LAUNCH / "job.py")
@@ -96,6 +98,16 @@ def test_train_by_plain_sbatch_runs_from_a_copy(batch: Batch, tmp_path: Path) ->
     assert words[4:8] == ["--grace", "240", "--", "clap_ds/train.py"]
     done = batch.call(copy)
     assert (done.returncode, "submit from the checkout" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["bench", "train"])
+def test_chdir_brings_it_to_the_checkout(batch: Batch, tmp_path: Path, name: str) -> None:
+    """`sbatch --chdir=CHECKOUT` from another folder, which SLURM_SUBMIT_DIR still names."""
+    copy = tmp_path / "slurm_script"
+    shutil.copy(LAUNCH / f"{name}.sbatch", copy)
+    options = ("--site", str(batch.folder / "site.json"), "--config", str(batch.folder / "tiny.json"))
+    _, words = batch.words(copy, *options, cwd=ROOT)
+    assert f"clap_ds/{name}.py" in words
 
 
 @pytest.mark.parametrize(
