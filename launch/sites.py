@@ -209,6 +209,10 @@ def _show(what: str, site: Site) -> None:
         return
     if problems := problems_of_allocation(site, os.environ):
         raise UserError("\n".join(problems))
+    if site.sbatch and "SLURM_JOB_ID" in os.environ and "CLAP_ROOT" not in os.environ:  # which written scripts set
+        options = " ".join(site.sbatch)
+        note = f"this job was submitted by hand: it has the site's {options} only if sbatch was given that"
+        print(f"note: {note}; launch/submit.py does it by itself", file=sys.stderr)
     print(*site.setup_lines(), f"site_run_root={shlex.quote(site.run_root)}", sep="\n")
     print(f"site_cpus_per_task={site.cpus_per_task or ''}")
 

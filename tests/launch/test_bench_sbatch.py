@@ -100,6 +100,17 @@ def test_train_by_plain_sbatch_runs_from_a_copy(batch: Batch, tmp_path: Path) ->
     assert (done.returncode, "submit from the checkout" in done.stderr) == (2, True)
 
 
+def test_a_job_by_hand_is_told_what_the_site_would_have_given_sbatch(batch: Batch) -> None:
+    batch.site(sbatch=["--exclusive", "--qos=big"])
+    by_hand = batch.call(LAUNCH / "bench.sbatch")
+    assert by_hand.returncode == 0
+    assert "by hand: it has the site's --exclusive --qos=big only if sbatch was given that; launch/submit" in by_hand.stderr
+    by_command = batch.call(LAUNCH / "bench.sbatch", CLAP_ROOT=str(batch.folder))
+    assert (by_command.returncode, by_command.stderr) == (0, "")
+    batch.site()
+    assert batch.call(LAUNCH / "bench.sbatch").stderr == ""
+
+
 @pytest.mark.parametrize("name", ["bench", "train"])
 def test_chdir_brings_it_to_the_checkout(batch: Batch, tmp_path: Path, name: str) -> None:
     """`sbatch --chdir=CHECKOUT` from another folder, which SLURM_SUBMIT_DIR still names."""
