@@ -47,7 +47,9 @@ class Site:
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None  # ranks per node; null takes that of a `--gres` in `sbatch`, or else what `sinfo` shows
+    gpus_per_node: int | None = (
+        None  # ranks per node; null takes that of a `--gres` in `sbatch`, or else what `sinfo` shows
+    )
     cpus_per_task: int | None = None  # of each rank, and its OMP_NUM_THREADS
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import write_atomically
-from clap_ds.config.places import find_config
+from clap_ds.config.places import find_config, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
     Request,
@@ -43,6 +43,8 @@ from clap_ds.launch.run_config import parse_varied, read_config, read_object, wi
 from clap_ds.launch.sites import load_site
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
+
+LATER = {"status": "shows the jobs' states and what they measured", "resume": "submits again what is missing"}
 
 
 @dataclass
@@ -69,6 +71,10 @@ class Sweep:
     @classmethod
     def read(cls, folder: Path) -> Sweep:
         """Open a sweep made earlier; a UserError where the folder holds none."""
+        if not (folder / "sweep.json").exists():
+            sweeps = work_folder() / "runs" / "sweeps"
+            known = [str(path.parent) for path in sorted(sweeps.glob("*/sweep.json"))]
+            raise UserError(f"{folder}: no sweep there{did_you_mean(str(sweeps / folder.name), known)}")
         content = read_object(folder / "sweep.json")
         request, jobs = Request(**content["request"]), [Job(**job) for job in content["jobs"]]
         return cls(folder, Path(content["config"]), request, content["order"], jobs)
@@ -240,16 +246,15 @@ def resume(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("launch/sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
     if argv[:1] in (["status"], ["resume"]):
-        parser.set_defaults(run=show_status if argv[0] == "status" else resume)
-        add("what")
-        add("folder", type=Path)
-        if argv[0] == "resume":
-            add("--dry_run", action="store_true")
-            add_limits(parser)
-        return parser.parse_args(argv)
+        return _parse_later(argv[0], argv[1:])
+    parser = argparse.ArgumentParser(
+        "launch/sweep.py",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=f"Of a sweep made earlier: `sweep.py status FOLDER` {LATER['status']}, `sweep.py resume FOLDER` {LATER['resume']}.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
     parser.set_defaults(run=start)
     add_request(parser)
     add("--nodes", type=positive, nargs="+", default=[1])
@@ -261,6 +266,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     order.add_argument("--chain", action="store_true", help="one job after the other")
     add("--folder", type=Path, help="the sweep's folder")
     add("--dry_run", action="store_true", help="check, write and show the scripts, submit nothing")
+    return parser.parse_args(argv)
+
+
+def _parse_later(what: str, argv: list[str]) -> argparse.Namespace:
+    """Options of a command on a sweep made earlier."""
+    parser = argparse.ArgumentParser(f"launch/sweep.py {what}", description=f"It {LATER[what]}.", allow_abbrev=False)
+    parser.set_defaults(run=show_status if what == "status" else resume)
+    parser.add_argument("folder", type=Path, help="the sweep's folder")
+    if what == "resume":
+        parser.add_argument("--dry_run", action="store_true", help="say what is missing, submit nothing")
+        add_limits(parser)
     return parser.parse_args(argv)
 
 

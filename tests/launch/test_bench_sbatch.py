@@ -35,15 +35,15 @@ class Batch:
     def site(self, **fields: object) -> None:
         (self.folder / "site.json").write_text(json.dumps({"run_root": str(self.folder / "runs"), **fields}))
 
-    def call(self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP", "CLAP"))}
         given = {**kept, "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(self.folder), **variables}
         words = ["--site", "site.json", "--config", "tiny.json", "--python", str(self.python), *options]
         return subprocess.run(["bash", str(script), *words], env=given, cwd=cwd, capture_output=True, text=True)
 
-    def words(
-        self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str
-    ) -> tuple[str, list[str]]:
+    def words(self, script: Path, *options: str, cwd: Path = Path("/"), **variables: str) -> tuple[str, list[str]]:
         """What job.py sees of the environment, and its arguments."""
         done = self.call(script, *options, cwd=cwd, **variables)
         assert done.returncode == 0, done.stderr
@@ -104,7 +104,10 @@ def test_a_job_by_hand_is_told_what_the_site_would_have_given_sbatch(batch: Batc
     batch.site(sbatch=["--exclusive", "--qos=big"])
     by_hand = batch.call(LAUNCH / "bench.sbatch")
     assert by_hand.returncode == 0
-    assert "by hand: it has the site's --exclusive --qos=big only if sbatch was given that; launch/submit" in by_hand.stderr
+    assert (
+        "by hand: it has the site's --exclusive --qos=big only if sbatch was given that; launch/submit"
+        in by_hand.stderr
+    )
     by_command = batch.call(LAUNCH / "bench.sbatch", CLAP_ROOT=str(batch.folder))
     assert (by_command.returncode, by_command.stderr) == (0, "")
     batch.site()

@@ -191,7 +191,7 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Ca
     folder, config = _start(tmp_path, "--nodes", "1"), str(tmp_path / "tiny.json")
     for arguments, message in (
         (["--config", config, "--folder", str(folder)], "there is a sweep already"),
-        (["status", str(tmp_path)], "sweep.json: No such file"),
+        (["status", str(tmp_path)], f"{tmp_path}: no sweep there"),
         (["--site", "jupitr", "--config", config], "did you mean 'jupiter'?"),
         (["--config", str(tmp_path / "missing.json")], "no such file"),
         (["--config", config, "--gpus", "1", "--nodes", "2", "2", "--folder", str(tmp_path / "other")], "given twice"),
@@ -203,3 +203,29 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Ca
     for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"], ["--time", "soon"]):
         with pytest.raises(SystemExit, match="2"):
             main(["--config", config, *bad])
+
+
+def test_help_tells_of_sweeps_made_earlier(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for words in ((), ("status",), ("resume",)):
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, "--help"])
+        shown[words] = " ".join(capsys.readouterr().out.split())
+    assert "`sweep.py status FOLDER` shows" in shown[()]
+    assert "`sweep.py resume FOLDER` submits" in shown[()]
+    assert "usage: launch/sweep.py status [-h] folder It shows" in shown[("status",)]
+    assert "folder the sweep's folder" in shown[("resume",)]
+    assert "what" not in shown[("resume",)].replace("what is missing", "")
+
+
+def test_a_folder_without_a_sweep_is_told_the_nearest_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clap_ds.launch.sweep.work_folder", lambda: tmp_path)
+    for name in ("tiny-20260101T000000Z", "big-20260301T000000Z", "half-written"):
+        (tmp_path / "runs" / "sweeps" / name).mkdir(parents=True)
+        if name != "half-written":
+            (tmp_path / "runs" / "sweeps" / name / "sweep.json").write_text("{}")
+    assert main(["status", str(tmp_path / "tiny-20260101")]) == 2
+    nearest = tmp_path / "runs" / "sweeps" / "tiny-20260101T000000Z"
+    assert f"tiny-20260101: no sweep there; did you mean '{nearest}'?" in capsys.readouterr().err
