@@ -18,6 +18,7 @@ from clap_ds.launch.job_states import figures_of, state_of
         ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending")),  # queued again
         ({"state": "running"}, "7", "COMPLETING", True, ("running", "completing")),
         ({}, "7", "CONFIGURING", False, ("init", "configuring")),
+        ({}, "7", "PENDING", False, ("init", "pending")),
         ({}, None, None, False, ("init", "not submitted")),
         ({}, "7", "CANCELLED", False, ("terminated", "cancelled before it began")),
         ({}, "7", None, False, ("terminated", "cancelled before it began")),

@@ -100,7 +100,9 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert states["n007"][1] == "cancelled before it began"
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
-    assert ", 1 terminated, 1 init" in capsys.readouterr().out
+    *_, last_job, counts = capsys.readouterr().out.splitlines()
+    assert last_job.split() == ["n008", "8", "108", "init", "pending"]
+    assert counts.endswith(", 1 terminated, 1 init")
     assert main(["resume", str(folder), "--dry_run"]) == 0
     assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
