@@ -21,7 +21,7 @@ from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import expand
 from clap_ds.launch import slurm
-from clap_ds.launch.site_check import Found, check_environment, check_partition
+from clap_ds.launch.site_check import Found, check_environment, check_partition, check_scripts
 from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
 
 BENCH = Path(__file__).resolve().parent / "bench.sbatch"
@@ -135,14 +135,18 @@ def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Reques
     return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
 
 
-def check(request: Request, site: Site, nodes: list[int], runs: dict[str, Path]) -> Found:
-    """Try the site, and check every run's JSON, by what to call it in a message. Problems that all runs have are said once."""
-    found, most = Found(), max(nodes) + request.spare_nodes
-    limits = {request.time_limit(site, each) for each in nodes}
+def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str, Path]) -> Found:
+    """Try the site, a script for each number of nodes, and every run's JSON, by what to call it in a message.
+
+    Problems that all runs have are said once.
+    """
+    found, most = Found(), max(scripts) + request.spare_nodes
+    limits = {request.time_limit(site, each) for each in scripts}
     own = site.own_gpus()
     if own and own[1] != request.gpus:
         found.problems.append(f"--gpus {request.gpus}: the site's sbatch options have {own[0]}")
     check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
+    check_scripts(scripts.values(), found)
     said = check_environment(site, found, list(runs.values()), train=request.train)
     problems: dict[str, list[str]] = {}
     if said and not any(f"{path}:" in said for path in runs.values()):

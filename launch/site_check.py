@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,6 +208,22 @@ def _check_nodes(
         found.problems.append(f"{nodes} nodes wanted: partition {name} has {able}{with_gpus}")
     if time and longest and slurm.seconds_of(time) > longest:
         found.problems.append(f"time {time}: partition {name} has a limit of {slurm.time_of(longest)}")
+
+
+def check_scripts(texts: Iterable[str], found: Found) -> None:
+    """Whether sbatch would take these scripts, unless something is wrong already that it would only say in other words."""
+    if found.problems:
+        return
+    for text in texts:
+        try:
+            reason = slurm.refusal(text)
+        except UserError as error:
+            found.unchecked.append(f"whether sbatch takes the script: {error}")
+            return
+        if reason:
+            found.problems.append(f"sbatch would refuse it: {reason}")
+            return
+    found.facts["sbatch"] = "would take it"
 
 
 def problems_of_allocation(site: Site, environment: Mapping[str, str]) -> list[str]:

@@ -187,6 +187,28 @@ def submit(path: Path, name: str, *options: str) -> str:
     raise RefusedError(said)
 
 
+def refusal(text: str, timeout_s: float = 60) -> str | None:
+    """Why sbatch would refuse a script, in its own words; None where it would take it.
+
+    Raises:
+        UserError: it can't be asked.
+    """
+    command = ["sbatch", "--test-only"]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s)
+    except OSError as error:
+        raise UserError(f"sbatch: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch --test-only: no answer in {timeout_s:.0f} s") from None
+    if done.returncode == 0:
+        return None
+    lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in done.stderr.splitlines()]
+    said = "; ".join(line for line in lines if line and not line.startswith("Try "))
+    if re.search(_NO_ANSWER, said):
+        raise UserError(f"sbatch --test-only: {said}")
+    return said or f"exit code {done.returncode}"
+
+
 def now() -> str:
     """The time, as SLURM's commands take it, in the clock of this machine."""
     return datetime.now().strftime("%Y-%m-%dT%H:%M:%S")

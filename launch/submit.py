@@ -55,7 +55,7 @@ def start(arguments: argparse.Namespace) -> None:
     try:
         text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
         write_object(folder / "run.json", content)
-        found = check(request, site, [arguments.nodes], {str(arguments.config): folder / "run.json"})
+        found = check(request, site, {arguments.nodes: text}, {str(arguments.config): folder / "run.json"})
         if arguments.check:
             print(found.format())
         for note in (*(() if arguments.check else found.unchecked), *request.notes(site, arguments.nodes)):

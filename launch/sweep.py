@@ -108,6 +108,10 @@ class Sweep:
         folders = [self.folder / job.name for job in jobs]
         return script(self.request, jobs[0].nodes, name, log, folders, jobs[0].micro_batch)
 
+    def texts(self, jobs: list[Job]) -> dict[int, str]:
+        """Of the batch scripts one for each number of nodes: others of as many ask SLURM for the same."""
+        return {group[0].nodes: self.text(name, group) for name, group in self.scripts(jobs).items()}
+
     def log(self, job: Job) -> Path:
         ((name, _),) = self.scripts([job]).items()
         return self.folder / f"{name}-{job.slurm_id}.out"
@@ -197,7 +201,7 @@ def start(arguments: argparse.Namespace) -> None:
     request, jobs = request_of(arguments, site), plan(arguments)
     sweep = Sweep(folder, config, request, "array" if arguments.array else "chain" if arguments.chain else None, jobs)
     try:
-        found = check(request, site, arguments.nodes, sweep.write_runs())
+        found = check(request, site, sweep.texts(jobs), sweep.write_runs())
         notes = [*found.unchecked, *(note for nodes in arguments.nodes for note in request.notes(site, nodes))]
         print("".join(f"note: {note}\n" for note in dict.fromkeys(notes)), end="")
         found.refuse()
@@ -240,7 +244,7 @@ def resume(arguments: argparse.Namespace) -> None:
     changes = {name: value for name in ("time", "exclude") if (value := getattr(arguments, name))}
     sweep.request = replace(sweep.request, **changes)
     runs = {job.name: sweep.folder / job.name / "run.json" for job in missing}
-    check(sweep.request, load_site(sweep.request.site), [job.nodes for job in missing], runs).refuse()
+    check(sweep.request, load_site(sweep.request.site), sweep.texts(missing), runs).refuse()
     sweep.write_scripts()
     sweep.submit(missing)
 
@@ -251,7 +255,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "launch/sweep.py",
         description=(__doc__ or "").splitlines()[0],
-        epilog=f"Of a sweep made earlier: `sweep.py status FOLDER` {LATER['status']}, `sweep.py resume FOLDER` {LATER['resume']}.",
+        epilog=f"Later: `sweep.py status FOLDER` {LATER['status']}, `sweep.py resume FOLDER` {LATER['resume']}.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -9,6 +9,11 @@ import pytest
 
 SCRIPTS = {
     "sbatch": """
+        if [ "$1" = --test-only ]; then
+            grep '^#SBATCH --nodes=' >> tested
+            if [ -e refuse_test ]; then cat refuse_test >&2; exit 1; fi
+            echo 'sbatch: Job 7 to start at 2026-11-22T08:00:00 using 4 processors on nodes n1 in partition gpu' >&2; exit 0
+        fi
         if [ -e refuse ]; then cat refuse >&2; exit 1; fi
         number=$((101 + $(cat calls | wc -l)))
         echo "$*" >> calls
@@ -33,7 +38,8 @@ SCRIPTS = {
 class FakeSlurm:
     """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `accounts`.
 
-    `refuse` makes sbatch refuse with its text, `silent` lose its answer; `forgotten` makes squeue know no job by name.
+    `refuse` makes sbatch refuse with its text, `refuse_test` already when it is asked, `silent` lose its answer;
+    `forgotten` makes squeue know no job by name.
     """
 
     folder: Path
@@ -49,6 +55,11 @@ class FakeSlurm:
         """Command lines of sbatch."""
         return (self.folder / "calls").read_text().splitlines()
 
+    @property
+    def tested(self) -> list[str]:
+        """Number of nodes in each script that sbatch was asked about, as the script has it."""
+        return (self.folder / "tested").read_text().splitlines()
+
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
@@ -61,7 +72,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
     fake.write("accounts", "mine\nours\n")
-    for name in ("queue", "calls", "names"):
+    for name in ("queue", "calls", "names", "tested"):
         fake.write(name)
     path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))

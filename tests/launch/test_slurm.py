@@ -4,7 +4,16 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.launch import slurm as commands
-from clap_ds.launch.slurm import find_job, gpus_asked_for, of_partition, partitions, seconds_of, states_of, time_of
+from clap_ds.launch.slurm import (
+    find_job,
+    gpus_asked_for,
+    of_partition,
+    partitions,
+    refusal,
+    seconds_of,
+    states_of,
+    time_of,
+)
 from tests.launch.conftest import FakeSlurm
 
 
@@ -74,3 +83,18 @@ def test_a_command_that_fails_or_is_missing_is_an_error(slurm: FakeSlurm) -> Non
         commands.ask(["no_such_program"], "why: ")
     slurm.remove("sacctmgr")
     assert commands.accounts() is None or isinstance(commands.accounts(), set)  # of the machine's own, if it has one
+
+
+def test_what_sbatch_would_refuse(slurm: FakeSlurm) -> None:
+    assert refusal("#!/bin/bash\n#SBATCH --nodes=2\n") is None
+    assert slurm.tested == ["#SBATCH --nodes=2"]
+    slurm.write("refuse_test", "sbatch: unrecognized option '--exclsive'\nTry \"sbatch --help\" for more information\n")
+    assert refusal("") == "unrecognized option '--exclsive'"
+    slurm.write("refuse_test", "sbatch: error: one\nallocation failure: Invalid qos specification\n")
+    assert refusal("") == "one; Invalid qos specification"
+    slurm.write("refuse_test", "allocation failure: Unable to contact slurm controller (connect failure)\n")
+    with pytest.raises(UserError, match="Unable to contact"):
+        refusal("")
+    slurm.write("sbatch", "#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(UserError, match="no answer in 0 s"):
+        refusal("", timeout_s=0.1)

@@ -109,6 +109,7 @@ def test_check_shows_the_script_and_leaves_nothing(
     assert "#SBATCH --nodes=2" in shown
     assert "partition  gpu: 200 nodes with 4 GPUs, time limit 1-00:00:00" in shown
     assert "account    mine" in shown
+    assert "sbatch     would take it" in shown
     assert (submission.jobs, slurm.calls) == ([], [])
 
 
@@ -136,6 +137,22 @@ def test_refused_before_it_is_queued(
     submission.site |= site
     assert submission.call(*options) == 2
     assert message in capsys.readouterr().err
+    assert (submission.jobs, slurm.calls) == ([], [])
+
+
+def test_what_sbatch_would_refuse_is_never_queued(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse_test", "allocation failure: Invalid qos specification\n")
+    for options in ((), ("--check",)):
+        assert submission.call(*options, "--nodes", "2") == 2
+        assert "error: sbatch would refuse it: Invalid qos specification\n" in capsys.readouterr().err
+    assert slurm.tested == ["#SBATCH --nodes=2"] * 2
+    slurm.write("refuse_test", "sbatch: error: Socket timed out on send/recv operation\n")
+    assert submission.call("--check") == 0
+    assert (
+        "not checked: whether sbatch takes the script: sbatch --test-only: Socket timed out" in capsys.readouterr().out
+    )
     assert (submission.jobs, slurm.calls) == ([], [])
 
 

@@ -53,6 +53,18 @@ def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
     assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
 
 
+def test_sbatch_is_asked_once_for_each_number_of_nodes(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _start(tmp_path, "--nodes", "1", "2", "--repeats", "3")
+    assert slurm.tested == ["#SBATCH --nodes=1", "#SBATCH --nodes=2"]
+    before = (folder / "n001-r1.sbatch").read_text()
+    slurm.write("refuse_test", "sbatch: error: Invalid node name specified in exclude list: nope\n")
+    assert main(["resume", str(folder), "--exclude", "nope"]) == 2
+    assert "sbatch would refuse it: Invalid node name" in capsys.readouterr().err
+    assert (len(slurm.calls), (folder / "n001-r1.sbatch").read_text()) == (6, before)
+
+
 def test_chain_waits_for_the_one_before(tmp_path: Path, slurm: FakeSlurm) -> None:
     folder = _start(tmp_path, "--nodes", "1", "2", "4", "--chain", "--site", "generic")
     assert "#SBATCH --gres=gpu:4" in (folder / "n001.sbatch").read_text()  # what sinfo shows
