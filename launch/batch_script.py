@@ -146,7 +146,7 @@ def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str,
     if own and own[1] != request.gpus:
         found.problems.append(f"--gpus {request.gpus}: the site's sbatch options have {own[0]}")
     check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
-    check_scripts(scripts.values(), found)
+    check_scripts(site, scripts.values(), found)
     said = check_environment(site, found, list(runs.values()), train=request.train)
     problems: dict[str, list[str]] = {}
     if said and not any(f"{path}:" in said for path in runs.values()):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TRIAL_S = 300  # for module lines and a Python on a slow file system
 _NO_MODULE = re.compile(r"Unable to locate a modulefile|module\(s\) are unknown|cannot be loaded as requested")
+_NO_SUCH_NODES = "node configuration is not available"
 _DEVICE = "DS_ACCELERATOR"
 
 
@@ -210,15 +211,20 @@ def _check_nodes(
         found.problems.append(f"time {time}: partition {name} has a limit of {slurm.time_of(longest)}")
 
 
-def check_scripts(texts: Iterable[str], found: Found) -> None:
+def check_scripts(site: Site, texts: Iterable[str], found: Found) -> None:
     """Whether sbatch would take these scripts, unless something is wrong already that it would only say in other words."""
     if found.problems:
         return
     for text in texts:
         try:
             reason = slurm.refusal(text)
+            # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
+            absent = slurm.out_of_service(site.partition) if _NO_SUCH_NODES in (reason or "") else ""
         except UserError as error:
             found.unchecked.append(f"whether sbatch takes the script: {error}")
+            return
+        if absent:
+            found.unchecked.append(f"whether sbatch takes the script: {reason}; out of service: {absent}")
             return
         if reason:
             found.problems.append(f"sbatch would refuse it: {reason}")

@@ -86,6 +86,11 @@ def of_partition(nodes: Iterable[Nodes], partition: str | None) -> list[Nodes]:
     return [each for each in nodes if (each.partition in names if names else each.is_default)]
 
 
+def out_of_service(partition: str | None) -> str:
+    """Nodes that are down or drained, of a partition or of all; empty where there are none."""
+    return ",".join(ask(["sinfo", "-h", "-R", "-o", "%N", *(["-p", partition] if partition else [])]).split())
+
+
 def missing_partition(nodes: Collection[Nodes], partition: str | None) -> str | None:
     """What is wrong with a site's partition, if anything: there is none of the name, or no default where it names none."""
     names = sorted({each.partition for each in nodes})

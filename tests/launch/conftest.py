@@ -25,7 +25,7 @@ SCRIPTS = {
             --name=*) [ -e forgotten ] || sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;;
         esac; done
         cat queue""",
-    "sinfo": "cat partitions",
+    "sinfo": "case $* in *-R*) cat absent ;; *) cat partitions ;; esac",
     "sacctmgr": "cat accounts || exit 1",
     "sacct": """
         [ -e accounting ] || { echo 'Slurm accounting storage is disabled' >&2; exit 1; }
@@ -36,7 +36,8 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `accounts`.
+    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo),
+    `absent` (sinfo -R), `accounts`.
 
     `refuse` makes sbatch refuse with its text, `refuse_test` already when it is asked, `silent` lose its answer;
     `forgotten` makes squeue know no job by name.
@@ -72,7 +73,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
     fake.write("accounts", "mine\nours\n")
-    for name in ("queue", "calls", "names", "tested"):
+    for name in ("queue", "calls", "names", "tested", "absent"):
         fake.write(name)
     path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))

@@ -156,6 +156,17 @@ def test_what_sbatch_would_refuse_is_never_queued(
     assert (submission.jobs, slurm.calls) == ([], [])
 
 
+def test_nodes_that_are_down_for_now_do_not_keep_a_job_from_the_queue(
+    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
+    assert submission.call() == 2
+    assert "would refuse it: Requested node configuration is not available" in capsys.readouterr().err
+    slurm.write("absent", "n[1-3]\nn7\n")
+    assert submission.call() == 0
+    assert "configuration is not available; out of service: n[1-3],n7" in capsys.readouterr().out
+
+
 def test_sbatch_that_refuses_leaves_no_folder(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
