@@ -131,7 +131,8 @@ class Attempt:
             message = f"{_how_ended(host)}; the other hosts went on waiting for it"
             return Ending("failed", message, FAILED, [host.name])
         short = [host for host in self.agents.short_of_ranks(RANK_LOST_S) if host in hosts]
-        if short and not self._failed and any(host.notes for host in hosts):
+        busy = [note for host in hosts for note in list(host.notes.values()) if note.get("doing") != "ending"]
+        if short and not self._failed and busy:
             left = "; ".join(f"{host.name} has {len(host.notes)} of {host.most_ranks} ranks left" for host in short)
             return Ending("failed", f"ranks ended while others went on: {left}", FAILED, [short[0].name])
         notes = [note for host in hosts for note in list(host.notes.values())]

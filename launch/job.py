@@ -19,7 +19,6 @@ import sys
 import time
 import zlib
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from clap_ds.config.errors import UserError, exit_code_of
@@ -30,6 +29,7 @@ from clap_ds.launch import slurm_job
 from clap_ds.launch.agents import Agents
 from clap_ds.launch.attempt import FAILED, Attempt
 from clap_ds.launch.connection import Message
+from clap_ds.launch.job_signals import Signals
 from clap_ds.launch.launchers import python_path, this_host
 from clap_ds.launch.rank_environment import rank_environment
 from clap_ds.launch.recovery import Attempts, Ending, now
@@ -137,8 +137,9 @@ class Job:
 
     def _accumulation(self, hosts: dict[str, int]) -> int | None:
         """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
-        steps = int(read_config(self._config()).get("gradient_accumulation_steps") or 1)
-        everyone = sum(list(self.slots.values())[: self.wanted]) * steps
+        content, ranks = read_config(self._config()), sum(list(self.slots.values())[: self.wanted])
+        whole = int(content.get("train_batch_size") or 0) // (ranks * int(content.get("train_micro_batch_size_per_gpu") or 1))
+        everyone = ranks * int(content.get("gradient_accumulation_steps") or whole or 1)
         return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
 
     def _config(self) -> Path:
@@ -235,44 +236,6 @@ class Job:
         self._recorded.update(fields)
         self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
-
-
-class Signals:
-    """The first signal the job was sent.
-
-    Args:
-        warning_s: how long before its time limit SLURM sends SIGUSR1. Of a job whose time is hardly longer than that, it
-            comes at once, and is taken for sent after half of the time.
-    """
-
-    def __init__(self, warning_s: float) -> None:
-        self._warning_s = warning_s
-        self._received: signal.Signals | None = None
-        self._due: float | None = None
-        self._numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-        for number in self._numbers:
-            signal.signal(number, self._hear)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        used, left = (
-            (slurm_job.seconds_used_and_left() or (0, 0)) if number == signal.SIGUSR1 and self._warning_s else (0, 0)
-        )
-        # SLURM may give its warning a minute early.
-        if self._due is None and self._received is None and used < left and used + left <= 2 * self._warning_s + 60:
-            self._due = time.monotonic() + (left - used) / 2
-            shown = f"its ranks are told to stop in {(left - used) / 2:.0f} s, after half of it"
-            print(f"the time limit is short, and SLURM announced its end early: {shown}", file=sys.stderr, flush=True)
-        else:
-            self._received = self._received or signal.Signals(number)
-
-    def received(self) -> signal.Signals | None:
-        if self._received is None and self._due is not None and time.monotonic() > self._due:
-            self._received = signal.SIGUSR1
-        return self._received
-
-    def ignore(self) -> None:
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def port_of(name: str) -> int:

@@ -100,7 +100,7 @@ Submit = Callable[..., Submitted]
 
 
 @pytest.fixture
-def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
+def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`.
 
     Each job has a folder of its own. `variables` are those of the shell that submits, `site` changes of the site file.
@@ -123,4 +123,5 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Submit:
         ).stdout.strip()  # fmt: skip
         return Submitted(cluster, number, folder)
 
-    return start
+    yield start
+    cluster.run("ctl", "scancel", "--user=root")  # what a test that failed has left

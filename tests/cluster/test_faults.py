@@ -11,7 +11,6 @@ import pytest
 
 from tests.cluster.conftest import ENDLESS, RANKS, Submit, Submitted
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.conftest import micro_run
 
 pytestmark = pytest.mark.end_to_end
 LIMIT_S = 60  # by when a fault must have ended the job
@@ -36,7 +35,7 @@ def _losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "slurm", "srun"])
+@pytest.mark.parametrize("launcher", ["ssh", "slurm"])
 def test_scancel_leaves_no_process(submit: Submit, cluster: SlurmCluster, launcher: str) -> None:
     job = submit(2, launcher, clap=ENDLESS)
     job.wait_for_steps()
@@ -108,42 +107,29 @@ def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[], 
 
 
 def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmCluster, cut: Callable[[], None]) -> None:
-    """From the newest checkpoint, within 90 s, over ssh and in a SLURM step at once; the lost host ends its ranks by itself."""
-    jobs, checked = [], set[int]()
-    for launcher in ("ssh", "srun"):
-        clap = {
-            **TRAINING["clap"],
-            "train": {"samples": 10**9, "log_every_steps": 1},
-            "checkpoint": {"every_steps": 15},
-        }
-        options = (*TRAINING["options"], "--spare_nodes", "1")
-        jobs.append(submit(3, launcher, clap=clap, options=options, sbatch=("--no-kill", "--cpus-per-task=2")))
-    for job in jobs:
-        job.wait_for_steps()
-    for job in jobs:
-        cluster.wait_until(lambda run=job.runs[0]: len(_losses(run)) >= 20, 60, "a checkpoint, and some steps more")
+    """From the newest checkpoint, within 90 s; the lost host, which nobody can reach, ends its ranks by itself."""
+    clap = {**TRAINING["clap"], "train": {"samples": 10**9, "log_every_steps": 1}, "checkpoint": {"every_steps": 15}}
+    options = (*TRAINING["options"], "--spare_nodes", "1")
+    job = submit(3, "ssh", clap=clap, options=options, sbatch=("--no-kill",))
+    job.wait_for_steps()
+    cluster.wait_until(lambda: len(_losses(job.runs[0])) >= 20, 60, "a checkpoint, and some steps more")
     began = time.monotonic()
     cut()
-    for job in jobs:
-        job.wait_for_steps(2)
-        assert time.monotonic() - began < HANG_S, job.output
-    for job in jobs:
-        run = job.runs[1]
-        cluster.wait_until(lambda run=run: len(_losses(run)) >= 15, 60, "steps that were made before")
-        cluster.run("ctl", "scancel", job.number)
-        job.wait(confirm_s=5)
-        first, second = job.record["attempts"]
-        assert first["error"].startswith("lost node2: ")
-        assert (first["excluded"], second["hosts"]) == (["node2"], ["node1", "node3"])
-        lost, resumed = job.summaries
-        assert lost["state"] == "failed"
-        assert "node2" in lost["error"]
-        before, after = (_losses(run) for run in job.runs)
-        assert resumed["resumed_at_step"] == min(after) - 1 > 0
-        both = {*before} & {*after}  # steps after the checkpoint, which were made twice
-        assert {step: before[step] for step in both} == {step: after[step] for step in both}
-        checked |= both
-    assert checked
+    job.wait_for_steps(2)
+    assert time.monotonic() - began < HANG_S, job.output
+    cluster.wait_until(lambda: len(_losses(job.runs[1])) >= 15, 60, "steps that were made before")
+    cluster.run("ctl", "scancel", job.number)
+    job.wait(confirm_s=5)
+    first, second = job.record["attempts"]
+    assert first["error"].startswith("lost node2: ")
+    assert (first["excluded"], second["hosts"]) == (["node2"], ["node1", "node3"])
+    lost, resumed = job.summaries
+    assert lost["state"] == "failed"
+    assert "node2" in lost["error"]
+    before, after = (_losses(run) for run in job.runs)
+    assert resumed["resumed_at_step"] == min(after) - 1 > 0
+    both = {*before} & {*after}  # steps after the checkpoint, which were made twice
+    assert {step: before[step] for step in both} == {step: after[step] for step in both} != {}
     cluster.wait_until(lambda: not cluster.processes(RANKS), 90, "the lost host to end its ranks")
 
 
@@ -175,15 +161,3 @@ def test_time_limit_is_announced_and_recorded(submit: Submit, cluster: SlurmClus
     cluster.run("ctl", "scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
     job.ends("FAILED", 138)
     assert job.summaries[0]["state"] == job.record["state"] == "timeout"
-
-
-def test_requeued_job_runs_again(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, "srun", clap=ENDLESS)
-    job.wait_for_steps()
-    (job.folder / "micro.json").write_text(json.dumps(micro_run()))  # the second start is to come to an end
-    cluster.run("ctl", "scontrol", "requeue", job.number)
-    cluster.wait_until(lambda: len(job.runs) == 2, 90, "the second start")
-    job.ends("COMPLETED", 0)
-    assert cluster.job(job.number)["Restarts"] == "1"
-    assert [summary["state"] for summary in job.summaries] == ["terminated", "completed"]
-    assert [attempt["state"] for attempt in job.record["attempts"]] == ["terminated", "completed"]

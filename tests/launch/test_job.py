@@ -280,6 +280,16 @@ def test_shrinking_keeps_the_global_batch(
         assert (job.folder / "hostfile").read_text().split()[::2] == expected["hosts"]
 
 
+def test_shrinking_knows_the_steps_of_a_batch_that_is_given_as_a_whole(make_job: Any) -> None:
+    job = make_job(_hosts(4))
+    config = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 8}
+    Path(job.arguments.command[2]).write_text(json.dumps(config))
+    job.agents.hosts["n4"].lost = "silent"
+    hosts = job._choose_hosts()
+    assert [*hosts] == ["n1", "n2"]
+    assert json.loads(Path(job._command(hosts)[2]).read_text()) == {**config, "gradient_accumulation_steps": 4}
+
+
 def test_without_shrinking_or_a_config_all_are_needed(make_job: Any) -> None:
     job = make_job(_hosts(2), shrink=False)
     assert job._command(job._choose_hosts())[2] == job.arguments.command[2], "its own file"
