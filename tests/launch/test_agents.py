@@ -153,6 +153,7 @@ def many(folder: str) -> None:
 # --- who doesn't answer
 
 
+@pytest.mark.end_to_end
 def test_one_that_hangs_and_one_that_refuses(
     network: Network, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def test_several_that_refuse_take_nobody_with_them(network: Network, monkeypatch
     assert agents.stop(20) == []
 
 
+@pytest.mark.end_to_end
 def test_those_behind_one_that_hangs_are_reached(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FANOUT", 2)
     network.write("hangs", "n000", "n004")
@@ -211,6 +213,7 @@ def test_waiting_is_stopped(network: Network) -> None:
     assert len(agents.connect(["n000"], 600, stopped=lambda: bool(network.started()))) == 1
 
 
+@pytest.mark.end_to_end
 def test_those_who_answered_hear_of_the_job_while_others_are_awaited(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +230,7 @@ def test_those_who_answered_hear_of_the_job_while_others_are_awaited(
 # --- who is lost
 
 
+@pytest.mark.end_to_end
 def test_silence(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PING_S", 0.3)
     agents = network.agents(lost_after_s=3.0)
@@ -241,6 +245,7 @@ def test_silence(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agents.stop(20) == []
 
 
+@pytest.mark.end_to_end
 def test_host_that_does_not_confirm_its_end(network: Network) -> None:
     agents = network.agents()
     assert agents.connect(_names(2), 60) == []

@@ -155,6 +155,7 @@ def test_clears_an_earlier_start_of_the_run(start: Start, tmp_path: Path, reques
 # --- an attempt
 
 
+@pytest.mark.end_to_end
 def test_starts_ranks_and_tells_of_them(agent: Agent, tmp_path: Path) -> None:
     script = """
 import json, os, sys, time
@@ -216,6 +217,7 @@ def test_signals_mean_to_ranks_what_they_do_elsewhere(agent: Agent) -> None:
     assert agent.ask("echo", "there")["answer"] == "there\n"
 
 
+@pytest.mark.end_to_end
 def test_ranks_of_an_attempt_that_is_over_are_gone_and_another_begins(agent: Agent) -> None:
     agent.start(DEAF.replace("print", "print(__import__('os').getpid()); print"))
     deaf = int(agent.hear("out")["out"])
@@ -286,6 +288,7 @@ def test_gpus_of_the_allocation(start_agent: Callable[..., Agent]) -> None:
 # --- files that are late
 
 
+@pytest.mark.end_to_end
 def test_late_file_is_waited_for(agent: Agent, tmp_path: Path) -> None:
     late = tmp_path / "run.json"
     late.write_text("{")  # half of it can be seen
@@ -301,6 +304,7 @@ def test_missing_file_is_told(agent: Agent) -> None:
     assert (ended["ended"], ended["why"]) == (1, f"can't see /no/such/file, which is there on {HOST}")
 
 
+@pytest.mark.end_to_end
 def test_no_rank_starts_after_its_attempt(agent: Agent, tmp_path: Path) -> None:
     late = tmp_path / "run.json"
     agent.start("print('late')", files={str(late): 2})
@@ -314,6 +318,7 @@ def test_no_rank_starts_after_its_attempt(agent: Agent, tmp_path: Path) -> None:
 # --- stacks, monitor, record
 
 
+@pytest.mark.end_to_end
 def test_stacks_of_those_that_answer(agent: Agent) -> None:
     script = """
 import os, sys, time
