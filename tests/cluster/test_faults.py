@@ -35,9 +35,8 @@ def _losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "slurm"])
-def test_scancel_leaves_no_process(submit: Submit, cluster: SlurmCluster, launcher: str) -> None:
-    job = submit(2, launcher, clap=ENDLESS)
+def test_scancel_leaves_no_process(submit: Submit, cluster: SlurmCluster) -> None:
+    job = submit(2, "slurm", clap=ENDLESS)
     job.wait_for_steps()
     assert len(job.ranks("node2")) == 2
     began = time.monotonic()
@@ -47,9 +46,8 @@ def test_scancel_leaves_no_process(submit: Submit, cluster: SlurmCluster, launch
     assert job.record["state"] == "terminated"
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "srun"])
-def test_killed_rank_ends_the_job_with_its_host(submit: Submit, cluster: SlurmCluster, launcher: str) -> None:
-    job = submit(2, launcher, clap=ENDLESS)
+def test_killed_rank_ends_the_job_with_its_host(submit: Submit, cluster: SlurmCluster) -> None:
+    job = submit(2, "ssh", clap=ENDLESS)
     job.wait_for_steps()
     began = time.monotonic()
     cluster.run("node2", "kill", "-9", min(job.ranks("node2")))
@@ -74,20 +72,31 @@ def test_job_is_queued_again_without_a_host_at_fault(submit: Submit, cluster: Sl
     assert "node2" not in second["hosts"]
 
 
-def test_rank_that_stands_still_is_named(submit: Submit, cluster: SlurmCluster) -> None:
-    """The others wait for it, and are not blamed: SIGSTOP has it stand in a step like them."""
-    job = submit(3, "ssh", clap=ENDLESS)
-    job.wait_for_steps()
+def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: SlurmCluster) -> None:
+    """Two jobs at once, for both take a minute. The others wait for the stopped rank and aren't blamed."""
+    timed = submit(2, "srun", clap=ENDLESS, sbatch=("--time=10", "--signal=B:USR1@110", "--cpus-per-task=2"))
+    hung = submit(2, "ssh", clap=ENDLESS, sbatch=("--nodelist=node[1-2]", "--cpus-per-task=2"))
+    for job in (timed, hung):
+        job.wait_for_steps()
+    # One to two minutes from now: SLURM counts in minutes, and gives its warning at once.
+    hours, minutes, seconds = map(int, cluster.job(timed.number)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + math.ceil(seconds / 60) + 1
     time.sleep(5)  # for the agents to have seen some steps
-    stopped, variables = sorted(job.ranks("node3").items())[1]
-    cluster.run("node3", "kill", "-STOP", stopped)
-    state, _ = _end(job, time.monotonic(), HANG_S)
-    assert state == "FAILED"
-    assert f"rank {variables['RANK']} on node3 stopped by a signal; the other 5 in " in job.record["error"]
-    assert job.record["attempts"][0]["at_fault"] == ["node3"]
-    stacks = {path.stem: path.read_text() for path in job.runs[0].glob("stacks/*.txt")}
-    assert len(stacks) == 6
+    stopped, variables = sorted(hung.ranks("node2").items())[1]
+    began = time.monotonic()
+    cluster.run("node2", "kill", "-STOP", stopped)
+    sampled = lambda: [path.stem for path in timed.runs[0].glob("monitor/*.jsonl") if path.read_text()]  # noqa: E731
+    cluster.wait_until(lambda: len(sampled()) == 2, 60, "the monitors' first samples")
+    cluster.run("ctl", "scontrol", "update", f"JobId={timed.number}", f"TimeLimit={limit}")
+    assert hung.wait(timeout=HANG_S)["JobState"] == "FAILED", hung.output
+    assert time.monotonic() - began < HANG_S
+    assert f"rank {variables['RANK']} on node2 stopped by a signal; the other 3 in " in hung.record["error"]
+    assert hung.record["attempts"][0]["at_fault"] == ["node2"]
+    stacks = {path.stem: path.read_text() for path in hung.runs[0].glob("stacks/*.txt")}
+    assert len(stacks) == 4
     assert "most recent call first" in stacks["rank0"]
+    timed.ends("FAILED", 138)
+    assert timed.summaries[0]["state"] == timed.record["state"] == "timeout"
 
 
 @pytest.fixture
@@ -154,16 +163,3 @@ def test_goes_on_with_fewer_hosts(submit: Submit, cluster: SlurmCluster) -> None
     assert (before["world_size"], before["gradient_accumulation_steps"]) == (6, 2)
     assert (after["world_size"], after["gradient_accumulation_steps"]) == (4, 3)
     assert before["global_batch"] == after["global_batch"]
-
-
-def test_time_limit_is_announced_and_recorded(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, "ssh", clap=ENDLESS, sbatch=("--time=10", "--signal=B:USR1@110"))
-    job.wait_for_steps()
-    sampled = lambda: [path.stem for path in job.runs[0].glob("monitor/*.jsonl") if path.read_text()]  # noqa: E731
-    cluster.wait_until(lambda: len(sampled()) == 2, 60, "the monitors' first samples")
-    # One to two minutes from now: SLURM counts in minutes, and gives its warning at once.
-    hours, minutes, seconds = map(int, cluster.job(job.number)["RunTime"].split(":"))
-    limit = 60 * hours + minutes + math.ceil(seconds / 60) + 1
-    cluster.run("ctl", "scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
-    job.ends("FAILED", 138)
-    assert job.summaries[0]["state"] == job.record["state"] == "timeout"
