@@ -138,7 +138,9 @@ class Job:
     def _accumulation(self, hosts: dict[str, int]) -> int | None:
         """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
         content, ranks = read_config(self._config()), sum(list(self.slots.values())[: self.wanted])
-        whole = int(content.get("train_batch_size") or 0) // (ranks * int(content.get("train_micro_batch_size_per_gpu") or 1))
+        whole = int(content.get("train_batch_size") or 0) // (
+            ranks * int(content.get("train_micro_batch_size_per_gpu") or 1)
+        )
         everyone = ranks * int(content.get("gradient_accumulation_steps") or whole or 1)
         return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
 
