@@ -27,7 +27,10 @@ OVER = (
 )  # fmt: skip
 """States of jobs that have ended; of those on their way there are many more."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
-_NO_ANSWER = r"(?i)timed out|unable to contact|connect failure|expected a job id|communication|zero bytes"
+_NO_ANSWER = (
+    r"(?i)timed out|unable to contact|connect failure|expected a job id|communication|zero bytes"
+    r"|configuration source|fetch_?(config|_)|unknown host"
+)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
