@@ -28,7 +28,7 @@ class Batch:
         self.python = self.folder / "python"
         show = 'echo "OMP=$OMP_NUM_THREADS A=${A-}"; printf "%s\\n" "$@"'
         self.python.write_text(
-            f'#!/bin/bash\ncase $1 in *launch/job.py) {show} ;; *) exec {sys.executable} "$@" ;; esac\n'
+            f'#!/bin/bash\ncase $1 in *launch/job.py) {show} ;; *) exec {shlex.quote(sys.executable)} "$@" ;; esac\n'
         )
         self.python.chmod(0o755)
 
@@ -151,7 +151,7 @@ def test_script_that_submit_writes_runs(batch: Batch, tmp_path: Path) -> None:
     text = (
         (job / "job.sbatch")
         .read_text()
-        .replace(f"--python {sys.executable}", f"--python {shlex.quote(str(batch.python))}")
+        .replace(f"--python {shlex.quote(sys.executable)}", f"--python {shlex.quote(str(batch.python))}")
     )
     copy = tmp_path / "slurm_script"
     copy.write_text(text)

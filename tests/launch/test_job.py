@@ -34,8 +34,8 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
     program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
-    host = script_command(f"{sys.executable} -S", "preflight_host.py", "/tmp", "1")
-    assert subprocess.run(" ".join(host), shell=True, env={}, capture_output=True).returncode == 0
+    host = script_command(sys.executable, "preflight_host.py", "/tmp", "1", options=["-S"])
+    assert subprocess.run(host, env={}, capture_output=True).returncode == 0
 
 
 # --- whole jobs
@@ -202,6 +202,7 @@ def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_pa
         "echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :"
     )
     first = process.stdout.readline().strip()
+    _wait_for(lambda: len(processes_of(first)) == 1)
     (launcher,) = processes_of(first)
     agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGKILL)
