@@ -37,7 +37,7 @@ from clap_ds.launch.run_config import read_object
 from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
-CONNECT_S, ANSWER_S, STOP_S, PING_S = 60.0, 60.0, 20.0, 5.0
+CONNECT_S, ANSWER_S, STOP_S = 60.0, 60.0, 20.0
 INTERRUPTED = 130
 
 
@@ -57,12 +57,8 @@ def ask_hosts(slots: dict[str, int], site: Site, launcher: str) -> dict[str, Ans
         question = _question(slots, site, name)
         asked = time.time()
         agents.say(**question)
-        waits = {*there}
-        until, next_ping = time.monotonic() + ANSWER_S, 0.0
+        waits, until = {*there}, time.monotonic() + ANSWER_S
         while waits and time.monotonic() < until:
-            if time.monotonic() >= next_ping:
-                agents.say(do="ping")
-                next_ping = time.monotonic() + PING_S
             time.sleep(0.05)
             waits -= {*arrived, *agents.lost(there)}
         lost = agents.lost(there)
@@ -166,8 +162,8 @@ def check(arguments: argparse.Namespace) -> int:
     on_cpu = {**os.environ, **site.environment}.get("DS_ACCELERATOR") == "cpu"
     answers = ask_hosts(slots, site, launcher)
     judge_hosts(answers, slots, report, on_cpu=on_cpu)
-    for host, gpus in slurm_job.gpus_by_host().items():
-        if not on_cpu and not answers.get(host, {"gpus": True}).get("gpus", True):
+    for host, gpus in ({} if on_cpu else slurm_job.gpus_by_host()).items():
+        if not answers.get(host, {"gpus": True}).get("gpus", True):
             report.problem(f"SLURM gave the job {len(gpus)} GPUs there, and none can be seen", host)
     if not report.problems and not arguments.no_ranks:
         run_ranks(arguments.site, site, slots, launcher, arguments.megabytes, report)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.places import PACKAGE
 from clap_ds.launch import slurm
+from clap_ds.launch.launchers import python_path
 
 if TYPE_CHECKING:
     from clap_ds.launch.sites import Site
@@ -104,8 +104,7 @@ def _check_words(files: list[Path] | None, train: bool) -> list[str]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     null = subprocess.DEVNULL
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_S, env=environment, stdin=null)
