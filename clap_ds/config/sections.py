@@ -197,8 +197,9 @@ class CheckpointSettings(Section):
     """The newest checkpoints, which are kept."""
     keep_best: NonNegativeInt = 1
     """Checkpoints kept beyond the last ones for being best by `best_by`."""
-    best_by: str = "zero_shot_top1"
-    """Evaluation metric, larger is better, that tells the best."""
+    best_by: str | None = None
+    """Evaluation metric that tells the best; null: `zero_shot_top1` where zero-shot is evaluated, otherwise
+    `retrieval_audio_to_text_r1`."""
     sync_to: str | None = None
     """Folder, local or any fsspec URL, to which finished checkpoints are copied in the background and from which
     `clap.train.resume` takes them when there is none here. Credentials come from the environment alone."""

@@ -2,12 +2,9 @@
 
 import importlib.util
 
+from clap_ds.config import metrics
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
-
-_DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
-RETRIEVAL_METRICS = tuple(f"retrieval_{direction}_{measure}" for direction in _DIRECTIONS for measure in _MEASURES)
-ZERO_SHOT_METRICS = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 
 
 def problems_for_training(run: RunSettings) -> list[str]:
@@ -18,7 +15,7 @@ def problems_for_training(run: RunSettings) -> list[str]:
         problems.append("clap.train: missing samples or epochs: how long to train")
     if train.epochs is not None and not isinstance(run.clap.data, ShardData):
         problems.append("clap.train.epochs: synthetic data has no epochs; give clap.train.samples")
-    known = [*(RETRIEVAL_METRICS if evaluation.retrieval else ()), *(ZERO_SHOT_METRICS if evaluation.zero_shot else ())]
+    known = metrics.names(evaluation)
     problems += [
         f"clap.train.stop_at: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
         for name in train.stop_at
@@ -27,8 +24,11 @@ def problems_for_training(run: RunSettings) -> list[str]:
     if train.stop_at and evaluation.every_steps is None:
         problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
     best_by = run.clap.checkpoint.best_by
-    if best_by not in (metrics := (*RETRIEVAL_METRICS, *ZERO_SHOT_METRICS)):
-        problems.append(f"clap.checkpoint.best_by: expected one of {', '.join(metrics)}, found {best_by!r}")
+    if best_by is not None and best_by not in known:
+        problems.append(
+            f"clap.checkpoint.best_by: no evaluation gives {best_by!r}; there are"
+            f" {', '.join(known) or 'none, as clap.evaluation is empty'}"
+        )
     if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
         problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")
     return problems

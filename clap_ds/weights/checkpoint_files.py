@@ -16,10 +16,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from clap_ds.config.metrics import score
 from clap_ds.config.sections import CheckpointSettings
 
 MANIFEST = "manifest.json"
@@ -59,6 +60,9 @@ class Manifest:
         tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
         metrics: of the evaluation at this step, if there was one.
         files: by path relative to the checkpoint.
+        run: of the run that saved it, through all its restarts; empty in checkpoints from before runs had one.
+        settings: the run's JSON with every default filled in (`RunSettings.resolved`); empty in older ones.
+        best_by: the evaluation metric that tells the run's best, or None.
     """
 
     serial: int
@@ -68,6 +72,15 @@ class Manifest:
     tokenizer: str | None
     metrics: dict[str, float]
     files: dict[str, FileRecord]
+    run: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    best_by: str | None = None
+
+    @property
+    def text_tokens(self) -> int | None:
+        """Caption length that the model was trained with, where the checkpoint says."""
+        tokens: int | None = self.settings.get("clap", {}).get("text_tokens")
+        return tokens
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
@@ -86,7 +99,8 @@ class Manifest:
         if stated != _hash(content):
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return cls(**{field.name: content[field.name] for field in fields(cls)} | {"files": files})
+        known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        return cls(**known | {"files": files})
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -229,9 +243,14 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete, the oldest first: neither of the last `keep_last` nor of the best `keep_best` by `best_by` (larger is
-    better; the newer of equals). `manifests` has the newest first."""
-    scores = {name: manifest.metrics.get(rule.best_by, math.nan) for name, manifest in manifests.items()}
-    scored = sorted((name for name in scores if not math.isnan(scores[name])), key=lambda name: -scores[name])
-    kept = {*list(manifests)[: rule.keep_last], *scored[: rule.keep_best]}
+    """Names to delete, the oldest first: neither of the last `keep_last` nor of the best `keep_best` by `best_by`. `manifests`
+    has the newest first."""
+    kept = {*list(manifests)[: rule.keep_last], *best(manifests, rule.best_by)[: rule.keep_best]}
     return [name for name in reversed(manifests) if name not in kept]
+
+
+def best(manifests: dict[str, Manifest], metric: str | None) -> list[str]:
+    """Names of checkpoints that were evaluated, the best by this metric first; of equals, the one that comes first."""
+    values = {name: manifest.metrics.get(metric or "", math.nan) for name, manifest in manifests.items()}
+    evaluated = (name for name, value in values.items() if not math.isnan(value))
+    return sorted(evaluated, key=lambda name: -score(metric or "", values[name]))

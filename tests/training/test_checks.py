@@ -24,7 +24,7 @@ NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, z
         ({"train": STOP, "evaluation": {"every_steps": 1}}, "no evaluation gives 'zero_shot_top1'"),
         ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, NAMES),
         ({"train": STOP, "evaluation": {**ZERO_SHOT, "every_steps": None}}, "clap.evaluation.every_steps is missing"),
-        ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: expected one of"),
+        ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
         ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: Weights & Biases is not installed"),
         ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     ],
