@@ -45,7 +45,7 @@ SOUNDS := -m examples.synthetic_sounds
 DEMO := runs/train_demo_data
 
 train-demo: $(READY)
-	rm -rf $(DEMO) runs/train_demo-checkpoints
+	rm -rf $(DEMO) runs/train_demo-*-checkpoints
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
 	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json

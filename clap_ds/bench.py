@@ -16,11 +16,11 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.settings import load_run
-from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, parse_run_arguments, run_command
+from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
 
 
 def main(ranks: Ranks) -> None:
-    arguments = parse_run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0])
+    arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
     run = load_run(arguments.deepspeed_config)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)

@@ -7,7 +7,7 @@ import errno
 import os
 
 BLOCK = 4096  # bytes: the least that file systems give a file
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk with no room left
 
 
 def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | None = None) -> None:
@@ -35,7 +35,7 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
     except BaseException as error:  # a signal's, too
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if spare is None or not isinstance(error, OSError) or error.errno not in _FULL:
+        if spare is None or not isinstance(error, OSError) or error.errno not in FULL:
             raise
         if not _overwrite(path, text.encode()):
             raise

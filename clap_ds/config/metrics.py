@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.settings import RunSettings
 
 _DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
 LOSS = "retrieval_loss"
@@ -14,6 +15,11 @@ ZERO_SHOT = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
     """What an evaluation gives, the one that best tells a good model first."""
     return (*(ZERO_SHOT if evaluation.zero_shot else ()), *(RETRIEVAL if evaluation.retrieval else ()))
+
+
+def best_metric(run: RunSettings) -> str | None:
+    """`clap.checkpoint.best_by`, or the first of `names`; None where nothing is evaluated."""
+    return run.clap.checkpoint.best_by or next(iter(names(run.clap.evaluation)), None)
 
 
 def score(name: str, value: float) -> float:

@@ -190,7 +190,8 @@ class CheckpointSettings(Section):
     """When the state of training is saved, where to, and which of the saved states are kept."""
 
     folder: str | None = None
-    """Where checkpoints lie; null: `<output.root>/<label>-checkpoints`."""
+    """Where checkpoints lie; null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed, initial
+    weights and frozen towers."""
     every_steps: PositiveInt | None = None
     """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
     keep_last: PositiveInt = 3

@@ -7,6 +7,8 @@ DeepSpeed, so that a wrong file is refused at once, also on a login node.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -97,6 +99,19 @@ class RunSettings:
     @property
     def label(self) -> str:
         return self.clap.output.label or self.path.stem
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """`clap.checkpoint.folder`, or one in `clap.output.root` named by the label and a hash of what is trained on what
+        (model, data, loss, seed, initial weights, frozen towers), so that runs of one label don't meet."""
+        clap = self.clap
+        if clap.checkpoint.folder is not None:
+            return Path(clap.checkpoint.folder).absolute()
+        data = clap.data.model_dump(mode="json", include={"source", "shards"})
+        train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze", "shuffle_captions"})
+        identity = [clap.model.preset, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
+        digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return (Path(clap.output.root) / f"{self.label}-{digest}-checkpoints").absolute()
 
     @property
     def micro_batch(self) -> int:

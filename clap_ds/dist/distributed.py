@@ -68,14 +68,14 @@ class Ranks:
         return self.rank == 0
 
 
-def parse_run_arguments(prog: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     config = "the run's JSON, or a packaged one's name"
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
-    return parser.parse_args(argv)
+    return parser
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> Ranks:

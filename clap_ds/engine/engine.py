@@ -28,9 +28,12 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
 
+MOST_SKIPPED = 40
+"""Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
 
-class NonFiniteLossError(RuntimeError):
-    """The loss became NaN or infinite."""
+
+class NonFiniteError(RuntimeError):
+    """The loss, its gradient or the weights became NaN or infinite."""
 
 
 class ClapEngine:
@@ -39,7 +42,9 @@ class ClapEngine:
     Attributes:
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
-        steps: optimiser steps taken.
+        steps: optimiser steps taken, skipped ones included.
+        skipped_in_a_row: of the last steps, how many were skipped: in 16 bits, DeepSpeed leaves the weights alone where a
+            gradient isn't finite.
         norm_wanted: work out `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
@@ -62,7 +67,7 @@ class ClapEngine:
         self.deepspeed = _wrap(model, run)
         overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
-        self.steps = 0
+        self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None
         self._accumulation_steps = run.gradient_accumulation_steps
@@ -80,14 +85,24 @@ class ClapEngine:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
             this rank's pairs against the whole step's.
         """
+        skipped_before = self.deepspeed.skipped_steps
         loss_mean = self._cached_micro_steps(batches, timer) if self._cached else self._micro_steps(batches, timer)
         self._bound_logit_scale()
         self.sync.after_step()
         self.steps += 1
-        is_first = (self._first_bad_step < 0) & ~loss_mean.isfinite()
-        self._first_bad_step.masked_fill_(is_first, self.steps)
+        is_skipped = self.deepspeed.skipped_steps > skipped_before
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if not (is_skipped and self.norm_wanted):  # who wants no norm measures, and a loss of NaN is no workload
+            self._note_bad_step(loss_mean)
         progress.step(self.steps)
         return loss_mean
+
+    def _note_bad_step(self, loss: Tensor) -> None:
+        """Remember, on the device, the first step that was taken with a loss or gradient that isn't finite."""
+        is_finite = loss.isfinite()
+        if self.norm_wanted and self.gradient_norm is not None:
+            is_finite &= self.gradient_norm.isfinite()
+        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & ~is_finite, self.steps)
 
     def set_accumulation_steps(self, number: int) -> None:
         """Micro-batches in each of the following steps."""
@@ -162,16 +177,21 @@ class ClapEngine:
             dist.broadcast(buffer, src=0)
 
     def check_loss(self) -> None:
-        """Synchronise and stop every rank if the loss of any was not finite since the start. A collective.
+        """Synchronise and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
+        finite, or if too many were skipped. A collective.
 
         Raises:
-            NonFiniteLossError: on all ranks, naming the first bad step.
+            NonFiniteError: on all ranks, naming the first bad step.
         """
         never = torch.iinfo(torch.long).max
         first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
         dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
         if int(first_bad) != never:
-            raise NonFiniteLossError(f"the loss is NaN or infinite at step {int(first_bad)}")
+            what = "the loss or its gradient" if self.norm_wanted else "the loss"
+            raise NonFiniteError(f"{what} is NaN or infinite at step {int(first_bad)}")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            since = self.steps - self.skipped_in_a_row + 1
+            raise NonFiniteError(f"the loss or its gradient is NaN or infinite in every step from step {since} on")
 
     @torch.no_grad()
     def _bound_logit_scale(self) -> None:

@@ -26,7 +26,7 @@ from clap_ds.dist import debug, distributed, progress
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.compiled import compile_statistics
-from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.record import hardware
@@ -147,9 +147,26 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     record = RunDirectory(together(lambda: on_first(lambda: _make_folder(run))))
+    together(lambda: on_first(lambda: _describe(run, ranks, device, record, here, everywhere)))
     if ranks.is_first:
+        print(f"run directory: {record.path}", flush=True)
+        if device.type == "cpu" and run.precision == "bf16":
+            print(f"CPU kernels: {kernels}", flush=True)
+    return record
+
+
+def _describe(
+    run: RunSettings,
+    ranks: Ranks,
+    device: torch.device,
+    record: RunDirectory,
+    here: dict[str, Any],
+    everywhere: list[tuple[str, str]],
+) -> None:
+    """The run directory's first files, of what is run on what; `everywhere` has each rank's host and device."""
+    hosts = list(dict.fromkeys(host for host, _ in everywhere))
+    try:
         start_log(record.path / "rank0.log")
-        hosts = list(dict.fromkeys(host for host, _ in everywhere))
         record.write_json("config.json", run.resolved())
         record.write_json(
             "environment.json",
@@ -158,25 +175,23 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
             | {"gpus_per_node": [sum(host == h for h, _ in everywhere) for host in hosts]}
             | {"device_names": sorted({name for _, name in everywhere})},
         )
-        record.update_summary(
-            state="running",
-            error=None,
-            preset=run.clap.model.preset,
-            num_nodes=len(hosts),
-            world_size=ranks.world_size,
-            micro_batch_per_gpu=run.micro_batch,
-            gradient_accumulation_steps=run.gradient_accumulation_steps,
-            global_batch=run.micro_batch * run.gradient_accumulation_steps * ranks.world_size,
-            text_tokens=run.clap.text_tokens,
-            text=run.clap.text,
-            precision=run.precision,
-            device_name=here["device_name"],
-            device_type=device.type,
-        )
-        print(f"run directory: {record.path}", flush=True)
-        if device.type == "cpu" and run.precision == "bf16":
-            print(f"CPU kernels: {kernels}", flush=True)
-    return record
+    except OSError as error:
+        raise ValueError(f"{run.path}: clap.output.root: {record.path} can't be written: {error.strerror}") from None
+    record.update_summary(
+        state="running",
+        error=None,
+        preset=run.clap.model.preset,
+        num_nodes=len(hosts),
+        world_size=ranks.world_size,
+        micro_batch_per_gpu=run.micro_batch,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        global_batch=run.micro_batch * run.gradient_accumulation_steps * ranks.world_size,
+        text_tokens=run.clap.text_tokens,
+        text=run.clap.text,
+        precision=run.precision,
+        device_name=here["device_name"],
+        device_type=device.type,
+    )
 
 
 def _make_folder(run: RunSettings) -> Path:
@@ -242,7 +257,7 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
             record.finish(stop.state, f"stopped by {stop}")
             _say(ranks, f"stopped by {stop}")
         distributed.leave(128 + stop.number)
-    except NonFiniteLossError as error:
+    except NonFiniteError as error:
         _ignore_signals()
         if ranks.is_first:
             record.finish("failed", str(error))

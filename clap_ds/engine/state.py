@@ -5,14 +5,17 @@ kept is left to `clap_ds.training.checkpoint`.
 """
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.weights.formats import Checkpoint
 
 TAG = "deepspeed"
 """Folder of DeepSpeed's file in a checkpoint."""
@@ -42,19 +45,55 @@ def deepspeed_states(engine: ClapEngine, client_state: dict[str, Any]) -> dict[s
     return capture.states
 
 
-def load_deepspeed(engine: ClapEngine, folder: Path) -> None:
-    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint; raises ValueError: names or shapes differ, or
-    there is no state of DeepSpeed's."""
+def load_deepspeed(engine: ClapEngine, folder: Path, *, scheduler: bool = True) -> None:
+    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint; learning rate, betas and the like stay the
+    run's own. Without `scheduler` the run's own goes on at the checkpoint's step.
+
+    Raises:
+        ValueError: names or shapes differ, it can't be read, or there is no state of DeepSpeed's.
+    """
+    own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
-        loaded, _ = engine.deepspeed.load_checkpoint(str(folder), tag=TAG)
-    except RuntimeError as error:
-        raise ValueError(f"{folder} doesn't fit this run: {str(error).splitlines()[0]}") from error
+        loaded, _ = engine.deepspeed.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=scheduler)
+    except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{folder} can't be loaded into this run: {reason}") from error
     if loaded is None:
         raise ValueError(f"{folder} holds no state of DeepSpeed's engine")
+    for group, options in zip(_groups(engine), own, strict=True):
+        group |= options
+    _set_rates(engine, None if scheduler else engine.deepspeed.global_steps)
 
 
-def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
-    """The model's state with fp32 weights: the optimiser's own copies where it has them, the model's converted elsewhere."""
+def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:
+    """Weights, in fp32 where the optimiser keeps them so, after so many steps of another optimiser: this one begins anew, the
+    scheduler goes on. Raises ValueError: the weights are another model's."""
+    weights.load_into(engine.model)
+    masters = _masters(engine)
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if id(parameter) in masters:
+                masters[id(parameter)].copy_(weights.state.get(name, parameter))
+    engine.deepspeed.global_steps, engine.deepspeed.global_samples = steps, samples
+    _set_rates(engine, steps)
+
+
+def _groups(engine: ClapEngine) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = engine.deepspeed.optimizer.param_groups
+    return groups
+
+
+def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
+    """Give the optimiser the rates that the scheduler has after so many steps; None: after those it has counted."""
+    scheduler = engine.deepspeed.lr_scheduler
+    if scheduler is not None:
+        last = scheduler.last_batch_iteration if steps is None else steps - 1
+        if last >= 0:
+            scheduler.step(last)
+
+
+def _masters(engine: ClapEngine) -> dict[int, Tensor]:
+    """The optimiser's own fp32 copies, where it has them, by the id of the model's parameter."""
     optimizer = engine.deepspeed.optimizer
     groups = getattr(optimizer, "fp16_groups", [])
     if hasattr(optimizer, "fp32_groups_flat"):
@@ -63,10 +102,23 @@ def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
     else:
         copies = getattr(optimizer, "fp32_groups", [])
     pairs = zip(itertools.chain(*groups), itertools.chain(*copies), strict=True)
-    masters = {id(parameter): fp32 for parameter, fp32 in pairs}
+    return {id(parameter): fp32 for parameter, fp32 in pairs}
+
+
+def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
+    """The model's state with fp32 weights: the optimiser's own copies where it has them, the model's converted elsewhere."""
+    masters = _masters(engine)
     state = dict(engine.model.state_dict())
     state |= {name: masters.get(id(parameter), parameter) for name, parameter in engine.model.named_parameters()}
     return {name: tensor.detach().float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
+def not_finite(state: Any, name: str = "") -> list[str]:
+    """Names of tensors with a NaN or infinite number in a state of nested dictionaries and lists."""
+    if isinstance(state, Tensor):
+        return [] if not state.is_floating_point() or bool(state.isfinite().all()) else [name]
+    parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return [bad for part, value in parts for bad in not_finite(value, f"{name}.{part}".removeprefix("."))]
 
 
 def estimated_bytes(engine: ClapEngine) -> int:

@@ -19,6 +19,7 @@ from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import write_atomically
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
+from clap_ds.record.stream import Stream, unless_full
 
 SPARE_BYTES = 2048
 """Kept free in a record for what a run's end adds to it."""
@@ -29,8 +30,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics: TextIO | None = None
-        self._writer: Any = None
+        self._stream = Stream(path / "metrics.jsonl", path / "tensorboard")
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
@@ -58,11 +58,12 @@ class RunDirectory:
         write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n", spare=spare)
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
-        """Merge fields into `summary.json` and return the whole."""
+        """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
         summary: Summary = {"schema": VERSION, **self.summary()}
         for part in (*parts, fields):
             summary.update(part)
-        self.write_json("summary.json", summary)
+        with unless_full(self.path / "summary.json"):
+            self.write_json("summary.json", summary)
         return summary
 
     def summary(self) -> Summary:
@@ -76,24 +77,14 @@ class RunDirectory:
 
     def append_metrics(self, line: StepLine, /, **more: Any) -> None:
         """One line of `metrics.jsonl`; `more` holds what isn't of every run, such as an evaluation's metrics by name."""
-        if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self._metrics.write(json.dumps({**line, **more}) + "\n")
+        self._stream.append({**line, **more})
 
     def add_scalars(self, step: int, **values: float) -> None:
         """Scalars for TensorBoard, under this project's own tags."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self.path / "tensorboard"))
-        for tag, value in values.items():
-            self._writer.add_scalar(tag.replace("__", "/"), value, step)
+        self._stream.add_scalars(step, **values)
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._stream.close()
 
 
 class Tee(io.TextIOBase):
@@ -107,12 +98,14 @@ class Tee(io.TextIOBase):
         if "\r" not in text and "\x1b" not in text:
             with suppress(OSError):  # a full disk: what is written to the terminal may be why the run ends
                 self._log.write(text)
-        return self._stream.write(text)
+        with suppress(OSError):  # which the terminal can be, too, where output goes to a file
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._log.flush()
-        self._stream.flush()
+        for stream in (self._log, self._stream):
+            with suppress(OSError):
+                stream.flush()
 
     def isatty(self) -> bool:
         return self._stream.isatty()

@@ -98,6 +98,8 @@ class Summary(TypedDict, total=False):
     num_checkpoints: int
     checkpoint_estimate: dict[str, Any]
     resumed_from: str
+    history: str
+    """Lines as in `metrics.jsonl`, of the run through all its restarts."""
     resumed_at_step: int
     time_to_target_s: float | None
 
@@ -141,3 +143,5 @@ class StepLine(TypedDict, total=False):
     lr: float
     gradient_norm: float
     logit_scale: float
+    skipped: bool
+    """The weights were left as they were: in 16 bits, a gradient wasn't finite."""

@@ -17,22 +17,24 @@ from typing import Any
 
 import torch
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.files import FULL
 from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import gather, on_first, rank
 from clap_ds.dist.progress import doing
-from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.random_state import random_state, restore_random_state
-from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, load_deepspeed, master_weights
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.random_state import random_state
+from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
+from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
+from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
+from clap_ds.training.rotation import Rotation
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, Manifest, warn, write_file
-from clap_ds.weights.formats import to_safetensors
-from clap_ds.weights.load import check_same_model, differences
+from clap_ds.weights.formats import some, to_safetensors
 
-PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
 SYNC_LIMIT_S = 600.0
 _LARGEST_PROBE, _LARGEST_TOKENIZER_FILE = 256 * 2**20, 64 * 2**20
 
@@ -44,6 +46,7 @@ class CheckpointFolder:
         path: the folder; made where it isn't there.
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
+        run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
 
     Raises:
         ValueError: on all ranks: the folder can't be written, or `sync_to` can't be a target.
@@ -56,13 +59,18 @@ class CheckpointFolder:
         *,
         tokenizer: str | None = None,
         lock: FolderLock | None = None,
+        run: RunSettings | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._settings = settings or CheckpointSettings()
         self._tokenizer = tokenizer
         self._lock = lock
+        self._run = run
         self._verified: Path | None = None
         self._sync: BackgroundSync | None = None
+        self._rotation = Rotation(
+            self.path, self._settings, lambda old: self._sync is not None and self._sync.is_copying(old)
+        )
         sync_to = self._settings.sync_to
         if sync_to is not None:
             check_target(sync_to, self.path)
@@ -76,14 +84,20 @@ class CheckpointFolder:
     ) -> SavedCheckpoint:
         """Save the state of training. A collective; every rank gets the same answer.
 
-        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind and older
-        checkpoints are left alone. What is reported as saved is on the disk and has been read back.
+        Where the disk is full, older checkpoints of this run that aren't the best give way, but for the newest. A disk that is
+        full even so, or failing, is warned of and named in the answer; nothing half-written stays behind. What is reported as
+        saved is on the disk and has been read back.
 
         Args:
             metrics: of the evaluation at this step, for `keep_best`; those that aren't finite are left out.
+
+        Raises:
+            NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
         """
         begin = time.time()
         states = deepspeed_states(engine, {"clap_ds": asdict(progress)})
+        if bad := on_first(lambda: not_finite({**states, "weights": master_weights(engine)})):
+            raise NonFiniteError(f"{some(bad)} are NaN or infinite after step {progress.step}")
         states[RANDOM_STATES] = gather(random_state(engine.model.logit_scale.device))
         finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         try:
@@ -92,7 +106,12 @@ class CheckpointFolder:
             return SavedCheckpoint(progress.step, begin, time.time(), problem=str(error))
         if rank() == 0:
             self._verified = path
-            self._rotate_and_copy(path, finite)
+            self._rotation.delete_superfluous()
+            rule = self._settings
+            if finite and rule.keep_best and rule.best_by is not None and rule.best_by not in finite:
+                warn(f"clap.checkpoint.best_by: {rule.best_by!r} is not among the metrics: {', '.join(sorted(finite))}")
+            if self._sync is not None:
+                self._sync.submit(path)
         return SavedCheckpoint(progress.step, begin, time.time(), path, num_bytes)
 
     @doing("looking for a checkpoint")
@@ -100,53 +119,74 @@ class CheckpointFolder:
         """The newest good checkpoint, brought here from `sync_to` if there is none; None if there is none at all.
 
         Damaged and half-written ones are warned of, with the reason, and passed over. A collective; every rank gets the same
-        answer. Raises ValueError: `sync_to` can't be read.
+        answer. Raises ValueError: `sync_to` can't be read, or there are checkpoints and not one is good.
         """
         return on_first(self._find_newest)
 
+    def begin(self, run: str) -> None:
+        """A new run, of this id, saves here from now on; other runs' checkpoints are left alone."""
+        self._rotation.run = run
+
+    def was_begun_by(self, run: str) -> bool:
+        """Whether the newest checkpoint here is one of this run's. A collective."""
+        return on_first(lambda: next((found.run for found in files.read_all(self.path).values()), None) == run)
+
+    def newest_step(self) -> int | None:
+        """Of the newest checkpoint whose manifest can be read, if there is one. Looks at the disk of the rank that calls."""
+        return next((manifest.step for manifest in files.read_all(self.path).values()), None)
+
+    def move_aside(self) -> Path | None:
+        """Move everything here into another folder, given back, if there is anything. A collective."""
+        return on_first(lambda: files.move_aside(self.path, but=LOCK))
+
     @doing("loading a checkpoint")
-    def load(self, path: str | Path, engine: ClapEngine) -> TrainingProgress:
+    def load(self, path: str | Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint. A collective.
 
         The world size may be another one: ranks that the checkpoint has no generators for keep theirs. DeepSpeed unpickles its
-        file: resume only from checkpoints of your own. Of a folder of checkpoints the newest good one is taken.
+        file: resume only from checkpoints of your own. Of a folder of checkpoints the newest good one is taken. Settings that
+        have changed since are warned of.
+
+        Args:
+            accept_changes: of the tokenizer, the model, the precision, the optimiser or the trained towers, too; where the
+                optimiser's state doesn't fit any more, it begins anew.
 
         Raises:
-            ValueError: on all ranks: nothing there, damaged, not visible to every rank, or of a run this engine can't resume.
+            ValueError: on all ranks: nothing there, damaged, not visible to every rank, changes that aren't accepted, or
+                weights of another model.
         """
         folder = on_first(lambda: self._checked(Path(path).absolute()))
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
-        manifest = Manifest.read(folder)
-        check_same_model(folder, ClapConfig.model_validate(manifest.model), engine.model.config)
-        found = "; ".join(differences(manifest.engine, describe(engine)))
-        if found:
-            raise ValueError(
-                f"{folder} can't be resumed: {found}. To start from its weights alone, set clap.train.initial_weights"
-            )
-        load_deepspeed(engine, folder)
-        progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
-        engine.steps = progress.step
-        states = torch.load(folder / RANDOM_STATES, map_location="cpu", weights_only=True)
-        if rank() < len(states):
-            restore_random_state(states[rank()], engine.model.logit_scale.device)
-        return progress
+        self._rotation.run = Manifest.read(folder).run
+        return restore(folder, engine, self._run, accept_changes=accept_changes)
+
+    @doing("loading weights")
+    def load_weights(self, step: int, engine: ClapEngine) -> tuple[Path, TrainingProgress]:
+        """Of this folder's newest checkpoint of a step, the weights and how far training had come, whatever else of it is
+        damaged. A collective; raises ValueError on all ranks: there is none whose weights are whole, or they don't fit.
+        """
+        folder = on_first(lambda: files.find_weights(self.path, step))
+        return folder, restore_weights(folder, engine)
 
     @doing("measuring the speed of the checkpoint folder")
     def estimate(self, engine: ClapEngine) -> tuple[int, float]:
         """Size of a checkpoint in bytes, and seconds it takes to save one at the speed of a smaller file written here just now.
 
-        Warns of too little space. Not a collective: ranks other than 0 don't write and get NaN seconds, as does one that can't.
+        Warns of too little space for `most`. Not a collective: ranks other than 0 don't write and get NaN seconds, as does one
+        that can't.
         """
         num_bytes = estimated_bytes(engine)
         if rank() != 0:
             return num_bytes, math.nan
         free = shutil.disk_usage(self.path).free
-        if free < 2 * num_bytes:
+        there = sum(record.bytes for each in files.read_all(self.path).values() for record in each.files.values())
+        if free + there < self.most * num_bytes:
             warn(
-                f"{self.path} has {free / 1e9:,.2f} GB free; a checkpoint takes {num_bytes / 1e9:,.2f} GB, and the old one is"
-                " deleted only after the new one is good: fewer than 2 fit"
+                f"{self.path} has {free / 1e9:,.2f} GB free and {there / 1e9:,.2f} GB of checkpoints; {self.most} of"
+                f" {num_bytes / 1e9:,.2f} GB each can be there at a time (clap.checkpoint: keep_last + keep_best + 1, as an old"
+                " one is deleted only after the new one is good). When it is full, the oldest is given up"
             )
         content = os.urandom(max(1, min(num_bytes // 8, free // 2, _LARGEST_PROBE)))
         try:
@@ -160,6 +200,11 @@ class CheckpointFolder:
             return num_bytes, math.nan
         finally:
             files.clear_leftovers(self.path)
+
+    @property
+    def most(self) -> int:
+        """Checkpoints that can be there at a time."""
+        return self._settings.keep_last + self._settings.keep_best + 1
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
@@ -181,22 +226,14 @@ class CheckpointFolder:
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
-            draft = files.begin(self.path, progress.step)
-            records = {}
-            for name, content in self._contents(engine, progress, states):
-                (draft / name).parent.mkdir(exist_ok=True)
-                records[name] = write_file(draft / name, content)
-            newest = max((manifest.serial for manifest in files.read_all(self.path).values()), default=0)
-            manifest = Manifest(
-                serial=max(int(time.time() * 1000), newest + 1),
-                step=progress.step,
-                model=engine.model.config.model_dump(mode="json"),
-                engine=describe(engine),
-                tokenizer=TOKENIZER if (draft / TOKENIZER).is_dir() else self._tokenizer,
-                metrics=metrics,
-                files=records,
-            )
-            return files.publish(draft, manifest), sum(record.bytes for record in records.values())
+            self._rotation.prepare()
+            while True:
+                try:
+                    return self._write_once(engine, progress, states, metrics)
+                except OSError as error:
+                    files.clear_leftovers(self.path)
+                    if error.errno not in FULL or not self._rotation.make_room():
+                        raise
         except Exception as error:  # whatever it is, other ranks wait for an answer, and training can go on without
             if not isinstance(error, HeldError):
                 with suppress(OSError):
@@ -204,6 +241,29 @@ class CheckpointFolder:
             reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
             warn(f"the checkpoint of step {progress.step} could not be saved: {reason}; training goes on")
             raise ValueError(reason) from error
+
+    def _write_once(
+        self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
+    ) -> tuple[Path, int]:
+        draft = files.begin(self.path, progress.step)
+        records = {}
+        for name, content in self._contents(engine, progress, states):
+            (draft / name).parent.mkdir(exist_ok=True)
+            records[name] = write_file(draft / name, content)
+        newest = max((manifest.serial for manifest in files.read_all(self.path).values()), default=0)
+        manifest = Manifest(
+            serial=max(int(time.time() * 1000), newest + 1),
+            step=progress.step,
+            model=engine.model.config.model_dump(mode="json"),
+            engine=describe(engine),
+            tokenizer=TOKENIZER if (draft / TOKENIZER).is_dir() else self._tokenizer,
+            metrics=metrics,
+            files=records,
+            run=self._rotation.run,
+            settings=self._run.resolved() if self._run is not None else {},
+            best_by=self._settings.best_by,
+        )
+        return files.publish(draft, manifest), sum(record.bytes for record in records.values())
 
     def _contents(
         self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any]
@@ -222,30 +282,19 @@ class CheckpointFolder:
                 if path.is_file() and path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                     yield f"{TOKENIZER}/{path.name}", path.read_bytes()
 
-    def _rotate_and_copy(self, path: Path, metrics: dict[str, float]) -> None:
-        """The new checkpoint is good and stays: delete what it makes superfluous, and have it copied."""
-        rule = self._settings
-        try:
-            for old in (self.path / name for name in files.superfluous(files.read_all(self.path), rule)):
-                if old != path and not (self._sync is not None and self._sync.is_copying(old)):
-                    files.remove(old)
-        except OSError as error:
-            warn(f"an old checkpoint can't be deleted: {error}")
-        if metrics and rule.keep_best and rule.best_by not in metrics:
-            warn(f"clap.checkpoint.best_by: {rule.best_by!r} is not among the metrics: {', '.join(sorted(metrics))}")
-        if self._sync is not None:
-            self._sync.submit(path)
-
     def _find_newest(self) -> Path | None:
-        found, sync_to = files.newest_good(self.path), self._settings.sync_to
+        damaged, sync_to = self._rotation.damaged, self._settings.sync_to
+        found = files.newest_good(self.path, damaged)
         if found is None and sync_to is not None:
             try:
-                found = RemoteFolder(sync_to).download_newest(self.path)
+                found = RemoteFolder(sync_to).download_newest(self.path, damaged)
             except Exception as error:  # of whatever type the file system's package has
                 raise ValueError(
                     f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
                     " clap.train.resume 'never' starts without"
                 ) from error
+        if found is None and damaged:
+            raise ValueError(none_is_good(self.path, damaged))
         self._verified = found
         return found
 

@@ -1,5 +1,5 @@
-"""The account of a training run: a line a step in `metrics.jsonl`, TensorBoard, DeepSpeed's monitors (Weights & Biases, CSV),
-progress on the terminal, and the summary that analysis reads.
+"""The account of a training run: a line a step in `metrics.jsonl`, DeepSpeed's monitors (Weights & Biases, CSV), progress on
+the terminal, the summary that analysis reads; and beside the checkpoints `history.jsonl` and TensorBoard, through all restarts.
 
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
 """
@@ -18,8 +18,10 @@ from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.schema import StepLine, Summary
 from clap_ds.record.statistics import percentile, rates
+from clap_ds.record.stream import unless_full
 from clap_ds.record.terminal import Progress
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
+from clap_ds.training.schedule import SavedCheckpoint, Schedule
+from clap_ds.training.start import TrainingStart
 
 WINDOWS = 500
 """Most windows of steps that the summary is of, the latest ones."""
@@ -38,8 +40,9 @@ class _Window(NamedTuple):
 class TrainingLog:
     """Account of a run, kept by rank 0; the others take part in what is collective. The trainer keeps `progress` up to date."""
 
-    def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress) -> None:
-        self._session, self._schedule, self._progress = session, schedule, progress
+    def __init__(self, session: Session, schedule: Schedule, start: TrainingStart) -> None:
+        self._session, self._schedule, self._start = session, schedule, start
+        self._progress = progress = start.progress
         self._is_first = session.ranks.is_first
         self.timer = PhaseTimer(session.device, instrumented=False)
         self._clock = StepClock(session.device)
@@ -74,10 +77,12 @@ class TrainingLog:
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
         self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss))))
         row = StepLine(phase="train", step=now.step, samples=now.samples, epoch=round(now.epoch, 6), lr=self._lr)
+        if engine.skipped_in_a_row:
+            row["skipped"] = True
         self._rows.append({**row, "data_wait_s": self.timer.seconds["data_wait"]})
 
     def write(self) -> None:
-        """Write the steps since the last time. A collective; raises NonFiniteLossError on all ranks if one's loss was."""
+        """Write the steps since the last time. A collective; raises NonFiniteError on all ranks if one's loss was."""
         if not self._rows:
             return
         window_s, step_s = self._clock.stop()
@@ -98,16 +103,18 @@ class TrainingLog:
         memory_bytes = hardware.peak_memory_bytes(self._session.device)
         for row, (loss, norm, scale), seconds in zip(self._rows, by_step, window.step_s, strict=True):
             figures = {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
-            record.append_metrics(row, **figures, time_s=seconds, memory_bytes=memory_bytes)
+            self._append(row, **figures, time_s=seconds, memory_bytes=memory_bytes)
             self._publish("train", row["step"], figures)
         last, wait_percent = self._rows[-1], 100 * window.waited_s / window.window_s
         self._windows.append(window)
         self._publish("train", last["step"], {"samples_per_s": window.rate, "data_wait_percent": wait_percent})
         epoch = f"epoch {last['epoch']:.2f}  " if self._schedule.epoch_samples else ""
+        skipped = self._session.engine.deepspeed.skipped_steps
         self._bar.advance(
             len(window.step_s),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
-            f"  {window.rate:,.1f} samples/s  data wait {wait_percent:.1f} %",
+            f"  {window.rate:,.1f} samples/s  data wait {wait_percent:.1f} %"
+            + (f"  {skipped} steps skipped: loss or gradient not finite" if skipped else ""),
         )
         record.update_summary(self._position(), loss=loss)
 
@@ -117,7 +124,7 @@ class TrainingLog:
             return
         step, samples, train_s = self._progress.step, self._progress.samples, self.train_s
         line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds)
-        self._session.record.append_metrics(line, train_s=train_s, **metrics)
+        self._append(line, train_s=train_s, **metrics)
         self._publish("evaluation", step, metrics)
         evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
         self._session.record.update_summary(evaluation=evaluation, best=self._progress.best)
@@ -132,7 +139,7 @@ class TrainingLog:
         outcome |= {"bytes": checkpoint.bytes, "path": path, "problem": checkpoint.problem}
         self._checkpoints.append(outcome)
         interval = [checkpoint.begin, checkpoint.end]
-        self._session.record.append_metrics({"phase": "checkpoint"}, checkpoint=interval, **outcome)
+        self._append({"phase": "checkpoint"}, checkpoint=interval, **outcome)
         self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
         if checkpoint.saved:
             print(f"saved {path}: {checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s", flush=True)
@@ -158,15 +165,23 @@ class TrainingLog:
 
     def _position(self) -> Summary:
         now = self._progress
-        return Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
+        skipped = self._session.engine.deepspeed.skipped_steps
+        position = Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
+        return position | Summary(skipped_steps=skipped)
+
+    def _append(self, line: StepLine, **more: Any) -> None:
+        """A line for this start of the run, and for the whole of it."""
+        self._session.record.append_metrics(line, **more)
+        self._start.history.append({**line, **more})
 
     def _publish(self, group: str, step: int, values: dict[str, float]) -> None:
-        self._session.record.add_scalars(step, **{f"{group}__{name}": value for name, value in values.items()})
+        self._start.history.add_scalars(step, **{f"{group}__{name}": value for name, value in values.items()})
         deepspeed = self._session.engine.deepspeed
         if deepspeed.monitor.enabled:
             # By samples, as DeepSpeed's own events: Weights & Biases drops what goes back.
             events = [(f"{group}/{name}", value, deepspeed.global_samples) for name, value in values.items()]
-            deepspeed.monitor.write_events(events)
+            with unless_full("what DeepSpeed's monitors keep"):
+                deepspeed.monitor.write_events(events)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()

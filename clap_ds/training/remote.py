@@ -47,13 +47,13 @@ class RemoteFolder:
         fs, root = fsspec.url_to_fs(url)
         self._fs = DirFileSystem(root.rstrip("/"), fs)
 
-    def read_all(self, *, warns: bool = False) -> dict[str, Manifest]:
-        """Manifests, the newest first, by name."""
+    def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
+        """Manifests, the newest first, by name; `damaged` gets why others can't be read."""
 
         def read(name: str) -> Manifest:
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
-        return files.newest_first(self._names(), read, warns=warns)
+        return files.newest_first(self._names(), read, damaged)
 
     def upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint there, unless it is there already."""
@@ -84,17 +84,22 @@ class RemoteFolder:
         for name in [*files.superfluous(manifests, rule), *(set(self._names()) - set(manifests))]:
             self.delete(name)
 
-    def download_newest(self, folder: Path) -> Path | None:
-        """Bring the newest good checkpoint into a local folder; None if there is none. Damaged ones are warned of."""
-        for name, manifest in self.read_all(warns=True).items():
+    def download_newest(self, folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
+        """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name, were
+        passed over, of which one that is found warns."""
+        damaged = {} if damaged is None else damaged
+        for name, manifest in self.read_all(damaged).items():
             partial = files.begin(folder, manifest.step)
             try:
                 for file in manifest.files:
                     (partial / file).parent.mkdir(parents=True, exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
-                return files.publish(partial, manifest)
+                found = files.publish(partial, manifest)
+                for reason in damaged.values():
+                    warn(f"passed over: {reason}")
+                return found
             except (DamagedError, FileNotFoundError) as error:
-                warn(f"passed over: {self.url}/{name}: {error}")
+                damaged[name] = f"{self.url}/{name}: {error}"
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return None

@@ -1,11 +1,15 @@
 """What training starts from: a fresh model, another one's weights, or a checkpoint of the same run."""
 
+import os
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.metrics import best_metric
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import on_first
+from clap_ds.dist.agreement import gather, on_first
 from clap_ds.dist.distributed import Ranks
 from clap_ds.dist.progress import doing
 from clap_ds.engine import session
@@ -13,9 +17,28 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError
+from clap_ds.record.stream import Stream
+from clap_ds.training.changes import tokenizer_problem
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import TrainingProgress
-from clap_ds.weights.load import load_weights
+from clap_ds.weights.load import load_weights, locate, tokenizer_of
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line decides about a run that has checkpoints.
+
+    Attributes:
+        restart: move them aside and start anew.
+        from_weights: go on from the weights alone of the checkpoint of this step.
+        accept_changes: resume though the run is otherwise than the checkpoint's (`clap_ds.training.changes`).
+        skip_steps: first and last of the steps whose batches are left out.
+    """
+
+    restart: bool = False
+    from_weights: int | None = None
+    accept_changes: bool = False
+    skip_steps: tuple[int, int] | None = None
 
 
 class TrainingStart(session.Start):
@@ -24,58 +47,95 @@ class TrainingStart(session.Start):
     Attributes:
         progress: how far the run has come before its first step.
         checkpoints: where its checkpoints lie; there once the session is open.
+        history: the whole run's log over all its starts, beside the checkpoints; on rank 0, once the session is open.
     """
 
     checkpoints: CheckpointFolder
+    history: Stream
     _lock: FolderLock | None = None
 
-    def __init__(self, run: RunSettings, ranks: Ranks) -> None:
-        self._run, self._ranks = run, ranks
+    def __init__(self, run: RunSettings, ranks: Ranks, choices: Choices = Choices()) -> None:
+        self._run, self._ranks, self.choices = run, ranks, choices
         self.progress = TrainingProgress()
 
     def build_model(self, run: RunSettings) -> ClapModel:
         """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen; raises ValueError where
-        there are no such weights, or they are another model's."""
+        there are no such weights, or they are another model's or for another tokenizer."""
         model = session.build_model(run)
         weights = run.clap.train.initial_weights
         if weights is not None:
             try:
                 load_weights(weights, model.config).load_into(model)
+                self._check_tokenizer(weights, model)
             except ValueError as error:
                 raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
         freeze(model, run.clap.train.freeze)
         return model
 
+    def _check_tokenizer(self, weights: str, model: ClapModel) -> None:
+        ours, theirs = getattr(self._run.clap.data, "tokenizer", None), tokenizer_of(locate(weights))
+        problem = tokenizer_problem(theirs, ours, vocab_size=model.config.text.vocab_size)
+        if problem and not self.choices.accept_changes:
+            raise ValueError(f"{problem}. Set clap.data.tokenizer to {theirs}, or accept it by --accept_changes")
+
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
-        """Resume from the checkpoint that `clap.train.resume` names or finds. A collective; raises ValueError where that, or
-        the folder for new ones, can't be used."""
-        run, resume, data = self._run, self._run.clap.train.resume, self._run.clap.data
-        folder = Path(run.clap.checkpoint.folder or Path(run.clap.output.root) / f"{run.label}-checkpoints").absolute()
+        """Resume from the checkpoint that `clap.train.resume` or the command line names, or that is found. A collective; raises
+        ValueError where that, or the folder for new ones, can't be used."""
+        run, data = self._run, self._run.clap.data
+        folder = run.checkpoint_folder
         on_first(lambda: self._take(folder))
         self.checkpoints = CheckpointFolder(
             folder,
-            run.clap.checkpoint,
+            run.clap.checkpoint.model_copy(update={"best_by": best_metric(run)}),
             tokenizer=data.tokenizer if isinstance(data, ShardData) else None,
             lock=self._lock,
+            run=run,
         )
-        found = self.checkpoints.newest() if resume in ("auto", "never") else Path(resume)
-        if found is not None and resume == "never":
-            raise ValueError(
-                f"{run.path}: clap.train.resume is 'never', but {found} is there: a new run would mix with the one it is"
-                " from; name another clap.checkpoint.folder, or remove it"
-            )
-        if found is None:
-            return None
+        # A job makes several attempts by the same command: what was chosen is done once.
+        job = os.environ.get("CLAP_JOB", "").rpartition(".")[0]
+        is_done = bool(job) and self.checkpoints.was_begun_by(job)
+        new_run = job or gather(uuid.uuid4().hex)[0]
         try:
-            self.progress = progress = self.checkpoints.load(found, engine)
+            found = self._resume(engine, new_run, choices=Choices(accept_changes=True) if is_done else self.choices)
         except ValueError as error:
             raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
+        if found is None:
+            self.checkpoints.begin(new_run)
+        progress = self.progress
+        if self._ranks.is_first:
+            self.history = Stream(folder / "history.jsonl", folder / "tensorboard")
+            self.history.forget_after(progress.step)
+            record.update_summary(history=str(folder / "history.jsonl"))
+        if found is None or not progress.data:
+            return None
         if self._ranks.is_first:
             record.update_summary(resumed_from=str(found), resumed_at_step=progress.step)
             before, now = len(progress.data), self._ranks.world_size
             ranks = "" if now == before else f", on {now} ranks after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
+
+    def _resume(self, engine: ClapEngine, new_run: str, choices: Choices) -> Path | None:
+        """Load what the run resumes from into the engine and `progress`; None where it begins."""
+        resume = self._run.clap.train.resume
+        if choices.restart:
+            aside = self.checkpoints.move_aside()
+            if aside is not None and self._ranks.is_first:
+                print(f"starting anew; what was in {self.checkpoints.path} is in {aside}", flush=True)
+            return None
+        if choices.from_weights is not None:
+            found, self.progress = self.checkpoints.load_weights(choices.from_weights, engine)
+            self.checkpoints.begin(new_run)
+            return found
+        newest = self.checkpoints.newest() if resume in ("auto", "never") else Path(resume)
+        if newest is not None and resume == "never":
+            raise ValueError(
+                f"it is 'never', but {newest} is there: a new run would mix with the one it is from; --restart moves that"
+                " aside, or name another clap.checkpoint.folder"
+            )
+        if newest is not None:
+            self.progress = self.checkpoints.load(newest, engine, accept_changes=choices.accept_changes)
+        return newest
 
     @doing("waiting for the checkpoint folder")
     def _take(self, folder: Path) -> None:
@@ -94,6 +154,8 @@ class TrainingStart(session.Start):
         """Leave the checkpoints' folder to other runs."""
         if self._lock is not None:
             self._lock.release()
+        if hasattr(self, "history"):
+            self.history.close()
 
 
 def freeze(model: ClapModel, towers: list[Any]) -> None:

@@ -19,6 +19,7 @@ from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import leave
 from clap_ds.dist.progress import ending
+from clap_ds.engine.engine import NonFiniteError
 from clap_ds.engine.session import Interrupted, Session
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.schedule import SavedCheckpoint, Schedule
@@ -37,22 +38,26 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
 
     Raises:
         AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
-        NonFiniteLossError: the loss became NaN or infinite.
+        NonFiniteError: loss, gradient or weights became NaN or infinite; says how to go on.
         Interrupted: a signal came; the state is saved.
     """
     schedule = together(lambda: _schedule(session))
     evaluator = together(lambda: _evaluator(session))
     with (
         StopRequest(lambda number: _end_at_once(session, start, number)) as stop,
-        TrainingLog(session, schedule, start.progress) as log,
+        TrainingLog(session, schedule, start) as log,
     ):
         _introduce(session, start, schedule)
-        stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
+        try:
+            stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}. {_how_to_go_on(session, start)}") from None
         ending()
         start.checkpoints.close()
         wanted = session.run.clap.train.stop_at
         log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted))
         if session.ranks.is_first:
+            _conclude(session, start, schedule)
             draw(session.record.path)
         dist.barrier()
     if stopped_by:
@@ -78,6 +83,8 @@ def _run(
     stopped_by, saved = 0, None
     while not (schedule.is_done(progress.samples) or progress.time_to(settings.stop_at) is not None or stopped_by):
         number = schedule.accumulation_at(progress.samples)
+        if start.choices.skip_steps is not None and progress.step + 1 == start.choices.skip_steps[0]:
+            _skip_batches(session, start, number)
         engine.set_accumulation_steps(number)
         log.begin_step()
         loss = engine.step(batches, log.timer)
@@ -105,6 +112,29 @@ def _run(
             saved = start.checkpoints.save(engine, progress, metrics=metrics)
             log.saved(saved)
     return stopped_by, saved
+
+
+def _skip_batches(session: Session, start: TrainingStart, accumulation: int) -> None:
+    """Leave out the batches of `--skip_steps`."""
+    first, last = start.choices.skip_steps or (1, 0)
+    for _ in range((last - first + 1) * accumulation):
+        next(session.batches)
+    if session.ranks.is_first:
+        print(f"left out the batches of steps {first} to {last}", flush=True)
+
+
+def _how_to_go_on(session: Session, start: TrainingStart) -> str:
+    """After an error of numbers. A collective."""
+    newest, step = on_first(start.checkpoints.newest_step), session.engine.steps
+    if newest is None:
+        again = "Nothing has been saved: the same command begins anew"
+    else:
+        again = f"Nothing of it is saved: the same command goes on from step {newest}"
+    first = (newest or 0) + 1
+    return (
+        f"{again}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, step)}), take a lower learning"
+        " rate (optimizer.params.lr), a longer warm-up or gradient_clipping"
+    )
 
 
 def _schedule(session: Session) -> Schedule:
@@ -158,7 +188,12 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
         print(f"training to {schedule.samples:,} samples: {steps:,} steps", flush=True)
     else:
         print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
-    print(f"checkpoints: {size / 1e9:.3f} GB and about {seconds:.1f} s each, about {number}, in {folder}", flush=True)
+    most = start.checkpoints.most
+    print(
+        f"checkpoints: {size / 1e9:.3f} GB and about {seconds:.1f} s each, about {number}, at most {most} at a time"
+        f" ({most * size / 1e9:.3f} GB), in {folder}",
+        flush=True,
+    )
     mismatch = schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples)
     if mismatch:
         print(f"warning: {mismatch}", flush=True)
@@ -167,6 +202,24 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
         planned_steps=progress.step + steps,
         epoch_samples=schedule.epoch_samples,
         checkpoint_estimate={"bytes": size, "seconds": seconds, "folder": str(folder)},
+    )
+
+
+def _conclude(session: Session, start: TrainingStart, schedule: Schedule) -> None:
+    """Say what ended the run, what was trained, and what can be done with it."""
+    train, progress, folder = session.run.clap.train, start.progress, start.checkpoints.path
+    if progress.time_to(train.stop_at) is not None:
+        wanted = ", ".join(f"{name} {value:g}" for name, value in train.stop_at.items())
+        seconds = progress.extra["time_to_target_s"]
+        print(f"target reached at step {progress.step}, after {seconds:,.0f} s: {wanted}", flush=True)
+    elif not schedule.is_done(progress.samples):
+        return
+    trained = " and ".join(tower for tower in ("audio", "text") if tower not in train.freeze)
+    print(
+        f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
+        f"  python clap_ds/evaluate.py {folder} --retrieval 'SHARDS'\n"
+        f"  python -m clap_ds.weights.export {folder} FOLDER",
+        flush=True,
     )
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -200,35 +201,46 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_first(names: Iterable[str], read: Callable[[str], Manifest], *, warns: bool = False) -> dict[str, Manifest]:
-    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
-    is none, DamagedError, to be warned of or not, where it can't be read."""
+def newest_first(
+    names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str] | None = None
+) -> dict[str, Manifest]:
+    """Manifests of those names that are a checkpoint's, the newest first, by name.
+
+    Args:
+        read: raises FileNotFoundError where there is none, DamagedError where it can't be read.
+        damaged: gets why, by name.
+    """
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
             manifests[name] = read(name)
         except DamagedError as error:
-            if warns:
-                warn(f"passed over: {error}")
+            if damaged is not None:
+                damaged[name] = str(error)
         except FileNotFoundError:
             continue
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 
 
-def read_all(folder: Path, *, warns: bool = False) -> dict[str, Manifest]:
-    """Manifests of a folder's checkpoints, the newest first, by name."""
+def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
+    """Manifests of a folder's checkpoints, the newest first, by name; `damaged` gets why others can't be read."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), warns=warns)
+    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), damaged)
 
 
-def newest_good(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder that is all there; those passed over are warned of with the reason."""
-    for name in read_all(folder, warns=True):
+def newest_good(folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
+    """The newest checkpoint of a folder that is all there; `damaged` gets, by name, why others were passed over, of which one
+    that is found warns."""
+    damaged = {} if damaged is None else damaged
+    for name in read_all(folder, damaged):
         try:
             verify(folder / name)
-            return folder / name
         except DamagedError as error:
-            warn(f"passed over: {error}")
+            damaged[name] = str(error)
+        else:
+            for reason in damaged.values():
+                warn(f"passed over: {reason}")
+            return folder / name
     return None
 
 
@@ -237,9 +249,52 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).exists():
         verify(path)
         return path
-    if (found := newest_good(path)) is None:
-        raise DamagedError(f"{path}: no good checkpoint here: no {MANIFEST}, no folder step-… with one")
+    damaged: dict[str, str] = {}
+    if (found := newest_good(path, damaged)) is None:
+        reasons = "; ".join(damaged.values()) or f"no {MANIFEST}, no folder step-… with one"
+        raise DamagedError(f"{path}: no good checkpoint here: {reasons}")
     return found
+
+
+def weights_are_whole(folder: Path) -> bool:
+    """Whether a checkpoint's weights are as they were written, whatever its other files are."""
+    try:
+        return hash_file(folder / WEIGHTS) == Manifest.read(folder).files[WEIGHTS].hash
+    except (OSError, DamagedError, KeyError):
+        return False
+
+
+def find_weights(folder: Path, step: int) -> Path:
+    """The newest checkpoint of a step whose weights are whole; raises DamagedError where there is none."""
+    there = read_all(folder)
+    for name, manifest in there.items():
+        if manifest.step == step and weights_are_whole(folder / name):
+            return folder / name
+    steps = sorted({m.step for name, m in there.items() if weights_are_whole(folder / name)})
+    whole = f"; of steps {', '.join(map(str, steps))} they are" if steps else ""
+    raise DamagedError(f"{folder}: no checkpoint of step {step} whose {WEIGHTS} is whole{whole}")
+
+
+def move_aside(folder: Path, *, but: str) -> Path | None:
+    """Move all that is in a folder, the file `but` excepted, into a new one beside it, and give that back; None where there was
+    nothing."""
+    paths = [path for path in folder.iterdir() if path.name != but]
+    if not paths:
+        return None
+    aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    return aside
+
+
+def seems_whole(folder: Path) -> bool:
+    """Whether all files are there in their full size; their content isn't looked at."""
+    try:
+        records = Manifest.read(folder).files.items()
+        return all((folder / name).stat().st_size == record.bytes for name, record in records)
+    except (OSError, DamagedError):
+        return False
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:

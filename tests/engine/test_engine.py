@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.sources import build_batches
-from clap_ds.engine.engine import ClapEngine, NonFiniteLossError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
@@ -224,7 +224,7 @@ def _loss_with_a_nan_on_rank_1() -> str:
         poisoned.waveforms[0, 0] = float("nan")
         batches = iter([poisoned])
     engine.step(batches, timer)
-    with pytest.raises(NonFiniteLossError) as caught:
+    with pytest.raises(NonFiniteError) as caught:
         engine.check_loss()
     return str(caught.value)
 

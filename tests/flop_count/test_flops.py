@@ -108,7 +108,7 @@ def test_profiler_section_in_a_bench_run(write_run: WriteRun, tmp_path: Path) ->
     bench = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
     clap = {"bench": bench, "hardware": {"peak_tflops": 3.0, "measure_peak": True}}
     path = write_run(flops_profiler=profiler, gradient_accumulation_steps=2, log_level="info", clap=clap)
-    ranks = RunningRanks(path, 2, "clap_ds/bench.py")
+    ranks = RunningRanks(path, 2, file="clap_ds/bench.py")
     assert ranks.wait() == [0, 0], ranks.outputs
     (directory,) = (tmp_path / "runs").iterdir()
     summary = json.loads((directory / "summary.json").read_text())

@@ -41,7 +41,7 @@ def _bench(config: Path, launcher: str = "one rank", *options: str) -> subproces
     if launcher == "one rank":
         return run(arguments, env=environment())
     if launcher == "two ranks":
-        ranks = RunningRanks(config, 2, BENCH)
+        ranks = RunningRanks(config, 2, file=BENCH)
         codes = ranks.wait()
         outputs = ["".join(getattr(process, name) for process in ranks.processes) for name in ("stdout", "stderr")]
         return subprocess.CompletedProcess(arguments, max(codes), *outputs)

@@ -21,7 +21,8 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather_tensor
-from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.lock import FILE, FolderLock
 from clap_ds.training import checkpoint
@@ -29,6 +30,7 @@ from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.training.start import freeze
 from clap_ds.weights import checkpoint_files
+from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
@@ -53,7 +55,7 @@ def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
         "train_micro_batch_size_per_gpu": ROWS // world_size(),
     }
-    return run_settings(**run, **changes)
+    return run_settings(**run | changes)
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
@@ -179,6 +181,13 @@ def save(
     return saved, warnings
 
 
+def save_with_settings(folder: str) -> None:
+    """A checkpoint after two steps of a bf16 run that states its settings."""
+    trained = engine(settings(), 1)
+    losses(trained, 0, 2)
+    assert CheckpointFolder(folder, run=settings()).save(trained, progress(2)).saved
+
+
 def save_after_a_takeover(folder: str) -> tuple[SavedCheckpoint, list[str]]:
     """What comes of a checkpoint of a run whose folder another has taken over."""
     lock = FolderLock(Path(folder))
@@ -203,6 +212,58 @@ def estimates(folder: str) -> tuple[tuple[int, float], list[str], list[str]]:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=estimate[0]))
         checkpoints.estimate(trained)
     return estimate, warnings, of_little_room
+
+
+def resume_otherwise(
+    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
+) -> tuple[str, list[str], Any]:
+    """A run with other settings than the checkpoint's resumes from it: why it is refused, else ""; the warnings; and its
+    learning rate, its first loss, whether its fp32 weights were the checkpoint's to the bit, and its next learning rate."""
+    run = settings(precision, **changes)
+    other = engine(run, 99)
+    with warned() as warnings:
+        try:
+            CheckpointFolder(folder, run=run).load(folder, other, accept_changes=accept)
+        except ValueError as error:
+            return str(error), warnings, None
+    saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
+    trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
+    same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
+    rates = other.deepspeed.get_lr()
+    return "", warnings, (rates[0], losses(other, other.steps, 1)[0], same, other.deepspeed.get_lr()[0])
+
+
+def save_poisoned(folder: str) -> tuple[str, list[str]]:
+    """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
+    trained = engine(settings(), 1)
+    losses(trained, 0, 1)
+    with torch.no_grad():
+        trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
+    with pytest.raises(NonFiniteError) as refusal:
+        CheckpointFolder(folder).save(trained, progress(1))
+    return str(refusal.value), [path.name for path in Path(folder).iterdir()]
+
+
+def save_on_a_small_disk(folder: str, fit: int, scores: list[float]) -> tuple[list[list[str]], list[str], bool]:
+    """Checkpoints of steps 1, 2, … on a disk where only `fit` have room: what is there after each, the warnings, and whether
+    the last was saved."""
+    trained = engine(settings(), 1)
+    losses(trained, 0, 1)
+    write_file, there, saved = checkpoint_files.write_file, [], True
+
+    def small(path: Path, content: Any) -> Any:
+        if len([each for each in Path(folder).iterdir() if not each.name.startswith(".")]) >= fit:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_file(path, content)
+
+    rule = CheckpointSettings(keep_last=3, keep_best=1, best_by="zero_shot_top1")
+    with pytest.MonkeyPatch.context() as patch, warned() as warnings:
+        patch.setattr(checkpoint, "write_file", small)
+        checkpoints = CheckpointFolder(folder, rule)
+        for step, score in enumerate(scores, start=1):
+            saved = checkpoints.save(trained, progress(step), metrics={"zero_shot_top1": score}).saved
+            there.append(sorted(path.name for path in Path(folder).iterdir()))
+    return there, warnings, saved
 
 
 def refusal(

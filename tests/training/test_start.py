@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
+from clap_ds.config.settings import load_run
 from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
@@ -58,7 +59,7 @@ def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precisio
 @pytest.mark.end_to_end
 def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     config = commands.write_training(tmp_path, clap={"train": {"samples": 16}})
-    folder = tmp_path / "runs" / "run-checkpoints"
+    folder = load_run(config).checkpoint_folder
     other = FolderLock(folder)
     other.acquire()
     try:
@@ -72,7 +73,7 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert "Wait until that run is over, or name another folder" in ranks.outputs[0]
     assert commands.summaries(config)[-1]["state"] == "failed"
     commands.train(config)
-    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000002"]
 
 
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:

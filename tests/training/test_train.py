@@ -1,5 +1,6 @@
 """The training command: what it leaves behind, that it repeats itself, and that interruptions change nothing."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.analysis.record import read_record
+from clap_ds.config.settings import load_run
 from clap_ds.training.stop import REPEAT_S
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
@@ -53,7 +55,7 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     assert all(begin < end for begin, end in (line["checkpoint"] for line in commands.lines(config, "checkpoint")))
 
     (directory,) = commands.run_directories(config)
-    events = EventAccumulator(str(directory / "tensorboard"))
+    events = EventAccumulator(str(load_run(config).checkpoint_folder / "tensorboard"))
     events.Reload()
     assert {f"train/{name}" for name in ("loss", "lr", "logit_scale", "gradient_norm")} <= set(events.Tags()["scalars"])
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -81,6 +83,17 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
 
     found = [{row["step"]: (row["loss"], row["lr"]) for row in commands.lines(config)} for config in (parts, whole)]
     assert found[0] == found[1]
+    assert "warning: settings" not in output
+    # Beside the checkpoints is the whole of it in one piece.
+    folder = load_run(parts).checkpoint_folder
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    steps = [(row["step"], (row["loss"], row["lr"])) for row in history if row["phase"] == "train"]
+    assert steps == list(found[1].items())
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/lr")] == [
+        (step, pytest.approx(lr)) for step, (_, lr) in found[1].items()
+    ]
     assert commands.summaries(parts)[-1]["samples"] == STEPS * BATCH * 2
     # Nothing is left to do: no step is trained again.
     assert "nothing left to train" in commands.train(parts)
@@ -145,7 +158,8 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     config = write_training(tmp_path, optimizer=adam, scheduler={}, clap=clap)
     ranks = RunningRanks(config, 2)
     assert ranks.wait() == [1, 1]
-    assert "the loss is NaN or infinite at step 2" in ranks.outputs[0]
+    assert "the loss or its gradient is NaN or infinite at step 2. Nothing has been saved" in ranks.outputs[0]
+    assert "leave out the batches (--skip_steps 1-2), take a lower learning rate" in ranks.outputs[0]
     assert "Traceback" not in "".join(ranks.outputs)
     (summary,) = commands.summaries(config)
     assert summary["state"] == "failed"
@@ -154,19 +168,51 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    train = {"samples": 2 * BATCH * 2}
-    commands.train(write_training(tmp_path, clap={"train": train}))
+    train, checkpoint = {"samples": 2 * BATCH * 2}, {"folder": str(tmp_path / "here")}
+    commands.train(write_training(tmp_path, clap={"train": train, "checkpoint": checkpoint}))
     for clap, reason in (
         ({}, "clap.train: missing samples or epochs"),
         ({"model": {"preset": "demo"}, "train": train}, "holds model micro, this run has demo"),
-        ({"train": {**train, "resume": "never"}}, "clap.train.resume is 'never', but"),
+        ({"train": {**train, "resume": "never"}}, "clap.train.resume: it is 'never', but"),
         ({"train": {**train, "resume": str(tmp_path / "nowhere")}}, "clap.train.resume: "),
     ):
-        ranks = RunningRanks(write_training(tmp_path, clap=clap), 2)
+        ranks = RunningRanks(write_training(tmp_path, clap={**clap, "checkpoint": checkpoint}), 2)
         assert ranks.wait() == [2] * 2, ranks.outputs
         (error,) = [line for line in "".join(ranks.outputs).splitlines() if line.startswith("error: ")]
         assert reason in error
         assert "Traceback" not in "".join(ranks.outputs)
+
+
+def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Path) -> None:
+    clap = {**_on_shards(sounds, samples=6 * BATCH), "checkpoint": {"every_steps": 2}}
+    config = write_training(tmp_path, clap=clap)
+    commands.train(config, world_size=1)
+    folder = load_run(config).checkpoint_folder
+    for states in folder.glob("*/random_states.pt"):
+        states.unlink()
+    before = sorted(folder.rglob("*"))
+    ranks = RunningRanks(config, 1)
+    assert ranks.wait() == [2]
+    assert "none of 3 checkpoints is good" in ranks.outputs[0]
+    assert "--from_weights 6, --from_weights 4, --from_weights 2 goes on" in ranks.outputs[0]
+    assert sorted(folder.rglob("*")) == before
+
+    output = commands.train(config, 1, "--from_weights", "4", "--skip_steps", "5-6")
+    assert "step-00000004: its weights alone" in output
+    assert "left out the batches of steps 5 to 6" in output
+    assert {row["step"] for row in commands.lines(config)} == set(range(1, 7))
+    # The damaged ones are another run's by now, and stay beside the new one, which is found.
+    names = [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in folder.glob("step-*")) == [*names, "step-00000006-2"]
+    assert "nothing left to train" in commands.train(config, world_size=1)
+
+    output = commands.train(config, 1, "--restart")
+    (aside,) = folder.parent.glob("*-aside-*")
+    assert f"starting anew; what was in {folder} is in {aside}" in output
+    assert {path.relative_to(folder) for path in before if "step-" in str(path)} <= {
+        path.relative_to(aside) for path in aside.rglob("*")
+    }
+    assert sorted(path.name for path in folder.glob("step-*")) == names
 
 
 @pytest.mark.parametrize(("wanted", "steps"), [(0.0, 3), (1.0, 6)])

@@ -61,10 +61,10 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 class RunningRanks:
     """Ranks of one run, each a process of ours, so that one can be signalled alone."""
 
-    def __init__(self, config: Path, world_size: int, file: str = TRAIN) -> None:
+    def __init__(self, config: Path, world_size: int, *options: str, file: str = TRAIN) -> None:
         self.config = config
         brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}  # no launcher ends the others when one has ended
-        arguments = [file, "--deepspeed_config", config]
+        arguments = [file, "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
 
@@ -87,9 +87,9 @@ class RunningRanks:
         return codes
 
 
-def train(config: Path, world_size: int = 2) -> str:
+def train(config: Path, world_size: int = 2, *options: str) -> str:
     """Run to the end, which has to be a good one; rank 0's output."""
-    ranks = RunningRanks(config, world_size)
+    ranks = RunningRanks(config, world_size, *options)
     assert ranks.wait() == [0] * world_size, "\n".join(ranks.outputs)
     return ranks.outputs[0]
 

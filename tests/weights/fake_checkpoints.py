@@ -17,6 +17,7 @@ def make_checkpoint(
     metrics: dict[str, float] | None = None,
     tokenizer: str | None = None,
     contents: dict[str, bytes] | None = None,
+    run: str = "",
 ) -> Path:
     """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own."""
     draft = checkpoint_files.begin(folder, step)
@@ -25,7 +26,7 @@ def make_checkpoint(
         (draft / name).parent.mkdir(exist_ok=True)
         files[name] = checkpoint_files.write_file(draft / name, content)
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
-    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files))
+    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files, run))
 
 
 def checkpoint_of(model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None) -> Path:

@@ -1,0 +1,77 @@
+"""An engine in the state of a checkpoint: all of it, or the weights alone, and what to say where that can't be."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from clap_ds.config.settings import RunSettings
+from clap_ds.dist.agreement import on_first, rank
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.random_state import restore_random_state
+from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone, not_finite
+from clap_ds.training.changes import compare
+from clap_ds.training.schedule import TrainingProgress
+from clap_ds.weights import checkpoint_files as files
+from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
+from clap_ds.weights.formats import load_safetensors, some
+
+PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
+
+
+def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+    """Put the engine, and this rank's random number generators, in the state of a whole checkpoint. A collective; arguments and
+    errors are those of `CheckpointFolder.load`."""
+    changes = on_first(lambda: compare(folder, Manifest.read(folder), engine.model.config, describe(engine), run))
+    if changes.to_accept and not accept_changes:
+        begins = ", the optimizer's state begins anew" if changes.weights_only else ""
+        raise ValueError(
+            f"{folder} can't be resumed: {'; '.join(changes.to_accept)}. --accept_changes goes on from there with what this run"
+            f" has{begins}; --restart starts anew"
+        )
+    if rank() == 0 and (found := [*changes.to_accept, *changes.others]):
+        warn(f"settings have changed since {folder.name}: {'; '.join(found)}")
+    if changes.weights_only:
+        return restore_weights(folder, engine)
+    load_deepspeed(engine, folder, scheduler=not changes.scheduler)
+    try:
+        progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
+        states = torch.load(folder / RANDOM_STATES, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{folder} can't be read: {error}") from error
+    engine.steps = progress.step
+    if rank() < len(states):
+        restore_random_state(states[rank()], engine.model.logit_scale.device)
+    return progress
+
+
+def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
+    """The weights alone, and how far training had come, which is counted from 0 where that file is damaged. Raises ValueError:
+    they are another model's, or not finite."""
+    weights = load_safetensors(folder / WEIGHTS)
+    if bad := not_finite(weights.state):
+        raise ValueError(f"{folder / WEIGHTS}: {some(bad)} are NaN or infinite; take an earlier step")
+    progress = TrainingProgress()
+    with suppress(OSError):
+        if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
+            progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
+    if rank() == 0:
+        counts = f"goes on at step {progress.step}" if progress.step else f"counts from 0, as {PROGRESS} is damaged"
+        warn(f"{folder}: its weights alone: the optimizer and random numbers begin anew, training {counts}")
+    load_weights_alone(engine, weights, progress.step, progress.samples)
+    engine.steps = progress.step
+    return progress
+
+
+def none_is_good(folder: Path, damaged: dict[str, str]) -> str:
+    """What to say where there are checkpoints, and none is whole."""
+    there = files.read_all(folder)
+    whole = (manifest.step for name, manifest in there.items() if files.weights_are_whole(folder / name))
+    steps = ", ".join(f"--from_weights {step}" for step in dict.fromkeys(whole))
+    weights = f"; {steps} goes on from weights that are whole, with a new optimizer state" if steps else ""
+    reasons = "".join(f"\n  {reason}" for reason in damaged.values())
+    return (
+        f"{folder}: none of {len(damaged)} checkpoints is good, and nothing has been started or deleted:{reasons}\n"
+        "  What can be done: the same command again, where reading failed only for the moment"
+        f"{weights}; --restart moves them aside and starts anew"
+    )

@@ -1,0 +1,83 @@
+"""A run that has changed since its checkpoint says so, and goes on only where that was accepted; one without a good checkpoint
+neither starts anew nor deletes anything."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.training.checkpoint import CheckpointFolder
+from tests.ranks import RankPool
+from tests.training import checkpoint_ranks as ranks
+from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
+
+FREEZE: dict[str, Any] = {"clap": {"train": {"freeze": ["text"]}}}
+SIGMOID: dict[str, Any] = {"clap": {"loss": {"kind": "sigmoid"}}}
+OTHER_RATE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+@pytest.fixture(scope="module")
+def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 run's checkpoints after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    one_rank.run(ranks.save_with_settings, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "reason"),
+    [
+        ("fp32", {}, "the precision is bf16 there, fp32 here"),
+        ("bf16", FREEZE, "trained_towers is ['audio', 'text'] there, ['audio'] here"),
+        ("bf16", SIGMOID, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
+        ("bf16", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "there, 'FP16_UnfusedOptimizer over SGD' here"),
+    ],
+    ids=["precision", "towers", "loss", "optimizer"],
+)
+def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
+    one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
+) -> None:
+    ((refusal, _, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
+    assert reason in refusal
+    assert "--accept_changes goes on from there" in refusal
+    assert "the optimizer's state begins anew" in refusal
+    ((refusal, warnings, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
+    assert refusal == ""
+    assert reason in warnings[0]
+    assert "its weights alone" in warnings[1]
+    _, loss, same, _ = found
+    assert same
+    assert loss < 10
+
+
+def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> None:
+    changes = {**OTHER_RATE, "clap": {"train": {"samples": 999}}}
+    ((refusal, (warning,), found),) = one_rank.run(ranks.resume_otherwise, str(saved), "bf16", changes)
+    assert refusal == ""
+    assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
+    assert "clap.train.samples: None there, 999 here" in warning
+    assert found[0] == 1e-4
+    # A schedule that is new goes on at the step where the run stands: the second of four of its warm-up.
+    changes = {"scheduler": ranks.SCHEDULER}
+    ((refusal, (warning,), found),) = one_rank.run(ranks.resume_otherwise, str(saved), "bf16", changes)
+    assert refusal == ""
+    assert "scheduler is None there, 'WarmupCosineLR' here" in warning
+    assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
+    ((_, warnings, _),) = one_rank.run(ranks.resume_otherwise, str(saved), "bf16", {})
+    assert warnings == []
+
+
+def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    flip_bit(tmp_path / "step-00000002" / "deepspeed" / "mp_rank_00_model_states.pt", 9)
+    flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
+        CheckpointFolder(tmp_path).newest()
+    reasons = ("step-00000001: no checkpoint", "model_states.pt has changed", "weights.safetensors has changed")
+    assert all(reason in str(refusal.value) for reason in reasons)
+    assert "; --from_weights 2 goes on from weights that are whole" in str(refusal.value)
+    assert "--restart moves them aside" in str(refusal.value)
+    assert sorted(tmp_path.rglob("*")) == before
