@@ -86,12 +86,16 @@ class ClapEngine:
             this rank's pairs against the whole step's.
         """
         skipped_before = self.deepspeed.skipped_steps
+        statistics = [buffer.clone() for buffer in self.model.audio.batch_norm.buffers()]
         loss_mean = self._cached_micro_steps(batches, timer) if self._cached else self._micro_steps(batches, timer)
         self._bound_logit_scale()
         self.sync.after_step()
         self.steps += 1
         is_skipped = self.deepspeed.skipped_steps > skipped_before
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if is_skipped:  # a batch with a NaN is in the running statistics by now
+            for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
+                buffer.copy_(before)
         if not (is_skipped and self.norm_wanted):  # who wants no norm measures, and a loss of NaN is no workload
             self._note_bad_step(loss_mean)
         progress.step(self.steps)

@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.state import master_weights
@@ -211,6 +213,16 @@ def test_logit_scale_is_bounded_also_in_the_master_copy(two_ranks: RankPool, pre
         assert scales == pytest.approx([5.0, 5.0], abs=0.05)
 
 
+def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches with a NaN in the first waveform, on rank 1."""
+    for batch in batches:
+        poisoned = copy.copy(batch)
+        if dist.get_rank() == 1:
+            poisoned.waveforms = poisoned.waveforms.clone()
+            poisoned.waveforms[0, 0] = float("nan")
+        yield poisoned
+
+
 def _loss_with_a_nan_on_rank_1() -> str:
     run = _settings("bf16", 1)
     engine = ClapEngine(run, _model(run), DEVICE)
@@ -218,15 +230,40 @@ def _loss_with_a_nan_on_rank_1() -> str:
     batches = _batches(run)
     engine.step(batches, timer)
     engine.check_loss()
-    if dist.get_rank() == 1:
-        poisoned = copy.copy(next(batches))
-        poisoned.waveforms = poisoned.waveforms.clone()
-        poisoned.waveforms[0, 0] = float("nan")
-        batches = iter([poisoned])
-    engine.step(batches, timer)
+    engine.step(_poisoned_on_rank_1(batches), timer)
     with pytest.raises(NonFiniteError) as caught:
         engine.check_loss()
     return str(caught.value)
+
+
+def _skipped_steps() -> tuple[list[str], int, int, str]:
+    """Names of what a skipped step changes, how many are counted, also after a good step, and the end after too many."""
+    run = _settings("bf16", 1)
+    engine = ClapEngine(run, _model(run), DEVICE)
+    engine.norm_wanted = True
+    timer = PhaseTimer(DEVICE, instrumented=False)
+    batches = _batches(run)
+    engine.step(batches, timer)
+    before = copy.deepcopy(engine.model.state_dict())
+    engine.step(_poisoned_on_rank_1(batches), timer)
+    engine.check_loss()
+    changed = [name for name, tensor in engine.model.state_dict().items() if not torch.equal(tensor, before[name])]
+    skipped = engine.skipped_in_a_row
+    engine.step(batches, timer)
+    engine.check_loss()
+    for _ in range(2):
+        engine.step(_poisoned_on_rank_1(batches), timer)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as caught:
+        patch.setattr("clap_ds.engine.engine.MOST_SKIPPED", 2)
+        engine.check_loss()
+    return changed, skipped, engine.deepspeed.skipped_steps, str(caught.value)
+
+
+def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(two_ranks: RankPool) -> None:
+    for changed, in_a_row, skipped, end in two_ranks.run(_skipped_steps):
+        assert changed == []
+        assert (in_a_row, skipped) == (1, 3)
+        assert end == "the loss or its gradient is NaN or infinite in every step from step 4 on"
 
 
 def test_nan_on_one_rank_stops_all_with_the_step(two_ranks: RankPool) -> None:
