@@ -45,6 +45,7 @@ class Request:
     spare_nodes: int = 0
     shrink: bool = False
     until_done: bool = False
+    train_options: tuple[str, ...] = ()  # of clap_ds/train.py, for a run that has checkpoints
 
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
@@ -213,6 +214,7 @@ def script(
     }
     words = [f"--{key} {value}" for key, value in options.items() if value is not None]
     words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
+    words += ["-- " + shlex.join(request.train_options)] if request.train_options else []
     lines += [" \\\n    ".join([f"exec bash {shlex.quote(str(BENCH))}", *words])]
     return "\n".join(lines) + "\n"
 

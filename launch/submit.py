@@ -37,6 +37,8 @@ from clap_ds.launch.sites import Site, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 RECORD = "submitted.json"
+TRAIN_OPTIONS = ("--restart", "--from_weights", "--accept_changes", "--skip_steps")
+"""Of clap_ds/train.py, for a run that has checkpoints."""
 
 
 def start(arguments: argparse.Namespace) -> None:
@@ -46,6 +48,7 @@ def start(arguments: argparse.Namespace) -> None:
     site = load_site(arguments.site)
     config = find_config(arguments.config).resolve()
     more = {name: getattr(arguments, name) for name in ("spare_nodes", "shrink", "until_done")}
+    more["train_options"] = tuple(_train_options(arguments))
     request = request_of(arguments, site, **more)
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
@@ -70,6 +73,16 @@ def start(arguments: argparse.Namespace) -> None:
         print(f"\n# {folder / 'job.sbatch'}\n{text}", end="")
         return
     queue(request, site, arguments.nodes, folder, name)
+
+
+def _train_options(arguments: argparse.Namespace) -> list[str]:
+    """What follows `--`; raises UserError for what `clap_ds/train.py` doesn't take."""
+    options: list[str] = arguments.train_options
+    unknown = [word for word in options if word.startswith("-") and word not in TRAIN_OPTIONS]
+    if unknown or (options and not (arguments.train and options[0] in TRAIN_OPTIONS)):
+        known = ", ".join(TRAIN_OPTIONS)
+        raise UserError(f"-- {' '.join(options)}: expected options of clap_ds/train.py there ({known}), with --train")
+    return options
 
 
 def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> None:
@@ -118,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
     add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
+    add("train_options", nargs="*", metavar="-- OPTION", help=f"of training: {', '.join(TRAIN_OPTIONS)}")
     arguments = parser.parse_args(argv)
     return command_code(lambda: start(arguments))
 

@@ -93,7 +93,8 @@ def test_train_by_plain_sbatch_runs_from_a_copy(batch: Batch, tmp_path: Path) ->
     shutil.copy(LAUNCH / "train.sbatch", copy)
     site, config = str(batch.folder / "site.json"), str(batch.folder / "tiny.json")
     options = ("--site", site, "--config", config, "--label", "mine")
-    _, words = batch.words(copy, *options, SLURM_SUBMIT_DIR=str(ROOT))
+    _, words = batch.words(copy, *options, "--", "--from_weights", "4", SLURM_SUBMIT_DIR=str(ROOT))
+    assert words[-2:] == ["--from_weights", "4"]
     assert words[:4] == ["--site", site, "--folder", f"{batch.folder}/runs/jobs/mine-7"]
     assert words[4:8] == ["--grace", "240", "--", "clap_ds/train.py"]
     done = batch.call(copy)

@@ -101,6 +101,19 @@ def test_spare_nodes_and_training(submission: Submission, capsys: pytest.Capture
     assert "note: a time limit of 8:00 is short: the run is told to stop 240 s before it" in capsys.readouterr().out
 
 
+def test_what_to_do_with_checkpoints_reaches_training(
+    submission: Submission, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submission.call("--train", "--", "--from_weights", "40", "--accept_changes") == 0
+    (job,) = submission.jobs
+    text = (job / "job.sbatch").read_text().replace(" \\\n", "")
+    assert text.endswith("-- --from_weights 40 --accept_changes\n")
+    for options in (("--", "--restart"), ("--train", "--", "--resume"), ("--train", "runs")):
+        assert submission.call(*options) == 2
+        assert "expected options of clap_ds/train.py there (--restart, " in capsys.readouterr().err
+    assert submission.jobs == [job]
+
+
 def test_check_shows_the_script_and_leaves_nothing(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
