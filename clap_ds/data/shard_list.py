@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 import sys
 import tarfile
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ def expand_shards(shards: str | list[str]) -> list[str]:
     remote = list(filter(shard_files.is_remote, paths))
     local = [path for path in paths if not shard_files.is_remote(path)]
     missing = [path for path in local if not Path(path).is_file()]
+    if folder := next((Path(path) for path in missing if Path(path).is_dir()), None):
+        raise ValueError(f"{FIELD}: expected tar files, found the folder {str(folder)!r}; {_tars_in(folder)}")
     if missing:
         found = f"{len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there"
         raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
@@ -82,6 +85,14 @@ def _expand(pattern: str) -> list[str]:
             where = "" if shard_files.is_remote(name) else f" (working folder: {Path.cwd()})"
             raise ValueError(f"{FIELD}: no file matches {name!r}{where}")
     return [match for name in names for match in expanded[name]]
+
+
+def _tars_in(folder: Path) -> str:
+    """What to write instead of a folder: patterns for the names of the tars in it, those for training first."""
+    patterns = {re.sub(r"[0-9]+", "*", path.name) for path in folder.glob("*.tar")}
+    names = sorted(patterns, key=lambda pattern: (not pattern.startswith("train"), pattern))
+    others = f" ({', '.join(names[1:4])} is there, too)" if names[1:] else ""
+    return f"write {str(folder / names[0])!r}{others}" if names else "there are no tars in it"
 
 
 def _matches(name: str) -> list[str]:

@@ -32,7 +32,9 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("a-{08..12}.tar", r"2 of the 5 files of 'a-\{08\.\.12\}\.tar' .*first: a-08\.tar"),
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
         ("a-{09..11.tar", "unbalanced braces"),
-        (".", "1 of the 1"),
+        (".", r"found the folder '\.'; write 'a-\*\.tar'$"),
+        ("built", r"found the folder 'built'; write 'built/train-\*\.tar' \(held_out-\*\.tar is there, too\)$"),
+        (["a-09.tar", "empty/"], "found the folder 'empty'; there are no tars in it$"),
         ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
@@ -47,6 +49,9 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
 def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], message: str) -> None:
     put("memory://listed/a.tar", b"x" * 20000)
     put("memory://listed/empty.tar", b"")
+    for name in ("built/held_out-00000.tar", "built/train-00000.tar", "built/train-00001.tar", "empty/train.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
