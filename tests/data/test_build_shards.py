@@ -10,46 +10,12 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.build import __main__ as build_shards
 from clap_ds.data.build import shard_building
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.data.sources import build_batches
-from tests.data.tars import items_in, wav
-
-RATE = 16000
-
-
-def tone(number: int, seconds: float = 0.05) -> np.ndarray:
-    return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * np.arange(round(seconds * RATE)) / RATE)
-
-
-def write_clips(folder: Path, number: int) -> list[str]:
-    folder.mkdir()
-    names = [f"clip {n:02d}.wav" for n in range(number)]
-    for n, name in enumerate(names):
-        (folder / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
-    return names
-
-
-def write_list(folder: Path, number: int, more: str = "") -> Path:
-    """A CSV of so many clips and other rows."""
-    names = write_clips(folder / "audio", number)
-    path = folder / "list.csv"
-    path.write_text("path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more)
-    return path
-
-
-def run(*arguments: object) -> int:
-    return build_shards.main([str(argument) for argument in [*arguments, "--workers", 1]])
-
-
-def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
-    """Members of all tars by the name of the file they came from."""
-    items = list(items_in(folder, pattern).values())
-    by_source = {json.loads(item["json"])["source"]: item for item in items}
-    assert len(by_source) == len(items)
-    return by_source
+from tests.data.builds import RATE, items_by_source, run, tone, write_clips, write_list
+from tests.data.tars import wav
 
 
 @pytest.mark.parametrize(
@@ -166,15 +132,12 @@ def test_broken_items_are_listed_and_left_out(tmp_path: Path, capsys: pytest.Cap
     [
         ("", "csv", "", "empty; expected a line of column names"),
         ("path,caption\n", "csv", "", "no rows"),
-        ("url,caption\nx,y\n", "csv", "", "no column 'of audio files'; there are url, caption; name it by --audio_col"),
-        ("path,words\nx,y\n", "csv", "", "no column 'of captions'"),
-        ("path,caption\nx,y\n", "csv", "--caption_columns titel", "no column 'titel'"),
         ('{"path": "x"\n', "jsonl", "", "a.jsonl:1: not valid JSON"),
         ("\n[1]\n", "jsonl", "", "a.jsonl:2: expected an object"),
         ("x", "xlsx", "", "expected a folder, or a list"),
         ("path,caption\nx,y\n", "csv", "--encoding klingon", "no encoding 'klingon'"),
         ("path,caption\nx,Gl\u00f6ckchen\n", "csv", "", "a.csv:2: byte 0xf6 isn't UTF-8; name the file's encoding"),
-        ("path,caption\nx,y\n", "csv", "--shards 2", "--shards 2 is more than the 1 items"),
+        ("path,caption\na.csv,y\n", "csv", "--shards 2", "--shards 2 is more than the 1 items"),
         ("path,caption\nnowhere.wav,x\n,y\n", "csv", "", "none of 2 items can be used"),
     ],
 )
@@ -204,7 +167,11 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--held_out", 1, "a share from 0"), ("--shard_mb", 0, "above 0"), ("--delimiter", "ab", "one character, or")],
+    [
+        ("--held_out", 1, "a share from 0"),
+        ("--shard_mb", 0, "above 0"),
+        ("--delimiter", "ab", "one character, or"),
+    ],
 )
 def test_impossible_options(capsys: pytest.CaptureFixture[str], option: str, value: object, message: str) -> None:
     with pytest.raises(SystemExit, match="2"):

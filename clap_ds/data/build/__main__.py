@@ -3,15 +3,17 @@
     python -m clap_ds.data.build clips.csv shards --held_out 0.05
 
 SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
-caption a line) or .json (field caption) of the same name. Rows of the same file become one item with several captions; other
-columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation. A build that was stopped
-resumes when the same command is given again. What can't be used is left out, counted, and listed in `broken.jsonl`. `--verify`
-compares the shards of a folder with the checksums in its manifest.
+caption a line) or .json (field caption) of the same name. Rows of the same file, and files that hold the same, become one item
+with several captions; other columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation. A
+build that was stopped resumes when the same command is given again. Rows that can't be read are refused before any work; files
+that can't be used are left out, counted, and listed in `broken.jsonl`. `--verify` compares the shards of a folder with the
+checksums in its manifest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -27,7 +29,9 @@ from tqdm import tqdm
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
+from clap_ds.data.build.audio_files import merge_same
 from clap_ds.data.build.caption_lists import Entry, read_entries
+from clap_ds.data.build.report import BROKEN, Shards, report
 from clap_ds.data.build.shard_building import (
     BuiltShard,
     Encoding,
@@ -41,17 +45,20 @@ from clap_ds.data.shard_manifest import MANIFEST, digest, read_manifest, write_m
 from clap_ds.model.tokenizer import train_tokenizer
 
 FAILED = 1
-BROKEN = "broken.jsonl"
 
 
-def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> list[BuiltShard]:
+def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tuple[Shards, list[Entry]]:
     """Build all shards that aren't there yet; then the manifest and the list of broken items.
 
-    UserError where the folder holds something else or no item can be used; OSError where it can't be written, or the disk is
-    full: what is finished stays.
+    Returns the shards, and the entries that are in none because they have a problem. UserError where the folder holds something
+    else or no item can be used; OSError where it can't be written, or the disk is full: what is finished stays.
     """
     encoding = Encoding(options.to_flac, options.sample_rate, options.mono)
-    planned = plan_shards(entries, options.held_out, round(options.shard_mb * 1e6), options.shards, options.seed)
+    unusable = [entry for entry in entries if entry.problem]
+    if len(unusable) == len(entries):
+        reasons = [(str(entry.path), str(entry.problem)) for entry in entries]
+        raise UserError(_none_usable(reasons) + _remedy(entries, options))
+    planned = plan_shards([entry for entry in entries if not entry.problem], options)
     claim(folder, planned, encoding)
     built = {shard.name: there for shard in planned if (there := finished(folder, shard.name))}
     waiting = [shard for shard in planned if shard.name not in built]
@@ -60,14 +67,35 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> li
     with tqdm(total=sum(len(shard.items) for shard in waiting), unit="item", disable=None) as progress:
         for done in _build_all(waiting, folder, encoding, options.workers, progress.update):
             built[done.name] = done
-    in_order = [built[shard.name] for shard in planned]
-    broken = [{"file": path, "reason": reason} for shard in in_order for path, reason in shard.broken]
-    write_atomically(folder / BROKEN, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in broken))
-    write_manifest(folder, {shard.name: shard.record for shard in in_order if shard.record})
-    if not any(shard.record for shard in in_order):
-        examples = "; ".join(f"{item['file']}: {item['reason']}" for item in broken[:3])
-        raise UserError(f"none of {len(broken)} items can be used, the first: {examples}")
-    return in_order
+    shards = [(shard, built[shard.name]) for shard in planned]
+    broken = [(str(entry.path), str(entry.problem)) for entry in unusable]
+    broken += [each for _, shard in shards for each in shard.broken]
+    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
+    write_atomically(folder / BROKEN, "".join(listed))
+    write_manifest(folder, {shard.name: shard.record for _, shard in shards if shard.record})
+    if not any(shard.record for _, shard in shards):
+        raise UserError(_none_usable(broken))
+    return shards, unusable
+
+
+def _none_usable(broken: list[tuple[str, str]]) -> str:
+    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
+    return f"none of {len(broken)} items can be used, the first: {examples}"
+
+
+def _remedy(entries: list[Entry], options: argparse.Namespace) -> str:
+    """What to type where files aren't where they were looked for: the folder that has the first of them, if it is near."""
+    root = options.audio_root or options.source.parent
+    missing = [entry.path for entry in entries if not entry.remedy and not os.path.lexists(entry.path)]
+    if options.source.is_dir() or not missing:
+        return ""
+    name = os.path.relpath(missing[0], root)
+    with contextlib.suppress(OSError):
+        for folder in (*root.iterdir(), *(root / "..").iterdir()):
+            if (folder / name).is_file():
+                return f"; {os.path.normpath(folder / name)} is there: --audio_root {os.path.normpath(folder)}"
+    ending = "" if missing[0].suffix else ", and --audio_column '{column}.wav' adds what names in a column lack"
+    return f"; --audio_root says what paths are relative to{ending}"
 
 
 def _build_all(
@@ -107,25 +135,6 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def _report(folder: Path, built: list[BuiltShard], with_tokenizer: bool) -> list[str]:
-    lines = []
-    tokenizer = str(folder / "tokenizer") if with_tokenizer else "FacebookAI/roberta-base"
-    settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
-    for part in ("train", "held_out"):
-        own = [shard.record for shard in built if shard.record and shard.name.startswith(part)]
-        if own:
-            items, size, seconds = (
-                sum(column) for column in zip(*((r.items, r.bytes, r.seconds) for r in own), strict=True)
-            )
-            lines.append(f"{part}: {items} items in {len(own)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h")
-            if part == "held_out":
-                settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
-    if num_broken := sum(len(shard.broken) for shard in built):
-        lines.append(f"{num_broken} items left out, listed with reasons in {folder / BROKEN}")
-    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
-    return [*lines, 'For a run\'s JSON, in "clap":', *sections]
-
-
 def _parser() -> argparse.ArgumentParser:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("python -m clap_ds.data.build", description=description, allow_abbrev=False)
@@ -133,11 +142,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     parser.add_argument("--verify", action="store_true", help="check FOLDER against its manifest, and build nothing")
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
-    add("--audio_column", metavar="NAME")
-    add("--caption_columns", nargs="+", metavar="NAME")
+    add("--audio_column", metavar="NAME", help="of paths; or how they are made of columns, such as '{id}_{start}.wav'")
+    add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
     add("--delimiter", metavar="CHARACTER", help="of a CSV; \\t for a tab")
     add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8, or UTF-16 with its mark)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
+    add("--lenient", action="store_true", help="leave malformed rows out and list them, instead of refusing SOURCE")
     add = parser.add_argument_group("shards").add_argument
     add("--held_out", type=float, default=0.0, metavar="SHARE", help="of items, kept for evaluation (default 0)")
     add("--shard_mb", type=float, default=500.0, metavar="MB", help="size of a shard, about (default 500)")
@@ -178,13 +188,12 @@ def run_build(options: argparse.Namespace) -> int:
         print("\n".join(problems) or f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
     entries = read_entries(options.source, options)
-    if options.shards and options.shards > len(entries):
-        raise UserError(f"--shards {options.shards} is more than the {len(entries)} items: a shard would be empty")
-    built = build(entries, options.folder, options)
+    entries = merge_same(entries, options.workers)
+    shards, unusable = build(entries, options.folder, options)
     if options.train_tokenizer:
         captions = (caption for entry in entries if not entry.problem for caption in entry.captions)
         train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
-    print("\n".join(_report(options.folder, built, bool(options.train_tokenizer))))
+    print("\n".join(report(options.folder, shards, unusable, options)))
     return 0
 
 

@@ -5,69 +5,112 @@ What can't be used is kept with the reason, so that a build can list it. Audio i
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
+from clap_ds.data.build.csv_rows import AUDIO_SUFFIXES, QUOTING, Row, csv_rows
 
-AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-_DELIMITERS = ",;\t|"
-
-Row = dict[str, Any]
+_CLASS_COLUMN = re.compile(
+    r"(category|class|class[_ ]?name|label|tag|kind|genre|species)(e?s)?|categories", re.IGNORECASE
+)
+_COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
+_CSV_SUFFIXES, _JSONL_SUFFIXES = (".csv", ".tsv", ".txt"), (".jsonl", ".ndjson")
+ONE_OBJECT = "A JSONL has one JSON object in each line."
+_MOST_LISTED = 10  # rows in a message
 
 
 @dataclass(slots=True)
 class Entry:
     """One audio file of a data set: its captions, everything else that is said of it, and why it can't be used, if so."""
 
-    path: Path
+    path: Path  # of a row that can't be read: the list's, with its line
     captions: list[str]
     more: Row = field(default_factory=dict)
     problem: str | None = None
+    remedy: str = ""  # of a malformed row: what can be done about it
+    size: int = 0  # bytes, where the file was looked at
+    others: list[Path] = field(default_factory=list)  # files that hold the same
 
     def __post_init__(self) -> None:
         if not self.captions and self.problem is None:
             self.problem = "empty caption"
 
+    def add(self, other: Entry) -> None:
+        """Take in what is said of the same sound elsewhere: further captions, and further values of what else is said."""
+        self.captions = list(dict.fromkeys([*self.captions, *other.captions]))
+        self.problem = None if self.captions else self.problem
+        for name, value in other.more.items():
+            known = values_of(self.more, name)
+            if new := [each for each in values_of(other.more, name) if each not in known]:
+                self.more[name] = [*known, *new] if known else value
+
+
+def values_of(row: Row, name: str) -> list[Any]:
+    """What a column says: nothing, a value, or several where rows of the same sound differ."""
+    value = row.get(name)
+    return value if isinstance(value, list) else [] if value is None or value == "" else [value]
+
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same file are one
+    """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same path are one
     entry with all their captions.
 
-    `options` say how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
-    `audio_root`). UserError for a source that is missing, empty, of another kind, in another encoding, or lacks a column.
+    Args:
+        options: how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
+            `audio_root`), whether malformed rows are to be left out (`lenient`).
+
+    Raises:
+        UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
     """
-    if source.is_dir():
-        if entries := list(_read_folder(source, options)):
-            return entries
-        raise UserError(f"{source}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
-    if not source.exists():
-        raise UserError(f"{source}: no such file or folder")
-    suffix = source.suffix.lower()
-    if suffix not in (".csv", ".tsv", ".txt", ".jsonl", ".ndjson"):
-        raise UserError(f"{source}: expected a folder, or a list in .csv, .tsv or .jsonl")
-    text = _decode(source, options.encoding)
-    rows = list(_jsonl_rows(source, text) if suffix in (".jsonl", ".ndjson") else _csv_rows(source, text, options))
-    if not rows:
-        raise UserError(f"{source}: no rows in it")
-    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
+    entries = list((_read_folder if source.is_dir() else _read_list)(source, options))
+    if not options.lenient:
+        _refuse_malformed(source, entries)
     merged: dict[Path, Entry] = {}
-    for line, row in rows:
-        entry = _entry_of(line, row, options.audio_root or source.parent, audio, captions)
+    for entry in entries:
         first = merged.setdefault(entry.path, entry)
         if first is not entry:
-            first.captions = list(dict.fromkeys([*first.captions, *entry.captions]))
-            first.problem = None if first.captions else first.problem
+            first.add(entry)
     return list(merged.values())
+
+
+def _refuse_malformed(source: Path, entries: list[Entry]) -> None:
+    if malformed := [entry for entry in entries if entry.remedy]:
+        found = f"{source}: {len(malformed)} of {len(entries)} rows can't be used:"
+        listed = [f"{entry.path}: {entry.problem}" for entry in malformed[:_MOST_LISTED]]
+        others = [f"and {len(malformed) - _MOST_LISTED} more"] if len(malformed) > _MOST_LISTED else []
+        remedies = dict.fromkeys(entry.remedy for entry in malformed)
+        raise UserError("\n".join([found, *listed, *others, *remedies, "To leave such rows out: --lenient"]))
+
+
+def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
+    suffix = source.suffix.lower()
+    if not source.is_file():
+        raise UserError(f"{source}: {'not a regular file' if source.exists() else 'no such file or folder'}")
+    if suffix not in (*_CSV_SUFFIXES, *_JSONL_SUFFIXES):
+        raise UserError(f"{source}: expected a folder, or a list in .csv, .tsv or .jsonl")
+    text = _decode(source, options.encoding)
+    rows = list(_jsonl_rows(text) if suffix in _JSONL_SUFFIXES else csv_rows(source, text, options.delimiter))
+    if not rows:
+        raise UserError(f"{source}: no rows in it")
+    names = list(dict.fromkeys(name for _, row in rows if not isinstance(row, str) for name in row))
+    audio, captions = _columns(source, names, options) if names else ("", [])
+    for line, row in rows:
+        place = Path(f"{source}:{line}")
+        if isinstance(row, str):
+            yield Entry(place, [], problem=row, remedy=ONE_OBJECT if suffix in _JSONL_SUFFIXES else QUOTING)
+        elif path := _path_in(row, audio):
+            root = options.audio_root or source.parent
+            yield Entry(root / path, _captions(row, captions), _more(row, [audio, *captions]))
+        else:
+            yield Entry(place, [], problem=f"no path in {audio}")
 
 
 def _decode(path: Path, encoding: str | None) -> str:
@@ -85,72 +128,88 @@ def _decode(path: Path, encoding: str | None) -> str:
         raise UserError(f"{path}:{line}: {found}; name the file's encoding by --encoding, such as cp1252") from None
 
 
-def _csv_rows(source: Path, text: str, options: Namespace) -> Iterator[tuple[int, Row]]:
-    """Rows with their lines."""
-    delimiter = options.delimiter or max(_DELIMITERS, key=text.split("\n", 1)[0].count)
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-    if reader.fieldnames is None:
-        raise UserError(f"{source}: empty; expected a line of column names")
-    reader.fieldnames = [name.strip() for name in reader.fieldnames]
-    for row in reader:
-        yield reader.line_num, {name: value for name, value in row.items() if name is not None}
-
-
-def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
+def _jsonl_rows(text: str) -> Iterator[tuple[int, Row | str]]:
+    """Rows with their lines, or what is wrong with one."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise UserError(f"{source}:{number}: not valid JSON: {error.msg}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{source}:{number}: expected an object in each line")
+                row = f"not valid JSON: {error.msg}"
+            else:
+                row = row if isinstance(row, dict) else f"expected an object in each line, found {line.strip()[:40]!r}"
             yield number, row
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
-    """The column of paths, and those of captions."""
-    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "of audio files")
-    captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names)) or ["of captions"]
-    for column in (audio, *captions):
-        if column not in names:
-            option = "it by --audio_column" if column == audio else "them by --caption_columns"
-            raise UserError(f"{source}: no column {column!r}; there are {', '.join(names)}; name {option}")
+    """The column of paths, or how they are put together from columns, and the columns of captions."""
+    there = f"there are {', '.join(filter(None, names))}"
+    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), None)
+    captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
+    if audio is None:
+        if any(name.lower().endswith(AUDIO_SUFFIXES) for name in names):
+            raise UserError(f"{source}: expected names of columns in its first line, such as path and caption; {there}")
+        or_more = f"or say how names of files are made of columns: --audio_column '{{{names[0]}}}.wav'"
+        found = f"{source}: no column of audio files (named {', '.join(AUDIO_COLUMNS)}); {there}"
+        raise UserError(f"{found}; name it by --audio_column, {or_more}")
+    if not captions:
+        found = (
+            f"{source}: no column of captions (named caption, text, raw_text, sentence or description, or caption_1, …)"
+        )
+        classes = next(filter(_CLASS_COLUMN.fullmatch, names), None)
+        made = f"; to make captions of classes: --caption_columns {classes}" if classes else ""
+        raise UserError(f"{found}; {there}; name them by --caption_columns{made}")
+    of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
+    wanted = dict.fromkeys(captions, "--caption_columns") | dict.fromkeys(of_audio, "--audio_column")
+    for name, option in wanted.items():
+        if name not in names:
+            raise UserError(f"{source}: no column {name!r}; {there}; name another by {option}")
     return audio, captions
 
 
-def _entry_of(line: int, row: Row, root: Path, audio: str, captions: list[str]) -> Entry:
+def _path_in(row: Row, audio: str) -> str:
     path = row.get(audio)
-    if not isinstance(path, str) or not path.strip():
-        return Entry(root / f"line {line}", [], problem=f"no path in {audio}")
-    more = {name: value for name, value in row.items() if name not in (audio, *captions) and value is not None}
-    return Entry(root / path.strip(), _texts(row.get(name) for name in captions), more)
+    if _COLUMN_IN_NAME.search(audio):
+        path = _COLUMN_IN_NAME.sub(lambda column: str(row.get(column[1], "")), audio)
+    return path.strip() if isinstance(path, str) else ""
 
 
-def _texts(values: Iterable[Any]) -> list[str]:
-    """The captions in values that are texts or lists of them, without empty ones and repetitions."""
-    flat = [text for value in values for text in (value if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(text.strip() for text in flat if isinstance(text, str) and text.strip()))
+def _captions(row: Row, columns: list[str]) -> list[str]:
+    """The texts in columns, also in lists, without empty ones and repetitions; names of classes as words."""
+    texts = []
+    for name in columns:
+        for text in filter(lambda value: isinstance(value, str), values_of(row, name)):
+            texts.append((text.replace("_", " ") if _CLASS_COLUMN.fullmatch(name) else text).strip())
+    return list(dict.fromkeys(filter(None, texts)))
+
+
+def _more(row: Row, used: list[str]) -> Row:
+    """What else is said, and classes that captions are made of."""
+    left_out = [name for name in used if not _CLASS_COLUMN.fullmatch(name)]
+    return {name: value for name, value in row.items() if name not in left_out and value is not None}
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in AUDIO_SUFFIXES or not path.is_file():
-            continue
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in AUDIO_SUFFIXES]
+    if not paths:
+        raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
+    for path in paths:
         text, described = path.with_suffix(".txt"), path.with_suffix(".json")
+        row: Row = {}
+        columns = ["caption"]
         try:
             if text.is_file():
-                yield Entry(path, _texts(_decode(text, options.encoding).splitlines()))
+                row = {"caption": _decode(text, options.encoding).splitlines()}
             elif described.is_file():
-                content = json.loads(_decode(described, options.encoding))
-                if not isinstance(content, dict):
+                row = json.loads(_decode(described, options.encoding))
+                if not isinstance(row, dict):
                     raise UserError("expected an object")
-                columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, content))
-                more = {name: value for name, value in content.items() if name not in columns}
-                yield Entry(path, _texts(map(content.get, columns)), more)
+                columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             else:
                 yield Entry(path, [], problem=f"no caption file ({text.name} or {described.name}) beside it")
+                continue
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"its caption file can't be read: {error}")
+            continue
+        yield Entry(path, _captions(row, columns), _more(row, columns))

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
+from clap_ds.data.build.audio_files import check_whole, open_regular
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
 from clap_ds.data.shard_manifest import ShardRecord, digest
@@ -53,34 +55,30 @@ class BuiltShard(NamedTuple):
     broken: list[tuple[str, str]]  # path and reason of items left out
 
 
-def plan_shards(
-    entries: list[Entry], held_out: float, shard_bytes: int, num_shards: int | None, seed: int
-) -> list[PlannedShard]:
-    """Entries in random order, divided into shards for training and, before them, a share for evaluation.
+def plan_shards(entries: list[Entry], options: Namespace) -> list[PlannedShard]:
+    """Entries in random order, divided into shards for training and, before them, those that are held out.
 
-    The share `held_out` goes into `held_out-….tar`, the others into `num_shards` of `train-….tar`. Where that is None, and of
-    what is held out, a shard gets about `shard_bytes` of encoded audio.
+    These go into `held_out-….tar`, the others into as many `train-….tar` as `options.shards`. Where that is None, and of what
+    is held out, a shard gets about `options.shard_mb` of encoded audio. UserError where that leaves one without items.
     """
-    numbered = list(enumerate(entries))
-    random.Random(seed).shuffle(numbered)
-    number_held_out = round(held_out * len(numbered))
-    if held_out > 0:
-        number_held_out = min(max(1, number_held_out), len(numbered) - 1)
+    order = list(range(len(entries)))
+    random.Random(options.seed).shuffle(order)
+    number_held_out = round(options.held_out * len(order))
+    if options.held_out > 0:
+        number_held_out = min(max(1, number_held_out), len(order) - 1)
     planned = []
-    for part, items in (("held_out", numbered[:number_held_out]), ("train", numbered[number_held_out:])):
-        by_size = min(len(items), max(1, round(sum(_size(entry) for _, entry in items) / shard_bytes)))
-        number = num_shards if num_shards and part == "train" else by_size
+    for part, numbers in (("held_out", order[:number_held_out]), ("train", order[number_held_out:])):
+        items = [(number, entries[number]) for number in numbers]
+        number = min(len(items), max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))))
+        if options.shards and part == "train":
+            number = options.shards
+            if number > len(items):
+                found = f"--shards {number} is more than the {len(items)} items for training"
+                raise UserError(f"{found}: a shard would be empty")
         for k in range(number):
             group = items[k * len(items) // number : (k + 1) * len(items) // number]
             planned.append(PlannedShard(f"{part}-{k:0{max(5, len(str(number)))}d}.tar", group))
     return planned
-
-
-def _size(entry: Entry) -> int:
-    try:
-        return entry.path.stat().st_size
-    except OSError:
-        return 0
 
 
 def claim(folder: Path, planned: list[PlannedShard], encoding: Encoding) -> None:
@@ -89,7 +87,7 @@ def claim(folder: Path, planned: list[PlannedShard], encoding: Encoding) -> None
     for shard in planned:
         state.update(shard.name.encode())
         for number, entry in shard.items:
-            parts = [number, str(entry.path), _size(entry), entry.captions, entry.more, entry.problem]
+            parts = [number, str(entry.path), entry.size, entry.captions, entry.more, list(map(str, entry.others))]
             state.update(json.dumps(parts, default=str).encode())
     mark = folder / RECORDS / "plan"
     try:
@@ -130,10 +128,12 @@ def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: 
                 try:
                     extension, content, length = load_audio(entry, encoding)
                 except BrokenItemError as error:
-                    broken.append((str(entry.path), str(error)))
+                    broken += [(str(path), str(error)) for path in (entry.path, *entry.others)]
                 else:
                     caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
-                    description = {**entry.more, "caption": caption, "source": entry.path.name}
+                    names = list(dict.fromkeys(path.name for path in (entry.path, *entry.others)))
+                    source = names[0] if len(names) == 1 else names
+                    description = {**entry.more, "caption": caption, "source": source}
                     described = json.dumps(description, ensure_ascii=False, default=str).encode()
                     tar.write({"__key__": f"{number:09d}", extension: content, "json": described})
                     num_items, seconds = num_items + 1, seconds + length
@@ -153,15 +153,12 @@ def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding, on_item: 
 
 def load_audio(entry: Entry, encoding: Encoding) -> tuple[str, bytes, float]:
     """An entry's audio as it goes into the shard: extension, encoded file, and its seconds; or BrokenItemError."""
-    if entry.problem:
-        raise BrokenItemError(entry.problem)
-    try:
-        content = entry.path.read_bytes()
-    except OSError as error:
-        raise BrokenItemError(f"audio file can't be read: {error.strerror}") from None
+    with open_regular(entry.path) as opened:
+        content = opened.read()
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
+        check_whole(content, file, len(samples))
     check_samples(samples, len(samples))
     extension = entry.path.suffix.lower().removeprefix(".")
     wanted_rate = encoding.sample_rate or rate

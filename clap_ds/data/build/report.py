@@ -1,0 +1,61 @@
+"""What a finished build says: counts of each side, same files, what was left out, and the settings of a run."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from clap_ds.data.build.caption_lists import Entry
+from clap_ds.data.build.shard_building import BuiltShard, PlannedShard
+
+BROKEN = "broken.jsonl"
+_MOST_SHOWN = 8
+
+Shards = list[tuple[PlannedShard, BuiltShard]]
+
+
+def report(folder: Path, shards: Shards, unusable: list[Entry], options: Namespace) -> list[str]:
+    """Lines for the terminal.
+
+    Args:
+        unusable: entries that went into no shard.
+    """
+    tokenizer = str(folder / "tokenizer") if options.train_tokenizer else "FacebookAI/roberta-base"
+    settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
+    lines = []
+    sides: dict[str, list[Entry]] = {}
+    for side in ("train", "held_out"):
+        own = [(plan, built) for plan, built in shards if plan.name.startswith(side)]
+        broken = {path for _, built in own for path, _ in built.broken}
+        sides[side] = [entry for plan, _ in own for _, entry in plan.items if str(entry.path) not in broken]
+        if records := [built.record for _, built in own if built.record]:
+            items, size, seconds = (sum(c) for c in zip(*((r.items, r.bytes, r.seconds) for r in records), strict=True))
+            lines.append(
+                f"{side}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h"
+            )
+            if side == "held_out":
+                settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
+    lines += _same([entry for side in sides.values() for entry in side])
+    num_malformed = sum(bool(entry.remedy) for entry in unusable)
+    num_broken = len(unusable) - num_malformed + sum(len(built.broken) for _, built in shards)
+    left_out = [f"{num_malformed} malformed rows"] * (num_malformed > 0) + [f"{num_broken} items"] * (num_broken > 0)
+    if left_out:
+        lines.append(f"{' and '.join(left_out)} left out, listed with reasons in {folder / BROKEN}")
+    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    return [*lines, 'For a run\'s JSON, in "clap":', *sections]
+
+
+def _same(entries: list[Entry]) -> list[str]:
+    same = [f"{other} (= {entry.path})" for entry in entries for other in entry.others]
+    if not same:
+        return []
+    return [
+        f"{len(same)} file(s) hold the same as another, and are one item with it, with the captions of all: {_few(same)}"
+    ]
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(names[:_MOST_SHOWN]) + more

@@ -1,0 +1,50 @@
+"""Clips, lists of them and the command that makes shards of them, for tests of that."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from clap_ds.data.build import __main__ as build_shards
+from tests.data.tars import items_in, wav
+
+RATE = 16000
+
+
+def tone(number: int, seconds: float = 0.05) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * np.arange(round(seconds * RATE)) / RATE)
+
+
+def write_clips(folder: Path, number: int) -> list[str]:
+    folder.mkdir()
+    names = [f"clip {n:02d}.wav" for n in range(number)]
+    for n, name in enumerate(names):
+        (folder / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
+    return names
+
+
+def write_list(folder: Path, number: int, more: str = "") -> Path:
+    """A CSV of so many clips and other rows."""
+    names = write_clips(folder / "audio", number)
+    path = folder / "list.csv"
+    path.write_text("path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more)
+    return path
+
+
+def run(*arguments: object) -> int:
+    return build_shards.main([str(argument) for argument in [*arguments, "--workers", 1]])
+
+
+def broken_in(folder: Path) -> dict[str, str]:
+    """Reasons by the name of the file, or of the list with a line."""
+    listed = map(json.loads, (folder / "broken.jsonl").read_text().splitlines())
+    return {Path(item["file"]).name: item["reason"] for item in listed}
+
+
+def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
+    """Members of all tars by the names of the files they came from."""
+    items = list(items_in(folder, pattern).values())
+    sources = [json.loads(item["json"])["source"] for item in items]
+    by_source = {" = ".join(np.atleast_1d(source)): item for source, item in zip(sources, items, strict=True)}
+    assert len(by_source) == len(items)
+    return by_source
