@@ -29,6 +29,7 @@ from tqdm import tqdm
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
+from clap_ds.data.build import splits
 from clap_ds.data.build.audio_files import merge_same
 from clap_ds.data.build.caption_lists import Entry, read_entries
 from clap_ds.data.build.report import BROKEN, Shards, report
@@ -148,8 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8, or UTF-16 with its mark)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     add("--lenient", action="store_true", help="leave malformed rows out and list them, instead of refusing SOURCE")
+    add = parser.add_argument_group("what is kept for evaluation").add_argument
+    add("--held_out", type=float, default=0.0, metavar="SHARE", help="of items, drawn at random (default 0)")
+    add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
+    add("--stratify_column", metavar="NAME", help="class: hold out the share of each, at least one item of two")
+    add("--split_column", metavar="NAME", help=f"instead of these: says of each item {splits.SIDES}")
     add = parser.add_argument_group("shards").add_argument
-    add("--held_out", type=float, default=0.0, metavar="SHARE", help="of items, kept for evaluation (default 0)")
     add("--shard_mb", type=float, default=500.0, metavar="MB", help="size of a shard, about (default 500)")
     more = "so many for training, instead: at least ranks × workers per rank, best a multiple of it"
     add("--shards", type=whole_number(), metavar="N", help=more)
@@ -173,6 +178,12 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
         parser.error("expected SOURCE and FOLDER (only --verify takes a folder alone)")
     if not 0 <= options.held_out < 1:
         parser.error(f"--held_out {options.held_out}: expected a share from 0 to below 1")
+    if options.split_column and (options.held_out or options.group_column or options.stratify_column):
+        parser.error(
+            "--split_column says which items are held out; expected no --held_out, --group_column, --stratify_column"
+        )
+    if (options.group_column or options.stratify_column) and not options.held_out:
+        parser.error("--group_column and --stratify_column: expected --held_out SHARE, too")
     if not options.shard_mb > 0:
         parser.error(f"--shard_mb {options.shard_mb}: expected a size above 0")
     if options.delimiter is not None:
@@ -187,7 +198,7 @@ def run_build(options: argparse.Namespace) -> int:
         problems = verify(options.folder)
         print("\n".join(problems) or f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
-    entries = read_entries(options.source, options)
+    entries = read_entries(options.source, options, lambda row: splits.problem_with(row, options))
     entries = merge_same(entries, options.workers)
     shards, unusable = build(entries, options.folder, options)
     if options.train_tokenizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ _CLASS_COLUMN = re.compile(
 )
 _COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
 _CSV_SUFFIXES, _JSONL_SUFFIXES = (".csv", ".tsv", ".txt"), (".jsonl", ".ndjson")
+DIVIDING_OPTIONS = ("split_column", "group_column", "stratify_column")
 ONE_OBJECT = "A JSONL has one JSON object in each line."
 _MOST_LISTED = 10  # rows in a message
+
+RowCheck = Callable[[Row], tuple[str, str] | None]
 
 
 @dataclass(slots=True)
@@ -59,18 +62,19 @@ def values_of(row: Row, name: str) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None or value == "" else [value]
 
 
-def read_entries(source: Path, options: Namespace) -> list[Entry]:
+def read_entries(source: Path, options: Namespace, problem_with: RowCheck = lambda row: None) -> list[Entry]:
     """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same path are one
     entry with all their captions.
 
     Args:
         options: how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
-            `audio_root`), whether malformed rows are to be left out (`lenient`).
+            `audio_root`), whether malformed rows are to be left out (`lenient`) and the columns that rows are divided by.
+        problem_with: says why a row can't be used, too, and what can be done about it.
 
     Raises:
         UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
     """
-    entries = list((_read_folder if source.is_dir() else _read_list)(source, options))
+    entries = list((_read_folder if source.is_dir() else _read_list)(source, options, problem_with))
     if not options.lenient:
         _refuse_malformed(source, entries)
     merged: dict[Path, Entry] = {}
@@ -90,7 +94,7 @@ def _refuse_malformed(source: Path, entries: list[Entry]) -> None:
         raise UserError("\n".join([found, *listed, *others, *remedies, "To leave such rows out: --lenient"]))
 
 
-def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
+def _read_list(source: Path, options: Namespace, problem_with: RowCheck) -> Iterator[Entry]:
     suffix = source.suffix.lower()
     if not source.is_file():
         raise UserError(f"{source}: {'not a regular file' if source.exists() else 'no such file or folder'}")
@@ -106,9 +110,11 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
         place = Path(f"{source}:{line}")
         if isinstance(row, str):
             yield Entry(place, [], problem=row, remedy=ONE_OBJECT if suffix in _JSONL_SUFFIXES else QUOTING)
+        elif malformed := problem_with(row):
+            yield Entry(place, [], {}, *malformed)
         elif path := _path_in(row, audio):
             root = options.audio_root or source.parent
-            yield Entry(root / path, _captions(row, captions), _more(row, [audio, *captions]))
+            yield Entry(root / path, _captions(row, captions), _more(row, [audio, *captions], options))
         else:
             yield Entry(place, [], problem=f"no path in {audio}")
 
@@ -161,6 +167,8 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
         raise UserError(f"{found}; {there}; name them by --caption_columns{made}")
     of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
     wanted = dict.fromkeys(captions, "--caption_columns") | dict.fromkeys(of_audio, "--audio_column")
+    for option in DIVIDING_OPTIONS:
+        wanted |= {name: f"--{option}"} if (name := getattr(options, option)) else {}
     for name, option in wanted.items():
         if name not in names:
             raise UserError(f"{source}: no column {name!r}; {there}; name another by {option}")
@@ -183,13 +191,14 @@ def _captions(row: Row, columns: list[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, texts)))
 
 
-def _more(row: Row, used: list[str]) -> Row:
-    """What else is said, and classes that captions are made of."""
-    left_out = [name for name in used if not _CLASS_COLUMN.fullmatch(name)]
+def _more(row: Row, used: list[str], options: Namespace) -> Row:
+    """What else is said: classes that captions are made of, and columns that rows are divided by, too."""
+    divided_by = [getattr(options, option) for option in DIVIDING_OPTIONS]
+    left_out = [name for name in used if not _CLASS_COLUMN.fullmatch(name) and name not in divided_by]
     return {name: value for name, value in row.items() if name not in left_out and value is not None}
 
 
-def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
+def _read_folder(folder: Path, options: Namespace, problem_with: RowCheck) -> Iterator[Entry]:
     """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in AUDIO_SUFFIXES]
     if not paths:
@@ -212,4 +221,5 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"its caption file can't be read: {error}")
             continue
-        yield Entry(path, _captions(row, columns), _more(row, columns))
+        malformed = problem_with(row) or (None, "")
+        yield Entry(path, _captions(row, columns), _more(row, columns, options), *malformed)

@@ -1,14 +1,17 @@
-"""What a finished build says: counts of each side, same files, what was left out, and the settings of a run."""
+"""What a finished build says: counts of each side and class, same files, what was left out, and the settings of a run."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.shard_building import BuiltShard, PlannedShard
+from clap_ds.data.build.splits import names_in
 
 BROKEN = "broken.jsonl"
 _MOST_SHOWN = 8
@@ -37,7 +40,7 @@ def report(folder: Path, shards: Shards, unusable: list[Entry], options: Namespa
             )
             if side == "held_out":
                 settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
-    lines += _same([entry for side in sides.values() for entry in side])
+    lines += _divided(sides, options) + _same([entry for side in sides.values() for entry in side])
     num_malformed = sum(bool(entry.remedy) for entry in unusable)
     num_broken = len(unusable) - num_malformed + sum(len(built.broken) for _, built in shards)
     left_out = [f"{num_malformed} malformed rows"] * (num_malformed > 0) + [f"{num_broken} items"] * (num_broken > 0)
@@ -45,6 +48,24 @@ def report(folder: Path, shards: Shards, unusable: list[Entry], options: Namespa
         lines.append(f"{' and '.join(left_out)} left out, listed with reasons in {folder / BROKEN}")
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     return [*lines, 'For a run\'s JSON, in "clap":', *sections]
+
+
+def _divided(sides: dict[str, list[Entry]], options: Namespace) -> list[str]:
+    lines = []
+    if column := options.split_column or options.stratify_column:
+        train, held_out = (
+            Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()
+        )
+        names = sorted(train | held_out)
+        lines.append(f"{column} (train + held out): {_few([f'{n} {train[n]} + {held_out[n]}' for n in names])}")
+        if options.stratify_column and (without := [name for name in names if not held_out[name]]):
+            lines.append(f"nothing is held out of {len(without)} of {len(names)}: {_few(without)}")
+    if column := options.group_column:
+        train, held_out = (
+            Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()
+        )
+        lines.append(f"{column}: {len(train)} in train, {len(held_out)} held out, {len(train & held_out)} in both")
+    return lines
 
 
 def _same(entries: list[Entry]) -> list[str]:

@@ -25,6 +25,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.data.build.audio_files import check_whole, open_regular
 from clap_ds.data.build.caption_lists import Entry
+from clap_ds.data.build.splits import held_out
 from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
 from clap_ds.data.shard_manifest import ShardRecord, digest
 
@@ -56,19 +57,17 @@ class BuiltShard(NamedTuple):
 
 
 def plan_shards(entries: list[Entry], options: Namespace) -> list[PlannedShard]:
-    """Entries in random order, divided into shards for training and, before them, those that are held out.
+    """Entries in random order, divided into shards for training and, before them, those that are held out (see `splits`).
 
     These go into `held_out-….tar`, the others into as many `train-….tar` as `options.shards`. Where that is None, and of what
     is held out, a shard gets about `options.shard_mb` of encoded audio. UserError where that leaves one without items.
     """
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
-    number_held_out = round(options.held_out * len(order))
-    if options.held_out > 0:
-        number_held_out = min(max(1, number_held_out), len(order) - 1)
+    chosen = held_out(entries, order, options)
     planned = []
-    for part, numbers in (("held_out", order[:number_held_out]), ("train", order[number_held_out:])):
-        items = [(number, entries[number]) for number in numbers]
+    for part in ("held_out", "train"):
+        items = [(number, entries[number]) for number in order if (number in chosen) == (part == "held_out")]
         number = min(len(items), max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))))
         if options.shards and part == "train":
             number = options.shards
