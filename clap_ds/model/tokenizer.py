@@ -78,8 +78,8 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_token
     return encoded["input_ids"], encoded["attention_mask"]
 
 
-def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> None:
-    """Trains a byte-level BPE with RoBERTa's special ids and saves it where `load_tokenizer` can load it.
+def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> int:
+    """Trains a byte-level BPE with RoBERTa's special ids, saves it where `load_tokenizer` can load it, and returns its size.
 
     Args:
         vocab_size: upper bound; at least the 256 bytes and the special tokens.
@@ -101,3 +101,4 @@ def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int
     names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token", "cls_token", "sep_token")
     special = dict(zip(names, (*SPECIAL_TOKENS, "<s>", "</s>"), strict=True))
     PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(directory)
+    return bpe.get_vocab_size()

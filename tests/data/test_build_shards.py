@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,7 @@ def test_a_newcomer_can_train_on_the_result(
     assert (len(train), len(held_out), len({**train, **held_out})) == (15, 5, 20)
     assert len(list(out.glob("train-*.tar"))) == 3
     printed = capsys.readouterr().out
+    assert "of preset demo, micro, htsat" in printed
     settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
     data = ShardData.model_validate({**settings, "num_workers": 0})
     assert epoch_samples(data) == 15
@@ -165,9 +167,26 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     assert "can't be written: Not a directory" in capsys.readouterr().err
 
 
+def test_the_report_says_whose_vocabulary_a_tokenizer_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_list(
+        tmp_path, 2, "".join(f"audio/clip 00.wav,{n:x} {n * n:x} {n**3:x}\n" for n in range(99999, 100999))
+    )
+    out = tmp_path / "out"
+    assert run(path, out, "--train_tokenizer", 600) == 0
+    line = "tokenizer of 600 tokens for a model trained from nothing, of preset htsat_base_roberta_base,"
+    printed = capsys.readouterr().out
+    assert line in printed
+    assert f", too large for demo, micro (512); in {out}/tokenizer\n" in printed
+    assert run(path, tmp_path / "few", "--train_tokenizer", 50265) == 0
+    assert re.search(
+        r"tokenizer of \d{3,4} tokens \(50265 wanted; the captions give no more\)", capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--train_tokenizer", 60000, "from 261 to 50265"),
         ("--held_out", 1, "a share from 0"),
         ("--shard_mb", 0, "above 0"),
         ("--delimiter", "ab", "one character, or"),

@@ -32,7 +32,7 @@ from clap_ds.config.files import write_atomically
 from clap_ds.data.build import splits
 from clap_ds.data.build.audio_files import merge_same
 from clap_ds.data.build.caption_lists import Entry, read_entries
-from clap_ds.data.build.report import BROKEN, Shards, report
+from clap_ds.data.build.report import BROKEN, Shards, report, vocab_sizes
 from clap_ds.data.build.shard_building import (
     BuiltShard,
     Encoding,
@@ -164,8 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--to_flac", action="store_true", help="re-encode all")
     add("--sample_rate", type=whole_number(1000, 655350), metavar="HZ", help="resample to this, as FLAC")
     add("--mono", action="store_true", help="average the channels, as FLAC")
-    more = "train a tokenizer of so many tokens (256 bytes, 5 special ones, …) on the captions, for use without a hub"
-    parser.add_argument("--train_tokenizer", type=whole_number(261), metavar="VOCABULARY", help=more)
+    sizes = vocab_sizes()
+    fitting = "; ".join(f"up to {size} for {names}" for size, names in sizes.items())
+    more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
+    more += f"special tokens) and often 1000 to 10000, the more the more captions; {fitting}"
+    parser.add_argument("--train_tokenizer", type=whole_number(261, max(sizes)), metavar="VOCABULARY", help=more)
     more, cores = "shards built at a time (default: one for each core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     return parser
@@ -201,10 +204,11 @@ def run_build(options: argparse.Namespace) -> int:
     entries = read_entries(options.source, options, lambda row: splits.problem_with(row, options))
     entries = merge_same(entries, options.workers)
     shards, unusable = build(entries, options.folder, options)
+    vocab_size = None
     if options.train_tokenizer:
         captions = (caption for entry in entries if not entry.problem for caption in entry.captions)
-        train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
-    print("\n".join(report(options.folder, shards, unusable, options)))
+        vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
+    print("\n".join(report(options.folder, shards, unusable, vocab_size, options)))
     return 0
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.model import load_preset, preset_names
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.shard_building import BuiltShard, PlannedShard
 from clap_ds.data.build.splits import names_in
@@ -19,13 +20,16 @@ _MOST_SHOWN = 8
 Shards = list[tuple[PlannedShard, BuiltShard]]
 
 
-def report(folder: Path, shards: Shards, unusable: list[Entry], options: Namespace) -> list[str]:
+def report(
+    folder: Path, shards: Shards, unusable: list[Entry], vocab_size: int | None, options: Namespace
+) -> list[str]:
     """Lines for the terminal.
 
     Args:
         unusable: entries that went into no shard.
+        vocab_size: of the tokenizer that was trained, if any.
     """
-    tokenizer = str(folder / "tokenizer") if options.train_tokenizer else "FacebookAI/roberta-base"
+    tokenizer = str(folder / "tokenizer") if vocab_size else "FacebookAI/roberta-base"
     settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
     lines = []
     sides: dict[str, list[Entry]] = {}
@@ -46,6 +50,8 @@ def report(folder: Path, shards: Shards, unusable: list[Entry], options: Namespa
     left_out = [f"{num_malformed} malformed rows"] * (num_malformed > 0) + [f"{num_broken} items"] * (num_broken > 0)
     if left_out:
         lines.append(f"{' and '.join(left_out)} left out, listed with reasons in {folder / BROKEN}")
+    if vocab_size:
+        lines.append(f"{_tokenizer(vocab_size, options.train_tokenizer)}; in {tokenizer}")
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     return [*lines, 'For a run\'s JSON, in "clap":', *sections]
 
@@ -75,6 +81,24 @@ def _same(entries: list[Entry]) -> list[str]:
     return [
         f"{len(same)} file(s) hold the same as another, and are one item with it, with the captions of all: {_few(same)}"
     ]
+
+
+def vocab_sizes() -> dict[int, str]:
+    """Vocabularies of the presets, smallest first, with their names."""
+    presets: dict[int, list[str]] = {}
+    for name in preset_names():
+        presets.setdefault(load_preset(name).text.vocab_size, []).append(name)
+    return {size: ", ".join(presets[size]) for size in sorted(presets)}
+
+
+def _tokenizer(vocab_size: int, wanted: int) -> str:
+    fewer = "" if vocab_size == wanted else f" ({wanted} wanted; the captions give no more)"
+    fits = [names for size, names in vocab_sizes().items() if size >= vocab_size]
+    too_large = [f"{names} ({size})" for size, names in vocab_sizes().items() if size < vocab_size]
+    beyond = f", too large for {'; '.join(too_large)}" if too_large else ""
+    return (
+        f"tokenizer of {vocab_size} tokens{fewer} for a model trained from nothing, of preset {', '.join(fits)}{beyond}"
+    )
 
 
 def _few(names: list[str]) -> str:
