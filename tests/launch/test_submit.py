@@ -104,6 +104,7 @@ def test_spare_nodes_and_training(submission: Submission, capsys: pytest.Capture
 def test_what_to_do_with_checkpoints_reaches_training(
     submission: Submission, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    submission.run["clap"]["train"] = {"samples": 16}
     assert submission.call("--train", "--", "--from_weights", "40", "--accept_changes") == 0
     (job,) = submission.jobs
     text = (job / "job.sbatch").read_text().replace(" \\\n", "")
