@@ -3,7 +3,8 @@
     python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf|html
 
 Of a benchmark: its final figures, every step's time, and where a step's time goes. Of training: loss, learning rate, logit
-scale, gradient norm, evaluation and speed; several training runs, such as one and its control, share the axes.
+scale, gradient norm, evaluation and speed, from the run's first step where it was resumed; several training runs, such as one
+and its control, share the axes.
 """
 
 from __future__ import annotations
@@ -132,14 +133,19 @@ def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
     picture.figure.suptitle(_title(list(summaries.values())))
     handles: list[Any] = []
     for index, (directory, summary) in enumerate(summaries.items()):
-        steps = read_steps(directory, "train")
+        history = summary.get("history") if summary.get("resumed_at_step") else None
+        steps = read_steps(directory, "train", history=history)
         if not steps:
             raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
         color = SERIES_STYLES[index % len(SERIES_STYLES)]["color"]
         handles += picture.panels[0].plot([], [], color=color)
         for axes, name in zip(picture.panels, CURVES, strict=False):
             _draw_curve(axes, steps, name, color)
-        _draw_evaluations(picture.panels[4], read_steps(directory, "evaluation"), color if len(summaries) > 1 else None)
+        _draw_evaluations(
+            picture.panels[4],
+            read_steps(directory, "evaluation", history=history),
+            color if len(summaries) > 1 else None,
+        )
         timed = [(before, line) for before, line in pairwise(steps) if non_negative(line.get("time_s"))]
         speed = [(line["samples"] - before["samples"]) / line["time_s"] for before, line in timed]
         picture.panels[5].plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)

@@ -119,9 +119,12 @@ def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def read_steps(path: Path, *phases: str) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of these phases (`clap_ds.record.schema.StepLine`); a line that was cut is left out."""
+def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of these phases (`clap_ds.record.schema.StepLine`); a line that was cut is left out. Where the
+    file `history` is there, its lines instead."""
     file, lines = path / "metrics.jsonl", []
+    if isinstance(history, str) and Path(history).is_file():
+        file = Path(history)
     for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             line = json.loads(text)

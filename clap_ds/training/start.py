@@ -1,5 +1,6 @@
 """What training starts from: a fresh model, another one's weights, or a checkpoint of the same run."""
 
+import glob
 import os
 import uuid
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ class TrainingStart(session.Start):
             raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
         if found is None:
             self.checkpoints.begin(new_run)
+            if self._ranks.is_first:
+                self._name_others(folder)
         progress = self.progress
         if self._ranks.is_first:
             self.history = Stream(folder / "history.jsonl", folder / "tensorboard")
@@ -114,6 +117,16 @@ class TrainingStart(session.Start):
             ranks = "" if now == before else f", on {now} ranks after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
+
+    def _name_others(self, folder: Path) -> None:
+        """Say which folders of this run's label there are beside, which it doesn't resume from."""
+        others = sorted(path.name for path in folder.parent.glob(f"{glob.escape(self._run.label)}*-checkpoints"))
+        if self._run.clap.checkpoint.folder is None and (others := [name for name in others if name != folder.name]):
+            print(
+                f"note: this run begins; {', '.join(others)} beside {folder} are of runs with another model, data, loss,"
+                " seed or start. To go on from one of them, name it as clap.checkpoint.folder",
+                flush=True,
+            )
 
     def _resume(self, engine: ClapEngine, new_run: str, choices: Choices) -> Path | None:
         """Load what the run resumes from into the engine and `progress`; None where it begins."""

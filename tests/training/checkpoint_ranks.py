@@ -1,11 +1,13 @@
 """What ranks do in tests of checkpoints: train a micro model a few steps, save, go on, load elsewhere."""
 
+import builtins
 import errno
 import io
 import itertools
+import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +233,39 @@ def resume_otherwise(
     same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
     rates = other.deepspeed.get_lr()
     return "", warnings, (rates[0], losses(other, other.steps, 1)[0], same, other.deepspeed.get_lr()[0])
+
+
+def fail_at_each_read(folder: str) -> list[str]:
+    """What comes of resuming where one file or folder can't be read, for each read in turn: why it is refused, or the step that
+    training goes on from."""
+    trained, found, left = engine(settings(), 99), [], 0
+
+    def failing(read: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(path: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if isinstance(path, str | Path) and f"{path}/".startswith(f"{folder}/") and "w" not in str(arguments[:1]):
+                left -= 1
+                if left == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return read(path, *arguments, **options)
+
+        return instead
+
+    for number in itertools.count(1):
+        left = number
+        with pytest.MonkeyPatch.context() as patch, warned() as warnings:
+            for module, name in ((builtins, "open"), (io, "open"), (os, "listdir"), (os, "scandir")):
+                patch.setattr(module, name, failing(getattr(module, name)))
+            try:
+                checkpoints = CheckpointFolder(folder)
+                newest = checkpoints.newest()
+                found.append("silently anew" if newest is None else f"step {checkpoints.load(newest, trained).step}")
+            except ValueError as error:
+                found.append(str(error))
+        if left > 0:
+            return found[:-1]
+        if found[-1] == "step 1" and not any("passed over" in warning for warning in warnings):
+            found[-1] = "silently from an older one"
 
 
 def save_poisoned(folder: str) -> tuple[str, list[str]]:

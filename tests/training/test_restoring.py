@@ -81,3 +81,15 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     assert "; --from_weights 2 goes on from weights that are whole" in str(refusal.value)
     assert "--restart moves them aside" in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_read_that_fails_is_refused_or_said_and_deletes_nothing(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(ranks.save, str(tmp_path), (0.1, 0.2))
+    before = sorted(tmp_path.rglob("*"))
+    (found,) = one_rank.run(ranks.fail_at_each_read, str(tmp_path))
+    refused = [outcome for outcome in found if not outcome.startswith("step ")]
+    assert len(found) > 12
+    assert "step 1" in found  # its older checkpoint, with a warning
+    assert len(refused) > 3
+    assert all("Input/output error" in outcome or "can't be loaded" in outcome for outcome in refused), refused
+    assert sorted(tmp_path.rglob("*")) == before

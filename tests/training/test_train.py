@@ -206,7 +206,9 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Pa
     assert sorted(path.name for path in folder.glob("step-*")) == [*names, "step-00000006-2"]
     assert "nothing left to train" in commands.train(config, world_size=1)
 
-    output = commands.train(config, 1, "--restart")
+    output = commands.train(write_training(tmp_path, clap={**clap, "seed": 1}), 1)
+    assert f"note: this run begins; {folder.name} beside" in output
+    output = commands.train(write_training(tmp_path, clap=clap), 1, "--restart")
     (aside,) = folder.parent.glob("*-aside-*")
     assert f"starting anew; what was in {folder} is in {aside}" in output
     assert {path.relative_to(folder) for path in before if "step-" in str(path)} <= {
