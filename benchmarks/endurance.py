@@ -50,7 +50,6 @@ def look(event, arguments):
             print("one read fails", flush=True)
             raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
 sys.addaudithook(look)
-sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
