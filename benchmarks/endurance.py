@@ -143,16 +143,11 @@ def kills(folder: Path, number: int, num_ranks: int) -> list[dict[str, Any]]:
     whole.mkdir()
     finish(write_run(whole, before * 2 * num_ranks), num_ranks)
     losses = [losses_of(path, before) for path in (folder, whole)]
-    row = {
-        "ranks": num_ranks,
-        "signals": number,
-        "steps": before,
-        **{key.replace(" ", "_"): n for key, n in count.items()},
-    }
-    row |= {name: count[name] for name in ("lost", "hung", "resumed")} | {"silently_anew": count["silently anew"]}
-    row |= {
-        "losses": "the same to the bit" if losses[0] == losses[1] and len(losses[0]) == before else "LOST: they differ"
-    }
+    same = losses[0] == losses[1] and len(losses[0]) == before
+    names = ("lost", "hung", "resumed", "silently anew", "amid a checkpoint", *(which.name for which in SIGNALS))
+    row: dict[str, Any] = {name.replace(" ", "_"): count[name] for name in names}
+    row |= {"ranks": num_ranks, "signals": number, "steps": before}
+    row["losses"] = "the same to the bit" if same else "LOST: they differ"
     return [row]
 
 
