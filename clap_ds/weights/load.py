@@ -23,9 +23,17 @@ def load_weights(path: str | Path, config: ClapConfig | None = None) -> Checkpoi
         config: sizes to expect. A LAION file doesn't name its own and needs them; for the others, by default, their own.
 
     Raises:
-        ValueError: nothing there, none of these, damaged, or of another model.
+        ValueError: nothing there, none of these, damaged, of another model, or not finite.
     """
-    path = Path(path)
+    found = _load(Path(path), config)
+    wrong = [name for name, tensor in found.state.items() if not tensor.isfinite().all()]
+    if wrong:
+        remedy = "a run that diverged, most likely: take an earlier checkpoint"
+        raise ValueError(f"{path}: NaN or infinity in {len(wrong)} of {len(found.state)} tensors ({some(wrong)}): {remedy}")
+    return found
+
+
+def _load(path: Path, config: ClapConfig | None) -> Checkpoint:
     if path.is_file() and path.suffix in _PICKLES:
         if config is None:
             raise ValueError(f"{path}: a LAION-CLAP file doesn't name its model's sizes: give a preset too")

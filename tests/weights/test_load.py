@@ -62,6 +62,20 @@ def test_of_a_folder_the_newest_good_one_is_taken(
         load_weights(bad)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    diverged = ClapModel(MICRO)
+    torch.nn.init.constant_(diverged.text_projection.linear1.bias, value)
+    diverged.audio.batch_norm.running_var[3] = value
+    save_safetensors(diverged, tmp_path / "one.safetensors")
+    save_transformers(diverged, tmp_path / "hf")
+    torch.save(to_names(diverged.state_dict(), laion_names), tmp_path / "laion.pt")
+    for source in ("one.safetensors", "hf", "laion.pt", checkpoint_of(diverged, tmp_path / "run", 5)):
+        with pytest.raises(ValueError, match=r"NaN or infinity in 2 of \d+ tensors \(.*\): .*earlier checkpoint") as refusal:
+            load_weights(tmp_path / source, MICRO)
+        assert all(name in str(refusal.value) for name in ("audio.batch_norm.running_var", "text_projection.linear1.bias"))
+
+
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").write_text("none")
     for name, reason in (
