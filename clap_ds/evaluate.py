@@ -3,8 +3,9 @@
     python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
     deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
 
-CHECKPOINT is one of this project's (or the folder they lie in), a folder that `transformers.ClapModel` loads, or a LAION-CLAP
-.pt file. What is evaluated stands in the configuration's `clap.evaluation`, on the command line, which counts more, or both.
+CHECKPOINT is one of this project's (or the folder they lie in: its newest, with --best its best), a folder that
+`transformers.ClapModel` loads, or a LAION-CLAP .pt file. What is evaluated stands in the configuration's `clap.evaluation`, on
+the command line, which counts more, or both.
 Runs under deepspeed, torchrun and, as a single rank, under plain python.
 """
 
@@ -48,6 +49,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
     add, number = parser.add_argument, whole_number()
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights")
+    add(
+        "--best",
+        action="store_true",
+        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
+    )
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
@@ -55,7 +61,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--classes", help="JSON: a list of classes, or class → names in captions", type=Path, metavar="FILE")
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
     add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
-    add("--text_tokens", help=f"caption length (default: {TEXT_TOKENS} at most)", type=number, metavar="N")
+    told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
+    add("--text_tokens", help=told, type=number, metavar="N")
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
@@ -145,20 +152,26 @@ def evaluate_checkpoint(
     from clap_ds.record.directory import quiet_deepspeed
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
-    from clap_ds.weights.load import load_weights, locate, tokenizer_of
+    from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
 
     device = initialize(ranks, compile_cpu_collective=False)
     quiet_deepspeed()
     preset = arguments.preset or (run.clap.model.preset if run else None)
-    path = together(lambda: locate(arguments.checkpoint))
+    path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
     checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
-    # Its own, or that beside a transformers model, or the hub's of these sizes.
-    beside = str(path) if (path / "tokenizer_config.json").exists() else together(lambda: tokenizer_of(path))
+    own_tokenizer, trained = together(lambda: (tokenizer_of(path), text_tokens_of(path, checkpoint.config)))
+    text_tokens = text_tokens_for(arguments.text_tokens, run, trained, checkpoint.config)
+    if ranks.is_first and trained not in (None, text_tokens):
+        print(
+            f"note: captions have {text_tokens} tokens here, in training they had {trained}",
+            file=sys.stderr,
+            flush=True,
+        )
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or beside or checkpoint.config.text.hub_name or None,
-        text_tokens=_text_tokens(arguments.text_tokens or (run.clap.text_tokens if run else None), checkpoint.config),
+        tokenizer_name=settings.tokenizer or own_tokenizer or checkpoint.config.text.hub_name or None,
+        text_tokens=text_tokens,
         micro_batch=settings.micro_batch or (run.micro_batch if run else MICRO_BATCH),
         ranks=ranks,
         device=device,
@@ -182,16 +195,21 @@ def evaluate_checkpoint(
         where = {"checkpoint": str(path), "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
         title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
-        print_evaluation(evaluation, title.format_map(where))
+        print_evaluation(evaluation, title.format_map({**where, "checkpoint": taken(path)}))
         if arguments.json is not None:
             arguments.json.write_text(json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
-def _text_tokens(wanted: int | None, config: ClapConfig) -> int:
+def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | None, config: ClapConfig) -> int:
+    """Caption length: the option's, or what the configuration itself says, or that of training; a UserError for more than the
+    model has positions for."""
+    said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
     most = config.text.max_tokens
-    if wanted is not None and not 2 <= wanted <= most:
-        raise UserError(f"--text_tokens: {config.name} has positions for 2 to {most} tokens, found {wanted}")
-    return wanted or min(TEXT_TOKENS, most)
+    wanted = option or said or trained or min(TEXT_TOKENS, most)
+    if not 2 <= wanted <= most:
+        where = "--text_tokens" if option else "clap.text_tokens"
+        raise UserError(f"{where}: {config.name} has positions for 2 to {most} tokens, found {wanted}")
+    return wanted
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:

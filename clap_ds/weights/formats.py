@@ -6,7 +6,8 @@ is ever unpickled beyond plain tensors. Optimiser state and resuming a run belon
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from clap_ds.weights.names import State, from_names, laion_names, to_names, tran
 import transformers  # isort: skip  (after torchaudio_compat)
 
 METADATA_KEY = "clap_ds.config"
+TEXT_TOKENS_KEY = "clap_ds.text_tokens"
 LOGIT_BIAS = "logit_bias"
 """Learned with the sigmoid loss; other CLAPs have none."""
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
@@ -134,10 +136,13 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
     Path(path).write_bytes(to_safetensors(model.state_dict(), model.config))
 
 
-def to_safetensors(state: Mapping[str, Tensor], config: ClapConfig) -> bytes:
-    """What `save_safetensors` would write of a model in this state, dtypes kept."""
+def to_safetensors(state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None) -> bytes:
+    """What `save_safetensors` would write of a model in this state, dtypes kept; `text_tokens` is the caption length it was
+    trained with."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
-    return safetensors.torch.save(tensors, metadata={"format": "pt", METADATA_KEY: config.model_dump_json()})
+    metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
+    trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
+    return safetensors.torch.save(tensors, metadata=metadata | trained)
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
@@ -195,24 +200,38 @@ def some(items: list[str]) -> str:
 
 
 def _read_transformers_config(folder: Path) -> ClapConfig:
-    fields = _read_json(folder / "config.json")
+    fields = read_json(folder / "config.json")
     if fields.get("model_type") != "clap":
         raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
     path = folder / "preprocessor_config.json"
-    front_end = _read_json(path) if path.exists() else None
+    front_end = read_json(path) if path.exists() else None
     return config_from_transformers(transformers.ClapConfig.from_dict(fields), front_end, name=folder.name)
+
+
+def trained_text_tokens(path: Path) -> int | None:
+    """What `to_safetensors` was told of the caption length; raises ValueError where the file can't be read."""
+    with _opened(path) as file:
+        tokens = (file.metadata() or {}).get(TEXT_TOKENS_KEY, "")
+    return int(tokens) if tokens.isdecimal() else None
 
 
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Tensors and metadata of a file."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            yield file
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises ValueError where it can't be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -8,9 +8,18 @@ from typing import Any
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS
-from clap_ds.weights.formats import Checkpoint, load_laion, load_safetensors, load_transformers, some
+from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS, Manifest
+from clap_ds.weights.formats import (
+    Checkpoint,
+    load_laion,
+    load_safetensors,
+    load_transformers,
+    read_json,
+    some,
+    trained_text_tokens,
+)
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -29,7 +38,9 @@ def load_weights(path: str | Path, config: ClapConfig | None = None) -> Checkpoi
     wrong = [name for name, tensor in found.state.items() if not tensor.isfinite().all()]
     if wrong:
         remedy = "a run that diverged, most likely: take an earlier checkpoint"
-        raise ValueError(f"{path}: NaN or infinity in {len(wrong)} of {len(found.state)} tensors ({some(wrong)}): {remedy}")
+        raise ValueError(
+            f"{path}: NaN or infinity in {len(wrong)} of {len(found.state)} tensors ({some(wrong)}): {remedy}"
+        )
     return found
 
 
@@ -60,21 +71,78 @@ def _load_with_sizes(path: Path) -> Checkpoint:
     raise ValueError(f"{path}: expected a .safetensors file, a LAION-CLAP {', '.join(_PICKLES)} file or a folder")
 
 
-def locate(path: str | Path) -> Path:
-    """The newest good checkpoint, where `path` is a folder of checkpoints; any other path as it is."""
+def locate(path: str | Path, *, best: bool = False) -> Path:
+    """The newest good checkpoint, or the best, where `path` is a folder of checkpoints; any other path as it is.
+
+    Raises:
+        ValueError: no checkpoint is good; the best was asked for and can't be told.
+    """
     path = Path(path)
-    return files.find_checkpoint(path) if not (path / MANIFEST).exists() and files.read_all(path) else path
+    manifests = {} if (path / MANIFEST).exists() else files.read_all(path)
+    if best:
+        return _best(path, manifests)
+    return files.find_checkpoint(path) if manifests else path
+
+
+def _best(path: Path, manifests: dict[str, Manifest]) -> Path:
+    if not manifests:
+        raise ValueError(f"{path}: the best is asked for, of a folder of checkpoints, and this isn't one")
+    metrics = sorted({manifest.best_by for manifest in manifests.values() if manifest.best_by})
+    if len(metrics) != 1:
+        found = f"name different metrics ({', '.join(metrics)})" if metrics else "name no metric"
+        raise ValueError(
+            f"{path}: which checkpoint is best can't be told: they {found} to tell it by; give one's own path"
+        )
+    for name in (ranked := files.best(manifests, metrics[0])):
+        try:
+            files.verify(path / name)
+            return path / name
+        except files.DamagedError as error:
+            files.warn(f"passed over: {error}")
+    why = "those that were are damaged" if ranked else f"none was evaluated by {metrics[0]}"
+    raise ValueError(
+        f"{path}: which checkpoint is best can't be told: {why}; without asking for the best the newest is taken"
+    )
+
+
+def taken(path: Path) -> str:
+    """A checkpoint's path with its step and what it reached, by the metric that tells its run's best; other paths alone."""
+    if (manifest := _manifest(path)) is None:
+        return str(path)
+    value = manifest.metrics.get(manifest.best_by or "")
+    return f"{path}, step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
 
 
 def tokenizer_of(path: str | Path) -> str | None:
-    """The tokenizer that the model in a checkpoint (its folder, or its safetensors file) was trained with, as
-    `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or its hub name. None where nothing says;
-    raises ValueError for a damaged checkpoint."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if not (folder / MANIFEST).exists():
-        return None
-    name = files.Manifest.read(folder).tokenizer
-    return str(folder / name) if name == TOKENIZER else name
+    """The tokenizer that a model was trained with, as `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the
+    checkpoint, its hub name, or that beside a transformers model. None where nothing says; raises ValueError for a damaged
+    checkpoint."""
+    manifest = _manifest(path)
+    if manifest is not None:
+        return str(_folder(path) / TOKENIZER) if manifest.tokenizer == TOKENIZER else manifest.tokenizer
+    return str(path) if (Path(path) / _TOKENIZER_CONFIG).exists() else None
+
+
+def text_tokens_of(path: str | Path, config: ClapConfig) -> int | None:
+    """The caption length that a model of these sizes was trained with: the checkpoint's, a safetensors file's, or where the
+    tokenizer beside a transformers model cuts captions, if that is short of the model's positions. None where nothing says."""
+    manifest, beside = _manifest(path), Path(path) / _TOKENIZER_CONFIG
+    if manifest is not None:
+        return manifest.text_tokens
+    if beside.exists():
+        limit = read_json(beside).get("model_max_length")
+        return limit if isinstance(limit, int) and 2 <= limit < config.text.max_tokens else None
+    return trained_text_tokens(Path(path)) if Path(path).suffix == ".safetensors" else None
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def _manifest(path: str | Path) -> Manifest | None:
+    """Of the checkpoint at a path: its folder, or the weights in it."""
+    folder = _folder(path)
+    return Manifest.read(folder) if (folder / MANIFEST).exists() else None
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.config.settings import ClapSettings, RunSettings, load_run
 from clap_ds.data.items import Broken
-from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation
+from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation, text_tokens_for
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
@@ -23,6 +23,7 @@ from tests import processes
 from tests.evaluation.conftest import WriteClips, tell_captions_apart
 from tests.ranks import free_port
 from tests.training.training_commands import deepspeed_launcher, environment
+from tests.weights.fake_checkpoints import checkpoint_of
 
 
 def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
@@ -127,6 +128,43 @@ def test_any_number_of_ranks_reports_the_same(
     assert [result["world_size"] for result in results] == [1, 2]
     assert results[0]["tasks"] == results[1]["tasks"]
     assert (results[0]["model"], results[0]["num_broken_items"]) == ("micro", 0)
+
+
+@pytest.mark.end_to_end
+def test_the_best_checkpoint_and_its_caption_length(
+    write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1"}
+    for step, top1 in ((1, 0.5), (2, 0.25)):
+        checkpoint_of(
+            ClapModel(load_preset("micro")),
+            tmp_path / "run",
+            step,
+            Path(clip_tokenizer),
+            metrics={"zero_shot_top1": top1},
+            **told,
+        )
+    for options, tokens, note in (
+        (["--best"], 12, ""),
+        (["--text_tokens", "16"], 16, "note: captions have 16 tokens here, in training they had 12\n"),
+    ):
+        finished = evaluate(tmp_path / "run", "--retrieval", *write_clips(4), *options)
+        assert finished.returncode == 0, finished.stderr
+        which = "step 1, zero_shot_top1 0.5" if note == "" else "step 2, zero_shot_top1 0.25"
+        assert f", {which}: micro on 1 × " in finished.stdout
+        assert f", {tokens} text tokens" in finished.stdout
+        assert ("in training" in finished.stderr) == bool(note)
+        assert note in finished.stderr
+
+
+def test_whose_caption_length_counts() -> None:
+    micro = load_preset("micro")
+    silent, says = (RunSettings(Path("run.json"), ClapSettings(**content), {}) for content in ({}, {"text_tokens": 20}))
+    cases = (16, says, 12), (None, says, 12), (None, silent, 12), (None, None, 12), (None, None, None)
+    assert [text_tokens_for(*case, micro) for case in cases] == [16, 20, 12, 12, 64]
+    for case, where in (((65, None, 12), "--text_tokens"), ((None, None, 65), "clap.text_tokens")):
+        with pytest.raises(UserError, match=f"{where}: micro has positions for 2 to 64 tokens, found 65"):
+            text_tokens_for(*case, micro)
 
 
 @pytest.mark.end_to_end

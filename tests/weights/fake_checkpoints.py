@@ -1,6 +1,7 @@
 """Checkpoints with made-up content, for tests of what happens to their files."""
 
 from pathlib import Path
+from typing import Any
 
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import checkpoint_files
@@ -17,25 +18,29 @@ def make_checkpoint(
     metrics: dict[str, float] | None = None,
     tokenizer: str | None = None,
     contents: dict[str, bytes] | None = None,
-    run: str = "",
+    **told: Any,
 ) -> Path:
-    """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own."""
+    """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own. `told` are further
+    fields of the manifest."""
     draft = checkpoint_files.begin(folder, step)
     files = {}
     for name, content in (contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}).items():
         (draft / name).parent.mkdir(exist_ok=True)
         files[name] = checkpoint_files.write_file(draft / name, content)
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
-    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files, run))
+    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files, **told))
 
 
-def checkpoint_of(model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None) -> Path:
-    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder."""
+def checkpoint_of(
+    model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
+) -> Path:
+    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder; `told` are further fields of
+    the manifest."""
     contents = {"weights.safetensors": to_safetensors(model.state_dict(), model.config)}
     if isinstance(tokenizer, Path):
         contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
         tokenizer = "tokenizer"
-    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer)
+    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer, **told)
 
 
 def flip_bit(path: Path, position: int) -> None:

@@ -87,6 +87,29 @@ def test_the_tokens_are_those_of_training(tokenizer: Path, tmp_path: Path, kind:
     assert again(CAPTIONS)["input_ids"] == processor(text=CAPTIONS)["input_ids"]
 
 
+def test_captions_are_cut_at_the_trained_length(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1", "metrics": {"zero_shot_top1": 0.5}}
+    path = checkpoint_of(random_model(), tmp_path / "run", 3, tokenizer=tokenizer, **told)
+    checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
+    export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
+    said = capsys.readouterr().out
+    assert f"exported: {path}, step 3, zero_shot_top1 0.5\n" in said
+    assert "captions beyond 12 tokens" in said
+    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+    asked = {"padding": True, "truncation": True}
+    # As the note says; a plain truncation=True would reach the front end too, where it means something else.
+    inputs = processor(
+        text=["rain " * 400], audio=sounds()[0], sampling_rate=48000, text_kwargs=asked, return_tensors="pt"
+    )
+    assert inputs["input_ids"].shape == (1, 12)
+    assert torch.equal(
+        inputs["input_ids"], tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
+    )
+    assert inputs["input_features"].shape == (1, 1, 101, 16)
+
+
 def test_a_safetensors_file_needs_the_tokenizer_named_and_a_logit_bias_is_left_out_with_a_note(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

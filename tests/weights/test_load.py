@@ -1,16 +1,18 @@
 """Weights are told apart by what lies at the path, and of another model refused."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_transformers
-from clap_ds.weights.load import load_weights, locate, tokenizer_of
+from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
+from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
 from clap_ds.weights.names import laion_names, to_names
-from tests.weights.fake_checkpoints import checkpoint_of, flip_bit
+from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, make_checkpoint
 
 MICRO = load_preset("micro")
 
@@ -71,9 +73,13 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
     save_transformers(diverged, tmp_path / "hf")
     torch.save(to_names(diverged.state_dict(), laion_names), tmp_path / "laion.pt")
     for source in ("one.safetensors", "hf", "laion.pt", checkpoint_of(diverged, tmp_path / "run", 5)):
-        with pytest.raises(ValueError, match=r"NaN or infinity in 2 of \d+ tensors \(.*\): .*earlier checkpoint") as refusal:
+        with pytest.raises(
+            ValueError, match=r"NaN or infinity in 2 of \d+ tensors \(.*\): .*earlier checkpoint"
+        ) as refusal:
             load_weights(tmp_path / source, MICRO)
-        assert all(name in str(refusal.value) for name in ("audio.batch_norm.running_var", "text_projection.linear1.bias"))
+        assert all(
+            name in str(refusal.value) for name in ("audio.batch_norm.running_var", "text_projection.linear1.bias")
+        )
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
@@ -107,3 +113,57 @@ def test_the_tokenizer_is_the_copy_or_the_name(model: ClapModel, tmp_path: Path)
     assert tokenizer_of(named) == "roberta-base"
     assert tokenizer_of(copied / "weights.safetensors") == str(copied / "tokenizer")
     assert tokenizer_of(tmp_path) is None
+
+
+def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask() -> Path:
+        return locate(tmp_path, best=True)
+
+    top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
+    make_checkpoint(tmp_path, 1, **top1)
+    with pytest.raises(
+        ValueError, match="none was evaluated by zero_shot_top1; without asking for the best the newest"
+    ):
+        ask()
+    good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
+    newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)
+    assert (ask(), locate(tmp_path)) == (best, newest)
+    assert taken(best) == f"{best}, step 3, zero_shot_top1 0.3"
+    flip_bit(best / "weights.safetensors", 99)
+    assert ask() == good
+    assert "passed over" in capsys.readouterr().err
+    make_checkpoint(tmp_path, 5, metrics={"retrieval_loss": 2}, best_by="retrieval_loss")
+    with pytest.raises(ValueError, match=r"name different metrics \(retrieval_loss, zero_shot_top1\)"):
+        ask()
+    with pytest.raises(ValueError, match="of a folder of checkpoints, and this isn't one"):
+        locate(newest, best=True)
+    make_checkpoint(tmp_path / "old", 1, metrics={"zero_shot_top1": 1})
+    with pytest.raises(ValueError, match="name no metric to tell it by"):
+        locate(tmp_path / "old", best=True)
+
+
+def test_smaller_losses_are_better(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
+    assert locate(tmp_path, best=True).name == "step-00000001"
+
+
+def test_the_trained_caption_length_is_known_wherever_weights_come_from(model: ClapModel, tmp_path: Path) -> None:
+    told = checkpoint_of(model, tmp_path, 1, settings={"clap": {"text_tokens": 12}})
+    old, lone = checkpoint_of(model, tmp_path, 2), tmp_path / "lone.safetensors"
+    assert [text_tokens_of(path, MICRO) for path in (told, told / "weights.safetensors", old)] == [12, 12, None]
+    for tokens in (12, None):
+        lone.write_bytes(to_safetensors(model.state_dict(), MICRO, tokens))
+        assert text_tokens_of(lone, MICRO) == tokens
+    for limit, expected in (
+        (12, 12),
+        (64, None),
+        (10**30, None),
+        (1.5, None),
+    ):  # as many as there are positions says nothing
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+        assert text_tokens_of(tmp_path / "hf", MICRO) == expected
+    assert tokenizer_of(tmp_path / "hf") == str(tmp_path / "hf")
