@@ -1,11 +1,10 @@
-"""Weights to and from other CLAPs: `transformers.ClapModel`, LAION-CLAP `.pt` files, and this project's own safetensors.
+"""Weights to and from `transformers.ClapModel` and this project's own safetensors; LAION-CLAP's files are `laion`'s.
 
-Every reader gives a `Checkpoint`, checked against the model's own names and shapes, so that what loads is complete. Nothing
-is ever unpickled beyond plain tensors. Optimiser state and resuming a run belong to `clap_ds.training`.
+Every reader gives a `Checkpoint`, checked against the model's own names and shapes, so that what loads is complete.
+Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor
-from clap_ds.weights.names import State, from_names, laion_names, to_names, transformers_names
+from clap_ds.weights.names import State, from_names, to_names, transformers_names
 
 import transformers  # isort: skip  (after torchaudio_compat)
 
@@ -32,7 +31,6 @@ _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
 """What HF's CLAP leaves out: the AudioSet classifier, too."""
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
 """Parts of the names of these, whoever gives them."""
-_LAION_IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Ends of names of constants that other CLAPs save as tensors."""
 _NUM_SHOWN = 5
@@ -77,14 +75,14 @@ def load_transformers(source: str | Path | Mapping[str, Tensor], config: ClapCon
     """
     if isinstance(source, Mapping):
         assert config is not None, "a state dict doesn't say its sizes"
-        return _checkpoint(config, source, transformers_names, "the state dict")
+        return renamed_checkpoint(config, source, transformers_names, "the state dict")
     folder, tensors = Path(source), {}
     config = config or _read_transformers_config(folder)
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
         raise ValueError(f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)")
-    return _checkpoint(config, tensors, transformers_names, str(source))
+    return renamed_checkpoint(config, tensors, transformers_names, str(source))
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
@@ -105,29 +103,6 @@ def to_transformers(state: Mapping[str, Tensor]) -> State:
     """A `ClapModel` state in `transformers.ClapModel`'s names, floating tensors in fp32."""
     named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
-
-
-def load_laion(path: str | Path, config: ClapConfig) -> Checkpoint:
-    """Weights of a LAION-CLAP `.pt` file without feature fusion.
-
-    Args:
-        path: the file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
-        config: its sizes, which the file doesn't name.
-
-    Raises:
-        ValueError: not such a file, or names and shapes that don't fit.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {reason}") from error
-    tensors = {
-        name.removeprefix("module."): value
-        for name, value in content.get("state_dict", content).items()
-        if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_LAION_IGNORED)
-    }
-    return _checkpoint(config, tensors, laion_names, str(path))
 
 
 def save_safetensors(model: ClapModel, path: str | Path) -> None:
@@ -159,15 +134,21 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     return Checkpoint(config, state)
 
 
-def _checkpoint(
+def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """A checkpoint from tensors under other names."""
+    """A checkpoint from tensors under other names; raises ValueError where they aren't those of these sizes."""
     if any("fusion_model" in name or "mel_conv" in name for name in tensors):
-        raise ValueError(f"{label}: CLAP with feature fusion is not supported; use an unfused checkpoint")
+        instead = "take one without, such as 630k-audioset-best.pt or laion/clap-htsat-unfused"
+        raise ValueError(f"{label}: a CLAP with feature fusion, which isn't supported: {instead}")
     expected = _expected(config)
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))
+
+
+def num_misfits(tensors: Mapping[str, Tensor], config: ClapConfig, names: Callable[[str], list[str]]) -> int:
+    """How many tensors under other names are missing, unexpected or of another shape for a model of these sizes."""
+    return sum(map(len, _problems(tensors, to_names(_expected(config), names)).values()))
 
 
 def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
@@ -177,8 +158,15 @@ def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Refuses tensors that aren't the expected ones, what may be left out aside."""
-    problems = {
+    """Refuses tensors that aren't the expected ones."""
+    told = [f"{kind}: {some(names)}" for kind, names in _problems(found, expected).items() if names]
+    if told:
+        raise ValueError(". ".join([complaint, *told]))
+
+
+def _problems(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """What isn't as expected, by kind; what may be left out aside."""
+    return {
         "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
         "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],
         "of another shape": [
@@ -187,10 +175,6 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
             if name in expected and tensor.shape != expected[name].shape
         ],
     }
-    if any(problems.values()):
-        raise ValueError(
-            ". ".join([complaint, *(f"{kind}: {some(names)}" for kind, names in problems.items() if names)])
-        )
 
 
 def some(items: list[str]) -> str:

@@ -11,13 +11,13 @@ from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS, Manifest
 from clap_ds.weights.formats import (
     Checkpoint,
-    load_laion,
     load_safetensors,
     load_transformers,
     read_json,
     some,
     trained_text_tokens,
 )
+from clap_ds.weights.laion import load_laion
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -29,7 +29,7 @@ def load_weights(path: str | Path, config: ClapConfig | None = None) -> Checkpoi
     Args:
         path: one of this project's checkpoints, or the folder they lie in (its newest good one is taken); a file of
             `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads; a LAION-CLAP .pt file.
-        config: sizes to expect. A LAION file doesn't name its own and needs them; for the others, by default, their own.
+        config: sizes to expect; by default their own, which a LAION file doesn't name: those that its tensors have.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
@@ -46,8 +46,6 @@ def load_weights(path: str | Path, config: ClapConfig | None = None) -> Checkpoi
 
 def _load(path: Path, config: ClapConfig | None) -> Checkpoint:
     if path.is_file() and path.suffix in _PICKLES:
-        if config is None:
-            raise ValueError(f"{path}: a LAION-CLAP file doesn't name its model's sizes: give a preset too")
         return load_laion(path, config)
     found = _load_with_sizes(path)
     if config is None:

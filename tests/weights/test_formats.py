@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import (
-    load_laion,
     load_safetensors,
     load_transformers,
     save_safetensors,
@@ -125,58 +123,10 @@ def test_other_places_than_checkpoints_are_refused(tmp_path: Path) -> None:
         (load_transformers, ".", r"config\.json"),
         (load_transformers, "bert", "expected 'clap'"),
         (load_safetensors, "file", "can't be read"),
-        (partial(load_laion, config=MICRO), "file", "can't be read"),
         (load_safetensors, "foreign.safetensors", "metadata"),
     ):
         with pytest.raises(ValueError, match=reason):
             load(tmp_path / name)
-
-
-TO_LAION = """audio_model.audio_encoder audio_branch, attention.self attn, attention.output.dense attn.proj,
-intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layernorm_after norm2, batch_norm bn0"""
-
-
-def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A LAION-CLAP state dict with an HF one's weights, renamed by hand, and the parts that only LAION's has."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in source.items():
-        if name.startswith("audio_model"):
-            if ".self.key." in name or ".self.value." in name:
-                continue
-            if ".self.query." in name:
-                tensor = torch.cat([source[name.replace("query", part)] for part in ("query", "key", "value")])
-                name = name.replace("self.query", "self.qkv")
-            for pair in TO_LAION.split(","):
-                name = name.replace(*pair.split())
-        named[name.replace("text_model", "text_branch").replace("linear1", "0").replace("linear2", "2")] = tensor
-    for name, shape in (
-        ("audio_branch.tscam_conv.weight", (7, 32, 2, 3)),
-        ("audio_branch.tscam_conv.bias", (7,)),
-        ("audio_branch.head.weight", (7, 7)),
-        ("audio_branch.head.bias", (7,)),
-        ("audio_branch.spectrogram_extractor.stft.conv_real.weight", (513, 1, 1024)),
-        ("audio_branch.logmel_extractor.melW", (513, 16)),
-        ("audio_branch.layers.0.blocks.1.attn_mask", (4, 64, 64)),
-        ("audio_transform.sequential.0.weight", (32, 32)),
-        ("text_transform.sequential.0.weight", (32, 32)),
-    ):
-        named[name] = torch.randn(shape)
-    return named
-
-
-def test_laion_checkpoints_load(tmp_path: Path) -> None:
-    reference = reference_state(seed=8)
-    expected, bare = load_transformers(reference, MICRO).build(), laion_state(reference)
-    wrapped = {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in bare.items()}}
-    for content in (bare, wrapped):
-        torch.save(content, tmp_path / "clap.pt")
-        model = load_laion(tmp_path / "clap.pt", MICRO).build()
-        assert_same(without_classifier(model), without_classifier(expected))
-        assert torch.equal(model.audio.tscam_conv.weight, bare["audio_branch.tscam_conv.weight"])
-        assert torch.equal(model.audio.head.bias, bare["audio_branch.head.bias"])
-    torch.save({**wrapped, "args": Path("code")}, tmp_path / "clap.pt")
-    with pytest.raises(ValueError, match="plain tensors"):
-        load_laion(tmp_path / "clap.pt", MICRO)
 
 
 def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:

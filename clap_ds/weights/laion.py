@@ -1,0 +1,121 @@
+"""LAION-CLAP's `.pt` files: pickles, of which only tensors are read, of models whose sizes the file doesn't name.
+
+Nothing in a file is run. torch's own restricted reader takes neither pickle protocol 4 nor numpy's scalars, which
+published files have; for those there is an unpickler here with a list of what tensors are made of, which passes over
+such numbers. What tensors must be called is `clap_ds.weights.names`', what shapes they must have the model's.
+"""
+
+import pickle
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.weights.formats import Checkpoint, num_misfits, renamed_checkpoint
+from clap_ds.weights.names import laion_names
+
+_IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
+_OF_TENSORS = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+}
+_OF_NUMBERS = {
+    ("_codecs", "encode"),
+    ("numpy", "dtype"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy.core.multiarray", "scalar"),
+}
+
+
+class _PassedOver:
+    """Takes the place of a number of numpy's, whatever it is made from."""
+
+    def __init__(self, *made_from: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class _TensorsOnly(pickle.Unpickler):
+    """Refuses everything that a pickle could call but for what tensors are made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_TENSORS:
+            return super().find_class(module, name)
+        if (module, name) in _OF_NUMBERS:
+            return _PassedOver
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, and what isn't tensors and numbers is never loaded."
+            " If you trust it, keep its tensors: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')"
+        )
+
+
+_tensors_only: Any = types.ModuleType("tensors_only", "What torch.load asks of a module to unpickle by.")
+_tensors_only.Unpickler = _TensorsOnly
+_tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load()
+
+
+def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
+    """Weights of a LAION-CLAP `.pt` file without feature fusion.
+
+    Args:
+        path: the file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
+        config: its sizes; by default those, of this project's presets and what LAION published, that its tensors have.
+
+    Raises:
+        ValueError: not such a file, or names and shapes that don't fit.
+    """
+    tensors = {
+        name.removeprefix("module."): value
+        for name, value in _read(Path(path)).items()
+        if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
+    }
+    if config is not None and not num_misfits(tensors, config, laion_names):
+        return renamed_checkpoint(config, tensors, laion_names, str(path))
+    misfits = {each.name: (num_misfits(tensors, each, laion_names), each) for each in _layouts()}
+    fitting = [name for name, (number, _) in misfits.items() if number == 0]
+    if config is not None and fitting:
+        raise ValueError(f"{path} isn't of model {config.name} but of {' or '.join(fitting)}")
+    if len(fitting) > 1:
+        raise ValueError(f"{path} may be of model {' or '.join(fitting)}: say which by --preset")
+    nearest = config or misfits[min(misfits, key=lambda name: misfits[name][0])][1]
+    return renamed_checkpoint(nearest, tensors, laion_names, str(path))
+
+
+def _layouts() -> list[ClapConfig]:
+    """What a file may hold: this project's presets, and the HTSAT-base that LAION published for music and speech, with heads as
+    the tiny one has."""
+    tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
+    published = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
+    return [*map(load_preset, preset_names()), published]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file holds by name, tensors on the CPU."""
+    try:
+        content = _load(path)
+    except OSError as error:
+        raise ValueError(f"{path}: can't be read: {error}") from error
+    except Exception as error:  # whatever torch makes of a damaged file
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {reason}") from error
+    state = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path}: holds no state dict (tensors by name), bare or under 'state_dict'")
+    return state
+
+
+def _load(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the protocol
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # so that it isn't a TorchScript archive, which would be run
+            return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_tensors_only)

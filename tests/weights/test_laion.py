@@ -1,0 +1,211 @@
+"""LAION-CLAP's files as LAION writes them, and files that would run something: read without running anything."""
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.model.clap import ClapModel
+from clap_ds.weights.formats import load_transformers
+from clap_ds.weights.laion import load_laion
+from clap_ds.weights.load import load_weights
+from clap_ds.weights.names import laion_names, to_names
+from tests.weights.test_formats import MICRO, assert_same, reference_state, without_classifier
+
+TO_LAION = """audio_model.audio_encoder audio_branch, attention.self attn, attention.output.dense attn.proj,
+intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layernorm_after norm2, batch_norm bn0"""
+
+
+def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A LAION-CLAP state dict with an HF one's weights, renamed by hand, and the parts that only LAION's has."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in source.items():
+        if name.startswith("audio_model"):
+            if ".self.key." in name or ".self.value." in name:
+                continue
+            if ".self.query." in name:
+                tensor = torch.cat([source[name.replace("query", part)] for part in ("query", "key", "value")])
+                name = name.replace("self.query", "self.qkv")
+            for pair in TO_LAION.split(","):
+                name = name.replace(*pair.split())
+        named[name.replace("text_model", "text_branch").replace("linear1", "0").replace("linear2", "2")] = tensor
+    for name, shape in (
+        ("audio_branch.tscam_conv.weight", (7, 32, 2, 3)),
+        ("audio_branch.tscam_conv.bias", (7,)),
+        ("audio_branch.head.weight", (7, 7)),
+        ("audio_branch.head.bias", (7,)),
+        ("audio_branch.spectrogram_extractor.stft.conv_real.weight", (513, 1, 1024)),
+        ("audio_branch.logmel_extractor.melW", (513, 16)),
+        ("audio_branch.layers.0.blocks.1.attn_mask", (4, 64, 64)),
+        ("audio_transform.sequential.0.weight", (32, 32)),
+        ("text_transform.sequential.0.weight", (32, 32)),
+        ("text_branch.embeddings.position_ids", (1, 66)),
+    ):
+        named[name] = torch.randn(shape)
+    return named
+
+
+def published(state: dict[str, Any]) -> dict[str, Any]:
+    """As LAION's training saves it: parallel names, numbers of numpy's about."""
+    optimizer = {
+        "state": {0: {"step": np.float64(7)}},
+        "param_groups": [{"lr": np.float32(1e-4), "betas": (0.9, 0.98)}],
+    }
+    wrapped = OrderedDict((f"module.{name}", tensor) for name, tensor in state.items())
+    return {"epoch": np.int64(15), "name": "run", "optimizer": optimizer, "scaler": {}, "state_dict": wrapped}
+
+
+def save_legacy(content: Any, path: Path) -> None:
+    """As torch before 1.6 and numpy before 2 did."""
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().replace(b"cnumpy._core.", b"cnumpy.core."))
+
+
+def save_protocol_4(content: Any, path: Path) -> None:
+    torch.save(content, path, pickle_protocol=4)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("save", [torch.save, save_protocol_4, save_legacy])
+def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., None]) -> None:
+    reference = reference_state(seed=8)
+    expected, bare = load_transformers(reference, MICRO).build(), laion_state(reference)
+    for content in (bare, published(bare)):
+        save(content, tmp_path / "clap.pt")
+        for config in (MICRO, None):
+            found = load_laion(tmp_path / "clap.pt", config)
+            assert found.config == MICRO
+            model = found.build()
+            assert_same(without_classifier(model), without_classifier(expected))
+            assert torch.equal(model.audio.tscam_conv.weight, bare["audio_branch.tscam_conv.weight"])
+            assert torch.equal(model.audio.head.bias, bare["audio_branch.head.bias"])
+
+
+def state_of(config: ClapConfig) -> dict[str, Tensor]:
+    """Zeros of a model's shapes under LAION's names, which take no room in a file."""
+    with torch.device("meta"):
+        named = to_names(ClapModel(config).state_dict(), laion_names)
+    return {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named.items()}
+
+
+def music_layout() -> ClapConfig:
+    """music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512."""
+    tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
+    return tiny.model_copy(update={"audio": audio})
+
+
+def test_published_sizes_are_told_by_the_tensors(tmp_path: Path) -> None:
+    tiny, demo = load_preset("htsat_tiny_roberta_base"), load_preset("demo")
+    for config, name in ((tiny, tiny.name), (music_layout(), "laion_htsat_base_roberta_base"), (demo, "demo")):
+        state = state_of(config)
+        assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
+        torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
+        assert load_laion(tmp_path / "clap.pt").config == config.model_copy(update={"name": name})
+    with pytest.raises(ValueError, match=r"clap\.pt isn't of model htsat_tiny_roberta_base but of demo$"):
+        load_laion(tmp_path / "clap.pt", tiny)
+    state = state_of(tiny)
+    del state["text_branch.pooler.dense.bias"]
+    torch.save(state, tmp_path / "clap.pt")
+    for config in (tiny, None):
+        with pytest.raises(
+            ValueError, match=r"doesn't fit htsat_tiny_roberta_base\. missing: text_branch\.pooler\.dense\.bias$"
+        ):
+            load_laion(tmp_path / "clap.pt", config)
+    state["audio_branch.patch_embed.fusion_model.local_att.0.weight"] = torch.zeros(1)
+    torch.save(published(state), tmp_path / "clap.pt")
+    with pytest.raises(
+        ValueError, match=r"feature fusion, which isn't supported: take one without, such as 630k-audioset-best"
+    ):
+        load_laion(tmp_path / "clap.pt")
+
+
+class Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+    def __call__(self) -> None:
+        """For calls of what a call gives."""
+
+
+def hostile(marker: Path) -> dict[str, Any]:
+    """Calls that leave a file when they are made."""
+    make, plain = f"open({str(marker)!r}, 'w')", marker.with_name("inner.pt")
+    torch.save(Reduced(eval, make), plain)
+    parts = torch._utils._rebuild_tensor_v2
+    return {
+        "posix.system": Reduced(os.system, f"touch '{marker}'"),
+        "eval": Reduced(eval, make),
+        "exec": {"state_dict": {"module.a": [Reduced(exec, make)]}},
+        "getattr": Reduced(Reduced(getattr, marker, "touch")),
+        "torch.serialization.load": Reduced(torch.load, str(plain), None, None),
+        "open": Reduced(parts, Reduced(open, str(marker), "w"), 0, (1,), (1,), False, OrderedDict()),
+        "PosixPath": {"args": Path("code")},
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -> None:
+    marker = tmp_path / "marker"
+    for name, content in hostile(marker).items():
+        torch.save(content, tmp_path / "clap.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=as_zip)
+        with pytest.raises(ValueError, match="can't be read as a checkpoint of plain tensors: it refers to") as refusal:
+            load_weights(tmp_path / "clap.pt", MICRO)
+        told = str(refusal.value)
+        assert f"{name}, and" in told
+        assert told.endswith("torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')")
+        assert not marker.exists()
+
+
+def with_pickle(path: Path, content: bytes) -> None:
+    """A file of torch's whose pickle is this one."""
+    torch.save({"a": torch.zeros(1)}, path.with_name("plain.pt"))
+    with zipfile.ZipFile(path.with_name("plain.pt")) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, content if name.endswith("data.pkl") else source.read(name))
+
+
+def test_pickles_that_no_pickler_writes_run_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    touch = pickle.dumps(f"touch '{marker}'", 4)[11:-1]  # its opcode alone
+    reach = b"\x8c\x0bcollections\x8c%cOrderedDict.%b\x93"
+    way = b"fromkeys.__func__.__globals__"
+    for content, reason in (
+        (b"cposix\nsystem\n" + touch + b"\x85R.", "posix.system"),
+        (b"\x80\x04" + reach % (12 + len(way), way) + touch + b"\x85R.", "collections.OrderedDict.fromkeys"),
+        (b"\x80\x04(" + touch + b"iposix\nsystem\n.", "posix.system"),
+        (b"\x80\x02ctorch._utils\n_import_dotted_name\n" + touch + b"\x85R.", "torch._utils._import_dotted_name"),
+        (b"\x80\x04\x82\x01.", "unregistered extension code"),
+        (b"\x80\x04}.", "doesn't fit micro"),
+        (b"\x80\x04K\x01.", "holds no state dict"),
+        (b"", "can't be read"),
+    ):
+        with_pickle(tmp_path / "clap.pt", content)
+        with pytest.raises(ValueError, match=reason):
+            load_laion(tmp_path / "clap.pt", MICRO)
+        (tmp_path / "clap.pt").write_bytes(content)  # torch reads bare pickles, too
+        with pytest.raises(ValueError, match=reason if reason.count(".") else "can't be read"):
+            load_laion(tmp_path / "clap.pt", MICRO)
+        assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+def test_archives_of_code_are_refused(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "code.pt")
+    with pytest.raises(ValueError, match=r"code\.pt: can't be read.*TorchScript"):
+        load_laion(tmp_path / "code.pt", MICRO)
