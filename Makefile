@@ -21,11 +21,12 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/places.py
+.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/places.py clap_ds/model/torchaudio_compat.py
 	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
+	@.venv/bin/python -m clap_ds.model.torchaudio_compat
 	@touch $@
 
 setup: $(READY)

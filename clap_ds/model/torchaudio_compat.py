@@ -1,9 +1,13 @@
 """Makes torchaudio importable beside any build of torch; the one place this project imports it from.
 
-torchaudio's wheels carry compiled libraries linked against CUDA, so `import torchaudio` fails beside a CPU-only torch.
-None of what this project uses (mel filters, STFT, resampling) is in those libraries. Beside a CPU-only torch a stand-in
-for the module that loads them is therefore registered first. `transformers` imports torchaudio too when it finds it
-installed: import this module before `transformers`. Everything else about torchaudio is left as it is.
+    python -m clap_ds.model.torchaudio_compat    sets torchaudio's compiled library aside where torch has no CUDA, or back
+
+torchaudio's wheels carry compiled libraries linked against CUDA, so `import torchaudio` fails beside a CPU-only torch, and
+with it much of `transformers`, which imports torchaudio where it is installed. None of what this project uses (mel filters,
+STFT, resampling) is in those libraries, and torchaudio does without where it finds none. `make setup` therefore runs the
+command above on its own environment, where every other program then works, too. In an environment that isn't this project's
+to change, a stand-in for the module that loads the libraries is registered first: import this module before `transformers`.
+Everything else about torchaudio is left as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +16,23 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _EXTENSION = "torchaudio._extension"
+_ASIDE = ".needs_cuda"
+
+
+def fit_to_torch(torchaudio_folder: Path, *, has_cuda: bool) -> list[Path]:
+    """Set torchaudio's library aside, or with CUDA back; what was renamed, by its new name. Raises OSError if it can't."""
+    libraries, renamed = torchaudio_folder / "lib", []
+    for path in libraries.glob(f"_torchaudio*.so{_ASIDE}" if has_cuda else "_torchaudio*.so"):
+        target = path.with_name(path.name.removesuffix(_ASIDE) if has_cuda else path.name + _ASIDE)
+        if not (has_cuda and target.exists()):  # a newer one, installed since
+            renamed.append(path.replace(target))
+    return renamed
 
 
 def _needs_alignment_library(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,3 +61,7 @@ if torch.version.cuda is None:
 import torchaudio  # noqa: E402
 
 __all__ = ["torchaudio"]
+
+if __name__ == "__main__":
+    for path in fit_to_torch(Path(torchaudio.__file__).parent, has_cuda=torch.version.cuda is not None):
+        print(f"torchaudio's library beside torch {torch.__version__}: {path}")
