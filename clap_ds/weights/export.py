@@ -16,6 +16,7 @@ import safetensors
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.model.tokenizer import load_tokenizer
+from clap_ds.weights.expressible import changes
 from clap_ds.weights.formats import LOGIT_BIAS, save_transformers
 from clap_ds.weights.hf_config import feature_extractor
 from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
@@ -33,7 +34,7 @@ def export(checkpoint: Path, folder: Path, tokenizer: str | None = None, config:
         config: the sizes to expect.
 
     Returns:
-        What whoever uses the folder should know, in words.
+        The model's name, and what whoever uses the folder should know, in words.
 
     Raises:
         ValueError: the checkpoint can't be read or expressed, there is no tokenizer or none that fits, or the folder is in use.
@@ -65,6 +66,7 @@ def export(checkpoint: Path, folder: Path, tokenizer: str | None = None, config:
     long += "of training" if trained else "that the model has positions for (that of training isn't known)"
     remarks = [
         f"the model is {found.config.name}",
+        *changes(found.config),
         f"{long}, are only cut where the processor is told: text_kwargs={{'padding': True, 'truncation': True}}",
     ]
     if (bias := found.state.get(LOGIT_BIAS)) is not None:

@@ -5,6 +5,7 @@ Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.clap import ClapModel
+from clap_ds.weights.expressible import expressible
 from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
 
@@ -88,20 +90,27 @@ def load_transformers(source: str | Path | Mapping[str, Tensor], config: ClapCon
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
     """Writes a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
 
-    The held AudioSet classifier and the sigmoid loss's logit bias have no place there and are left out.
+    Shapes that HF's lacks are written as ones that it has (`clap_ds.weights.expressible`). The held AudioSet classifier and the
+    sigmoid loss's logit bias have no place there and are left out.
 
     Raises:
         ValueError: HF's ClapModel can't express this model; says why. `save_safetensors` can.
     """
-    theirs: Any = transformers.ClapModel(config_to_transformers(model.config))
-    theirs.load_state_dict(to_transformers(model.state_dict()), strict=False)  # it makes its constants itself
+    config, state = expressible(model.config, model.state_dict())
+    theirs: Any = transformers.ClapModel(config_to_transformers(config))
+    lacking = theirs.load_state_dict(to_transformers(state), strict=False).missing_keys
+    assert all(name.endswith(_CONSTANTS) for name in lacking), lacking  # which it makes itself
     theirs.save_pretrained(folder)
-    feature_extractor(model.config.audio).save_pretrained(folder)
+    feature_extractor(config.audio).save_pretrained(folder)
+    for file in Path(folder).glob("*.safetensors"):
+        shutil.copymode(Path(folder) / "config.json", file)  # safetensors leaves its files to their owner
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
-    """A `ClapModel` state in `transformers.ClapModel`'s names, floating tensors in fp32."""
+    """A `ClapModel` state in `transformers.ClapModel`'s names, floating tensors in fp32. Theirs has a logit scale for either
+    direction, which both are the one that is trained here."""
     named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
+    named["logit_scale_t"] = named["logit_scale_a"].clone()
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 

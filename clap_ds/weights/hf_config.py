@@ -95,9 +95,9 @@ def config_from_transformers(
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of these sizes; raises ValueError with every reason why `ClapModel` can't express them."""
-    reasons = _not_expressible(config)
-    if reasons:
+    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError with every reason why
+    `ClapModel` can't express them."""
+    if reasons := not_expressible(config):
         raise ValueError(f"{config.name} can't be a transformers.ClapModel: {'; '.join(reasons)}")
     audio, text = config.audio, config.text
     return transformers.ClapConfig(
@@ -122,34 +122,25 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
     """The HF front end with this model's mel settings; crops longer clips at random, as unfused models do."""
-    seconds, remainder = divmod(config.num_samples, config.sample_rate)
-    if remainder:
-        clip = f"a clip of {config.num_samples} samples at {config.sample_rate} Hz"
-        raise ValueError(f"{clip} is not whole seconds, which HF needs")
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
-        max_length_s=seconds,
+        max_length_s=config.num_samples // config.sample_rate,
         truncation="rand_trunc",
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
     )
 
 
-def _not_expressible(config: ClapConfig) -> list[str]:
-    audio, text, joint = config.audio, config.text, config.joint_dim
-    reasons = []
-    if text.pooling != "cls_pooler":
-        reasons.append(f"its text tower pools by {text.pooling}, HF's by a pooler on the first token")
-    for tower, projection in (("audio", audio.projection), ("text", text.projection)):
-        width = projection.hidden_dim
-        if width != joint:
-            reasons.append(f"the {tower} projection's hidden width is {width}, HF's is the joint width ({joint})")
-        if not projection.bias:
-            reasons.append(f"the {tower} projection has no biases, HF's has")
-    if audio.projection.activation != text.projection.activation:
+def not_expressible(config: ClapConfig) -> list[str]:
+    """Every reason why a model of these sizes can't be exported to transformers, in words; none for any preset."""
+    audio, reasons = config.audio, []
+    if audio.projection.activation != config.text.projection.activation:
         reasons.append("the towers' projections have different activations, HF has one for both")
     if (grid := min(audio.stage_grids)) < audio.attention_window:
         reasons.append(f"its last token grid ({grid}) is smaller than the window ({audio.attention_window})")
+    if audio.num_samples % audio.sample_rate:
+        clip = f"a clip of {audio.num_samples} samples at {audio.sample_rate} Hz"
+        reasons.append(f"{clip} is not whole seconds, which HF needs")
     return reasons
 
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.config.model import load_preset
+from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
+from clap_ds.weights.load import load_weights
+from clap_ds.weights.names import laion_names, to_names
 from tests import processes
 from tests.weights.fake_checkpoints import checkpoint_of
 
@@ -28,10 +30,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_model(*, sigmoid: bool = False) -> ClapModel:
+def random_model(config: ClapConfig = MICRO, *, sigmoid: bool = False) -> ClapModel:
     """Weights large enough that every one counts."""
     torch.manual_seed(1)
-    model = ClapModel(MICRO, sigmoid=sigmoid).eval()
+    model = ClapModel(config, sigmoid=sigmoid).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -47,8 +49,25 @@ def sounds() -> list[np.ndarray]:
     return [rising, 0.4 * np.exp(-3 * time) * np.sin(2 * np.pi * 880 * time)]
 
 
-def test_transformers_gives_the_same_embeddings(tokenizer: Path, tmp_path: Path) -> None:
-    model = random_model()
+def mean_pooled(audio_width: int, text_width: int, bias: bool, activation: Activation) -> ClapConfig:
+    """Micro with what ClapModel has no shape for: the mean over tokens, projections through other widths than the joint 32."""
+    audio = ProjectionConfig(hidden_dim=audio_width, bias=True, activation=activation)
+    text = {"pooling": "mean", "projection": ProjectionConfig(hidden_dim=text_width, bias=bias, activation=activation)}
+    towers = {
+        "audio": MICRO.audio.model_copy(update={"projection": audio}),
+        "text": MICRO.text.model_copy(update=text),
+    }
+    return MICRO.model_copy(update=towers)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MICRO, mean_pooled(48, 40, True, "relu"), mean_pooled(32, 28, False, "gelu")],
+    ids=["micro", "as demo", "as htsat_base"],
+)
+def test_transformers_gives_the_same_embeddings(config: ClapConfig, tokenizer: Path, tmp_path: Path) -> None:
+    model = random_model(config)
+    model.logit_scale_text.fill_(3.0)  # which nothing trains
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer)
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     theirs, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -56,18 +75,46 @@ def test_transformers_gives_the_same_embeddings(tokenizer: Path, tmp_path: Path)
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
     inputs = processor(text=CAPTIONS, audio=sounds(), sampling_rate=48000, return_tensors="pt", padding=True)
     ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
-    normalize, near = torch.nn.functional.normalize, torch.testing.assert_close
+    near, again = torch.testing.assert_close, load_weights(tmp_path / "out").build().eval()
     with torch.no_grad():
-        audio = theirs.get_audio_features(input_features=inputs["input_features"]).pooler_output
-        text = theirs.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        our_audio = model.encode_audio(torch.from_numpy(np.stack(sounds())))
-        our_text = model.encode_text(ids, mask)
-        logits = theirs(**inputs).logits_per_audio
-    near(normalize(audio, dim=-1), our_audio, atol=1e-4, rtol=0)
-    near(normalize(text.pooler_output, dim=-1), our_text, atol=1e-4, rtol=0)
-    near(logits, model.logit_scale.exp().detach() * our_audio @ our_text.T, atol=1e-2, rtol=0)
-    for ours in (our_audio, our_text):
+        output = theirs(**inputs)
+        our_audio, our_text = model.encode_audio(torch.from_numpy(np.stack(sounds()))), model.encode_text(ids, mask)
+        read_back = again.encode_text(ids, mask)
+    scores = model.logit_scale.exp().detach() * our_audio @ our_text.T
+    beyond = output.text_embeds.shape[1] - config.joint_dim
+    assert beyond == max(0, config.audio.projection.hidden_dim - config.joint_dim)
+    for ours, found, atol in (
+        (our_audio, output.audio_embeds, 1e-4),  # as near as the front ends are
+        (our_text, output.text_embeds, 2e-6),
+        (our_text, read_back, 2e-6),
+    ):
+        near(found, torch.nn.functional.pad(ours, (0, beyond)), atol=atol, rtol=0)
         assert float((ours[0] - ours[1]).abs().max()) > 0.01  # or the comparison would say little
+    near(output.logits_per_audio, scores, atol=1e-2, rtol=0)
+    near(output.logits_per_text, scores.T, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
+def test_float16_gives_nan_rather_than_other_embeddings_where_it_cannot_hold_the_mean(
+    pooling: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    model = random_model(mean_pooled(32, 32, True, "relu") if pooling == "mean" else MICRO)
+    remarks = export.export(checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer), tmp_path / "out")
+    ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
+    theirs = transformers.ClapModel.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    with torch.no_grad():
+        found = theirs.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
+    assert bool(found.isnan().all()) == (pooling == "mean")
+    assert any("float16 gives NaN" in remark for remark in remarks) == (pooling == "mean")
+
+
+def test_files_are_as_readable_as_others(tokenizer: Path, tmp_path: Path) -> None:
+    export.export(checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer), tmp_path / "out")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "folder").stat().st_mode
+    for file in (tmp_path / "out").iterdir():
+        assert file.stat().st_mode == (tmp_path / "file").stat().st_mode, file.name
 
 
 @pytest.mark.parametrize("kind", ["as trained here", "RobertaTokenizer"])
@@ -123,6 +170,16 @@ def test_a_safetensors_file_needs_the_tokenizer_named_and_a_logit_bias_is_left_o
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
     transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+
+
+def test_a_laion_file_is_of_the_preset_it_fits(tokenizer: Path, tmp_path: Path) -> None:
+    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, tmp_path / "clap.pt")
+    arguments = [str(tmp_path / "clap.pt"), str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--preset"]
+    with pytest.raises(ValueError, match="isn't of model demo but of micro"):
+        export.main([*arguments, "demo"])
+    export.main([*arguments, "micro"])
+    _, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
