@@ -21,7 +21,7 @@ class Batch:
     packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
     """
 
-    waveforms: Tensor  # (B, T) float32 in [-1, 1], at the model's sample rate; pieces may have int16 (`to_int16`)
+    waveforms: Tensor  # (B, T) float32, full scale ±1, at the model's sample rate; pieces may have int16 (`to_int16`)
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
@@ -109,8 +109,8 @@ INT16_SCALE = 32767
 
 
 def to_int16(waveforms: Tensor) -> Tensor:
-    """Waveforms within [-1, 1] rounded to int16, half the bytes to move."""
-    return (waveforms * INT16_SCALE).round().to(torch.int16)
+    """Waveforms rounded to int16, half the bytes to move; what is beyond ±1 is clipped."""
+    return (waveforms.clamp(-1, 1) * INT16_SCALE).round().to(torch.int16)
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:

@@ -97,7 +97,8 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
 
     Returns:
-        (num_samples,) float32 in [-1, 1].
+        (num_samples,) float32, full scale ±1. Louder samples, of floating-point files and of lossy ones, stay as they are, as
+        `transformers.ClapFeatureExtractor` takes them.
 
     Raises:
         BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
@@ -112,7 +113,7 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
     mono = sum(samples.T) / np.float32(samples.shape[1])  # much sooner than a mean over so short an axis
     waveform = resample(torch.from_numpy(mono), ratio.denominator, ratio.numerator)[:num_samples]
     repeated = waveform.repeat(num_samples // len(waveform))
-    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated))).clamp_(-1, 1)
+    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
 
 
 @contextmanager

@@ -83,11 +83,11 @@ def test_crops_of_lossy_files_match_the_whole(file_format: str) -> None:
         np.testing.assert_allclose(crop, whole[start : start + SECOND], atol=1e-5)
 
 
-def test_channels_are_averaged_and_what_is_too_loud_clipped() -> None:
+def test_channels_are_averaged_and_what_is_loud_stays_so() -> None:
     for num_channels in (1, 2, 7):
         samples = np.random.default_rng(0).uniform(-3, 3, (SECOND, num_channels)).astype(np.float32)
         decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"))
-        np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1).clip(-1, 1), atol=1e-6)
+        np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
 
 
 def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
