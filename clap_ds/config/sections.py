@@ -92,8 +92,8 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "float32"
-    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5; it clips what
-    is beyond ±1."""
+    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5, and clips
+    what is beyond ±1."""
 
 
 DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}

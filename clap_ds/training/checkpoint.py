@@ -276,7 +276,8 @@ class CheckpointFolder:
         # DeepSpeed's own pointer, so that `load_checkpoint` of the folder does without a tag.
         yield "latest", TAG.encode()
         yield PROGRESS, progress.to_json().encode()
-        yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config)
+        text_tokens = self._run.clap.text_tokens if self._run is not None else None
+        yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config, text_tokens)
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
             for path in sorted(Path(self._tokenizer).iterdir()):
                 if path.is_file() and path.stat().st_size <= _LARGEST_TOKENIZER_FILE:

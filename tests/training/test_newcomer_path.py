@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import soundfile
 import torch
 
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.weights.load import load_weights
+from clap_ds.weights.load import load_weights, locate, text_tokens_of
 from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands
@@ -36,9 +37,12 @@ def write_sounds(folder: Path) -> None:
     (folder / "clips.csv").write_text("\n".join(rows))
 
 
+def in_docs() -> str:
+    return (commands.ROOT / "docs" / "training.md").read_text(encoding="utf-8").split(HEADING)[1]
+
+
 def commands_in_docs() -> list[list[str]]:
-    text = (commands.ROOT / "docs" / "training.md").read_text(encoding="utf-8").split(HEADING)[1]
-    block = re.search(r"```console\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"```console\n(.*?)```", in_docs(), re.DOTALL)
     assert block is not None
     return [shlex.split(line.removeprefix("$ ")) for line in block[1].splitlines() if line.startswith("$ ")]
 
@@ -65,7 +69,8 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     clap = {"data": data, "train": {"samples": 2 * 4 * 6}, "evaluation": evaluation}
     (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
     run(tmp_path, train)
-    shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--text_tokens", "16", "--json", "found.json")
+    shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "found.json")
+    assert "16 text tokens" in shown  # as trained
     assert "retrieval (12 clips, 24 captions)" in shown
     assert "zero-shot classification (12 clips, 3 classes)" in shown
     found = json.loads((tmp_path / "found.json").read_text())
@@ -75,8 +80,17 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
     assert len(found["metrics"]) == 11
     run(tmp_path, export)
-    trained = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints")).build()
+    checkpoint = locate(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
+    trained = load_weights(checkpoint).build()
+    shutil.copy(checkpoint / "weights.safetensors", tmp_path)
+    assert text_tokens_of(tmp_path / "weights.safetensors", trained.config) == 16
     exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
     assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)
-    tokens = transformers.ClapProcessor.from_pretrained(tmp_path / "my_clap")(text=["a hum"])["input_ids"]
+    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "my_clap")
+    assert processor.tokenizer.model_max_length == 16
+    tokens = processor(text=["a hum"])["input_ids"]
     assert tokens == load_tokenizer(str(tmp_path / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]
+    program = re.search(r"```python\n(.*?)```", in_docs(), re.DOTALL)
+    assert program is not None
+    shown = run(tmp_path, ["python", "-c", program[1]])
+    assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", shown)
