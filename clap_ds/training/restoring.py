@@ -9,12 +9,12 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import on_first, rank
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.random_state import restore_random_state
-from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone, not_finite
+from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone
 from clap_ds.training.changes import compare
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
-from clap_ds.weights.formats import load_safetensors, some
+from clap_ds.weights.load import load_weights
 
 PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
 
@@ -48,9 +48,7 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
 def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
     """The weights alone, and how far training had come, which is counted from 0 where that file is damaged. Raises ValueError:
     they are another model's, or not finite."""
-    weights = load_safetensors(folder / WEIGHTS)
-    if bad := not_finite(weights.state):
-        raise ValueError(f"{folder / WEIGHTS}: {some(bad)} are NaN or infinite; take an earlier step")
+    weights = load_weights(folder / WEIGHTS)
     progress = TrainingProgress()
     with suppress(OSError):
         if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
