@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.engine.loss import tiled_log_sum_exp, tiled_softmax_gradient
+from clap_ds.engine.tiles import tiled_log_sum_exp, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.dist.agreement import rank, world_size
+from clap_ds.engine.tiles import similarities, tiled_log_sum_exp, tiled_softmax_gradient, weighted_sum
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -150,48 +151,6 @@ class _Softmax(torch.autograd.Function):
         return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
 
 
-def tiled_log_sum_exp(own_BD: Tensor, all_ND: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Log Σ_j exp(scale · own_i·all_j), a tile of columns at a time: (B,) in the scale's type."""
-    maximum_B = torch.full(own_BD.shape[:1], -torch.inf, dtype=scale.dtype, device=own_BD.device)
-    total_B = torch.zeros_like(maximum_B)
-    for columns in _tiles(all_ND.shape[0], tile):
-        logits_BK = _similarities(own_BD, all_ND[columns], scale.dtype).mul_(scale)
-        larger_B = torch.maximum(maximum_B, logits_BK.amax(dim=1))
-        total_B = total_B * (maximum_B - larger_B).exp() + logits_BK.sub_(larger_B[:, None]).exp_().sum(dim=1)
-        maximum_B = larger_B
-    return maximum_B + total_B.log()
-
-
-def tiled_softmax_gradient(
-    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, first: int, scale: Tensor, tile: int
-) -> tuple[Tensor, Tensor]:
-    """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
-
-    Args:
-        own_BD: this rank's features of one tower; row i belongs to row first + i of `all_ND`.
-        all_ND: everybody's features of the other tower.
-        own_lse_B: log-sum-exps over the similarities of each own feature.
-        all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
-        scale: factor of the similarities, shape (1,); gives the type of sums and results.
-
-    Returns:
-        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
-    """
-    gradient_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
-    scale_gradient = torch.zeros((), dtype=scale.dtype, device=own_BD.device)
-    for columns in _tiles(all_ND.shape[0], tile):
-        similarity_BK = _similarities(own_BD, all_ND[columns], scale.dtype)
-        logits_BK = similarity_BK * scale
-        weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
-        weight_BK += logits_BK.sub_(all_lse_N[columns]).exp_()
-        if columns.start < first + own_BD.shape[0] and first < columns.stop:
-            # Pairs lie where column = first + row.
-            weight_BK.diagonal(first - columns.start).sub_(2)
-        scale_gradient += torch.dot(weight_BK.flatten(), similarity_BK.flatten())
-        gradient_BD += _weighted_sum(weight_BK, all_ND[columns])
-    return gradient_BD * scale, scale_gradient
-
-
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -202,17 +161,17 @@ class _Sigmoid(torch.autograd.Function):
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
         for distance, other_audio, other_text in _round_the_ring(audio, text):
-            similarity_BB = _similarities(audio, other_text, scale.dtype)
+            similarity_BB = similarities(audio, other_text, scale.dtype)
             row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, paired=distance == 0)
             loss += row_loss_BB.sum()
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
-            audio_grad_BD += _weighted_sum(row_weight_BB, other_text)
+            audio_grad_BD += weighted_sum(row_weight_BB, other_text)
             column_weight_BB = row_weight_BB.T
             if distance:
-                logits_BB = _similarities(text, other_audio, scale.dtype) * scale + bias
+                logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
                 column_weight_BB = _sigmoid_terms(logits_BB, paired=False)[1]
-            text_grad_BD += _weighted_sum(column_weight_BB, other_audio)
+            text_grad_BD += weighted_sum(column_weight_BB, other_audio)
         num_local = audio_BD.shape[0]
         ctx.save_for_backward(
             audio_grad_BD * (scale / num_local),
@@ -252,25 +211,3 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
         for request in requests:
             request.wait()
         held = arriving
-
-
-def _similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, K) inner products, accumulated and given in `dtype`."""
-    if own_BD.dtype == dtype:
-        return own_BD @ other_KD.T
-    if own_BD.is_cuda:
-        return torch.mm(own_BD, other_KD.T, out_dtype=dtype)
-    return own_BD.to(dtype) @ other_KD.T.to(dtype)
-
-
-def _weighted_sum(weight_BK: Tensor, other_KD: Tensor) -> Tensor:
-    """(B, D) in the weights' type; on a GPU with 16-bit features the weights are rounded to match, the sum is not."""
-    if other_KD.dtype == weight_BK.dtype:
-        return weight_BK @ other_KD
-    if other_KD.is_cuda:
-        return torch.mm(weight_BK.to(other_KD.dtype), other_KD, out_dtype=weight_BK.dtype)
-    return weight_BK @ other_KD.to(weight_BK.dtype)
-
-
-def _tiles(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
