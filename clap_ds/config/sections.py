@@ -106,6 +106,10 @@ class LossSettings(Section):
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
+    same_caption: Literal["negative", "positive"] = "negative"
+    """What a clip is taught of another clip's caption that is equal to its own: that it is wrong (`negative`, as published), or
+    as right as its own (`positive`), for data whose captions come again, such as those made of class names. With `softmax` that
+    makes a difference only as far as text dropout does between equal captions: their targets add up to the same."""
     features: Literal["bf16", "fp32"] | None = None
     """Type in which features travel and are compared; null: bf16 in bf16 runs, else fp32."""
     tile: PositiveInt = 4096

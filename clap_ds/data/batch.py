@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +47,11 @@ class Batch:
             return self.waveforms, input_ids, None, packing
         is_full = self.num_tokens == self.input_ids.numel()
         return self.waveforms, self.input_ids, None if is_full else self.attention_mask
+
+    def caption_hashes(self) -> Tensor:
+        """A number for each caption, (B,) int64 on its device: the same for equal token ids, for two others with a probability
+        of at most 2⁻⁴⁷. Batches to compare have one L."""
+        return (self.input_ids * _hash_factors(self.input_ids.shape[1], self.device)).sum(dim=1)
 
     def pack(self) -> None:
         """Pack the captions, which waits for the device where they aren't on the host."""
@@ -133,6 +139,14 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
     if whole.waveforms.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
         whole.waveforms = whole.waveforms.float().div_(INT16_SCALE)
     return whole
+
+
+@functools.cache
+def _hash_factors(text_tokens: int, device: torch.device) -> Tensor:
+    """(L,) int64, always the same random numbers: sums of products with them, modulo 2⁶⁴, tell rows apart."""
+    any_int64 = torch.iinfo(torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(any_int64.min, any_int64.max, (text_tokens,), generator=generator).to(device)
 
 
 def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:

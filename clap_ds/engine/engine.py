@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -61,6 +62,7 @@ class ClapEngine:
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
         self.loss = _loss(run)
+        self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
@@ -133,7 +135,7 @@ class ClapEngine:
         with timer("forward"):
             cache = FeatureCache(self.deepspeed, self.model, micro_batches)
         with timer("loss"):
-            loss = cache.differentiate(self.loss)
+            loss = cache.differentiate(partial(self.loss, captions_B=self._captions(*micro_batches)))
         for number, surrogate in enumerate(cache.surrogate_losses(check=self.steps == 0), start=1):
             with timer("forward"):
                 self._set_boundary(number)
@@ -170,10 +172,14 @@ class ClapEngine:
         with timer("forward"):
             features = self.deepspeed(*batch.model_inputs())
         with timer("loss"):
-            loss = self.loss(*features)
+            loss = self.loss(*features, captions_B=self._captions(batch))
         with timer("backward"):
             self.deepspeed.backward(loss)
         return loss
+
+    def _captions(self, *batches: Batch) -> Tensor | None:
+        """What tells captions apart, where the loss is to know equal ones."""
+        return torch.cat([batch.caption_hashes() for batch in batches]) if self._same_caption_positive else None
 
     def share_statistics(self) -> None:
         """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""

@@ -4,6 +4,9 @@ Both losses know their gradient in closed form. A rank that holds all features (
 (sigmoid) can work out the whole gradient of its own features, also what other ranks' rows and columns contribute. It is
 worked out in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
 
+P_ij is 1 where clip i and caption j belong together: [i = j], as published, or, where the pairs' captions are given
+(`clap.loss.same_caption` "positive"), wherever captions i and j are equal. n_i counts those equal to pair i's, itself included.
+
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
 
@@ -18,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.dist.agreement import rank, world_size
-from clap_ds.engine.tiles import similarities, tiled_log_sum_exp, tiled_softmax_gradient, weighted_sum
+from clap_ds.engine.tiles import Positives, similarities, tiled_log_sum_exp, tiled_softmax_gradient, weighted_sum
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +31,8 @@ class SoftmaxLoss:
     """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
-    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered once, r and c once.
+    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·P_ij/n_i) / 2N: the target is spread evenly over a row's and a column's
+    positives, of which they have as many. Features are gathered once, r and c once.
 
     Args:
         wire_dtype: features are gathered and compared in this type; sums and gradients are fp32 (fp64 for fp64).
@@ -54,7 +58,13 @@ class SoftmaxLoss:
             model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
 
     def __call__(
-        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        *,
+        captions_B: Tensor | None = None,
     ) -> Tensor:
         """Loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
 
@@ -63,13 +73,16 @@ class SoftmaxLoss:
             text_BD: L2-normalised text features of the same pairs, (B, D), fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
             logit_bias: not part of this loss.
+            captions_B: where equal captions are positives, a number for each different one (`Batch.caption_hashes`), (B,)
+                int64; on all ranks or on none.
 
         Returns:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and the mean over
             ranks of its gradients, which is what data parallelism takes, is that loss's gradient.
         """
         audio, text = self._gather("audio", audio_BD), self._gather("text", text_BD)
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), self._tile)
+        captions_N = gather_captions(captions_B)
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), captions_N, self._tile)
         return loss
 
     def _gather(self, name: str, features_BD: Tensor) -> _Gather:
@@ -79,8 +92,8 @@ class SoftmaxLoss:
 class SigmoidLoss:
     """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)), z = 1 for pairs and -1 elsewhere. Each rank takes the rows of its
-    audio and the columns of its text; of an entry both see, the loss and the scalars' gradients are counted in the rows.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)), z = 2·P - 1. Each rank takes the rows of its audio and the columns
+    of its text; of an entry both see, the loss and the scalars' gradients are counted in the rows.
 
     Args:
         wire_dtype: features travel and are compared in this type.
@@ -90,11 +103,18 @@ class SigmoidLoss:
         self._wire_dtype = wire_dtype
 
     def __call__(
-        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        *,
+        captions_B: Tensor | None = None,
     ) -> Tensor:
         """As `SoftmaxLoss`; `logit_bias` of shape (1,), fp32, is needed."""
         assert logit_bias is not None
-        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
+        captions_N = gather_captions(captions_B)
+        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, captions_N, self._wire_dtype)
         return loss
 
 
@@ -116,10 +136,22 @@ class _Gather:
         return self._gathered
 
 
+def gather_captions(captions_B: Tensor | None) -> Tensor | None:
+    """Every rank's, (N,), in rank order; None where there are none. A collective where there are some."""
+    return None if captions_B is None else _Gather(captions_B, captions_B.dtype).wait()
+
+
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor, tile: int
+        ctx: Any,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        audio_ND: Tensor,
+        text_ND: Tensor,
+        captions_N: Tensor | None,
+        tile: int,
     ) -> Tensor:
         num_local = audio_BD.shape[0]
         first = rank() * num_local
@@ -127,8 +159,14 @@ class _Softmax(torch.autograd.Function):
         scale = logit_scale.detach()
         row_lse_B = tiled_log_sum_exp(audio_ND[own], text_ND, scale, tile)
         column_lse_B = tiled_log_sum_exp(text_ND[own], audio_ND, scale, tile)
-        diagonal_B = scale * (audio_ND[own].to(scale.dtype) * text_ND[own].to(scale.dtype)).sum(dim=1)
-        loss = ((row_lse_B - diagonal_B).mean() + (column_lse_B - diagonal_B).mean()) / 2
+        positives = None if captions_N is None else Positives(captions_N, own, tile)
+        if positives is None:
+            similarity_B = (audio_ND[own].to(scale.dtype) * text_ND[own].to(scale.dtype)).sum(dim=1)
+        else:
+            pairs = ((audio_ND[own], text_ND), (text_ND[own], audio_ND))
+            similarity_B = torch.stack([positives.mean_similarity(*pair, scale.dtype) for pair in pairs]).mean(dim=0)
+        target_B = scale * similarity_B
+        loss = ((row_lse_B - target_B).mean() + (column_lse_B - target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
@@ -138,7 +176,7 @@ class _Softmax(torch.autograd.Function):
                 (text_ND[own], audio_ND, column_lse_B, row_lse_N),
             )
             (audio_grad_BD, scale_grad), (text_grad_BD, _) = (
-                tiled_softmax_gradient(*side, first, scale, tile) for side in sides
+                tiled_softmax_gradient(*side, first, scale, tile, positives) for side in sides
             )
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
             factor = 1 / (2 * num_local)
@@ -148,21 +186,28 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
+        return audio_grad_BD, text_grad_BD, scale_grad, *[None] * 4
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor, wire_dtype: torch.dtype
+        ctx: Any,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor,
+        captions_N: Tensor | None,
+        wire_dtype: torch.dtype,
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
         audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
         for distance, other_audio, other_text in _round_the_ring(audio, text):
+            positive_BB = None if captions_N is None else _same_captions(captions_N, len(audio), distance)
             similarity_BB = similarities(audio, other_text, scale.dtype)
-            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, paired=distance == 0)
+            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0, positive_BB)
             loss += row_loss_BB.sum()
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
@@ -170,7 +215,7 @@ class _Sigmoid(torch.autograd.Function):
             column_weight_BB = row_weight_BB.T
             if distance:
                 logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
-                column_weight_BB = _sigmoid_terms(logits_BB, paired=False)[1]
+                column_weight_BB = _sigmoid_terms(logits_BB, False, positive_BB)[1]
             text_grad_BD += weighted_sum(column_weight_BB, other_audio)
         num_local = audio_BD.shape[0]
         ctx.save_for_backward(
@@ -183,13 +228,23 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None)
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
 
 
-def _sigmoid_terms(logits_BB: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
-    """-log σ(z·logit) of a block and its derivative by the logit; with `paired`, z is 1 on the diagonal."""
+def _same_captions(captions_N: Tensor, num_local: int, distance: int) -> Tensor:
+    """Whether captions of this rank's pairs equal those of the rank at a distance round the ring, (B, B) bool."""
+    captions_RB = captions_N.view(-1, num_local)
+    return captions_RB[rank(), :, None] == captions_RB[(rank() - distance) % len(captions_RB)]
+
+
+def _sigmoid_terms(logits_BB: Tensor, paired: bool, positive_BB: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 where `positive_BB` says so or, without, with `paired`
+    on the diagonal."""
     loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
-    if paired:
+    if positive_BB is not None:
+        loss_BB -= logits_BB * positive_BB
+        weight_BB -= positive_BB.to(weight_BB.dtype)
+    elif paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
         weight_BB.diagonal().sub_(1)
     return loss_BB, weight_BB

@@ -23,8 +23,41 @@ def tiled_log_sum_exp(own_BD: Tensor, all_ND: Tensor, scale: Tensor, tile: int) 
     return maximum_B + total_B.log()
 
 
+class Positives:
+    """Which pairs have the same caption as each of this rank's.
+
+    Args:
+        captions_N: everybody's captions, one number for each different one, int64.
+        own: this rank's among them.
+    """
+
+    def __init__(self, captions_N: Tensor, own: slice, tile: int) -> None:
+        self._captions_N, self._own, self._tile = captions_N, own, tile
+        self.number_B = torch.zeros_like(captions_N[own])
+        for columns in _tiles(len(captions_N), tile):
+            self.number_B += self.among(columns).sum(dim=1)
+
+    def among(self, columns: slice) -> Tensor:
+        """(B, K) bool."""
+        return self._captions_N[self._own, None] == self._captions_N[columns]
+
+    def mean_similarity(self, own_BD: Tensor, all_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of each own feature of one tower to its positives of the other, (B,) in `dtype`."""
+        total_B = torch.zeros(own_BD.shape[:1], dtype=dtype, device=own_BD.device)
+        for columns in _tiles(len(all_ND), self._tile):
+            total_B += (similarities(own_BD, all_ND[columns], dtype) * self.among(columns)).sum(dim=1)
+        return total_B / self.number_B
+
+
 def tiled_softmax_gradient(
-    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, first: int, scale: Tensor, tile: int
+    own_BD: Tensor,
+    all_ND: Tensor,
+    own_lse_B: Tensor,
+    all_lse_N: Tensor,
+    first: int,
+    scale: Tensor,
+    tile: int,
+    positives: Positives | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
 
@@ -34,6 +67,7 @@ def tiled_softmax_gradient(
         own_lse_B: log-sum-exps over the similarities of each own feature.
         all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
         scale: factor of the similarities, shape (1,); gives the type of sums and results.
+        positives: of the own features; without, pair i has pair i alone.
 
     Returns:
         2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
@@ -45,7 +79,9 @@ def tiled_softmax_gradient(
         logits_BK = similarity_BK * scale
         weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
         weight_BK += logits_BK.sub_(all_lse_N[columns]).exp_()
-        if columns.start < first + own_BD.shape[0] and first < columns.stop:
+        if positives is not None:
+            weight_BK -= positives.among(columns) * (2 / positives.number_B.to(scale.dtype))[:, None]
+        elif columns.start < first + own_BD.shape[0] and first < columns.stop:
             # Pairs lie where column = first + row.
             weight_BK.diagonal(first - columns.start).sub_(2)
         scale_gradient += torch.dot(weight_BK.flatten(), similarity_BK.flatten())

@@ -1,6 +1,7 @@
 """Gradients of accumulated micro-batches: of one loss over the whole batch if cached, of the mean loss if independent."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngi
     run = reference.settings(
         train={"accumulation": accumulation}, optimizer=sgd, gradient_accumulation_steps=3, **changes
     )
-    options = run.clap.model.model_dump(include=set(NOISY))
+    options = run.clap.model.model_dump(include=set(NOISY)) | {"sigmoid": run.clap.loss.kind == "sigmoid"}
     torch.manual_seed(3)
     engine = ClapEngine(run, ClapModel(run.clap.preset(), **options, attention="auto"), CPU)
     return run, engine, copy.deepcopy(engine.model)
@@ -46,11 +47,25 @@ def _gradients(model: ClapModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _differences(accumulation: str, whole: str, sync: str, noisy: bool) -> list[tuple[float, float]]:
-    """Loss and gradient differences from the reference named, step by step; the gradient's as a part of the largest."""
-    run, engine, plain = _engine(accumulation, **({"model": NOISY} if noisy else {}))
+def _differences(
+    accumulation: str, whole: str, sync: str, noisy: bool, equal_captions: str | None = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient differences from the reference named, step by step; the gradient's as a part of the largest.
+    `equal_captions`: every micro-batch has the same caption twice, a positive, padded or packed."""
+    changes: dict[str, Any] = {"model": NOISY} if noisy else {}
+    if equal_captions:
+        # Without dropout equal captions have equal features, for which the softmax loss's target comes to the same.
+        changes = {"loss": {"kind": "sigmoid", "same_caption": "positive"}, "text": equal_captions}
+    run, engine, plain = _engine(accumulation, **changes)
     world_size, caught, step = dist.get_world_size(), [], engine.deepspeed.step
     by_rank = [reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)]
+    if equal_captions:
+        for batch in itertools.chain.from_iterable(by_rank):
+            for place, like in zip(batch.tensors()[1:], by_rank[0][0].tensors()[1:], strict=True):
+                place[1:] = like[1]
+            batch.num_tokens = int(batch.attention_mask.sum())
+            if equal_captions == "packed":
+                batch.pack()
     if sync == "deepspeed":
         engine.sync._recorder = None
     if whole == "large_batch_loss":
@@ -100,6 +115,16 @@ def _differences(accumulation: str, whole: str, sync: str, noisy: bool) -> list[
 def test_gradients_of_two_ranks_through_a_ramp(two_ranks: RankPool, accumulation: str, whole: str, sync: str) -> None:
     for differences in two_ranks.run(_differences, accumulation, whole, sync, False):
         assert max(map(max, differences)) < TOLERANCE
+
+
+@pytest.mark.parametrize("text", ["padded", "packed"])
+@pytest.mark.parametrize(("accumulation", "whole"), [("independent", "independent_loss"), ("cached", "whole_loss")])
+def test_equal_captions_are_positives_over_the_whole_batch(
+    one_rank: RankPool, two_ranks: RankPool, accumulation: str, whole: str, text: str
+) -> None:
+    for pool in (one_rank, two_ranks):
+        for differences in pool.run(_differences, accumulation, whole, "overlapped", False, text):
+            assert max(map(max, differences)) < TOLERANCE
 
 
 def test_dropout_and_augmentation_are_those_of_the_first_pass(one_rank: RankPool) -> None:

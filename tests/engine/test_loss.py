@@ -29,15 +29,24 @@ def _scalars(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.tensor([scale], dtype=dtype, requires_grad=True), torch.tensor([-3.0], dtype=dtype, requires_grad=True)
 
 
-def _global_softmax(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def _captions(rank: int) -> Tensor:
+    """Some that are equal within a rank, between all ranks, between some, and one that is this rank's alone."""
+    return torch.tensor([1, 1, 2, 10 + rank // 2, -(2**62) - rank])
+
+
+def _global_softmax(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
     logits = scale * audio_ND @ text_ND.T
-    targets = torch.arange(len(logits))
-    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+    targets = positive_NN / positive_NN.sum(1, keepdim=True)
+    return -((targets * logits.log_softmax(1)).sum() + (targets * logits.T.log_softmax(1)).sum()) / (2 * len(logits))
 
 
-def _global_sigmoid(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    sign = 2 * torch.eye(len(audio_ND), dtype=audio_ND.dtype) - 1
+def _global_sigmoid(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
+    sign = 2 * positive_NN - 1
     return -F.logsigmoid(sign * (scale * audio_ND @ text_ND.T + bias)).sum() / len(audio_ND)
+
+
+GLOBAL = {"softmax": _global_softmax, "sigmoid": _global_sigmoid}
+PAIRED = torch.eye(MICRO_BATCH, dtype=torch.float64)
 
 
 LOSSES = {
@@ -46,21 +55,28 @@ LOSSES = {
 }
 
 
-def _rank_gradients(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype) -> list[np.ndarray]:
+def _rank_gradients(
+    kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype, same_positive: bool = False
+) -> list[np.ndarray]:
     """Loss and gradients by audio, text, scale and bias on this rank."""
     audio, text = _features(dist.get_rank(), dtype)
     scalars = _scalars(scale, dtype)
-    loss = LOSSES[kind](wire_dtype)(audio, text, *scalars)
+    captions = _captions(dist.get_rank()) if same_positive else None
+    loss = LOSSES[kind](wire_dtype)(audio, text, *scalars, captions_B=captions)
     inputs = [audio, text, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
     return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
 
 
-def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
+def _expected(
+    kind: str, world_size: int, dtype: torch.dtype, scale: float, same_positive: bool = False
+) -> list[np.ndarray]:
     """The same from one process: features' gradients of all ranks one after the other."""
     pairs = [_features(rank, dtype) for rank in range(world_size)]
     audio_ND, text_ND = (torch.cat([pair[side].detach() for pair in pairs]).requires_grad_() for side in (0, 1))
     scalars = _scalars(scale, dtype)
-    loss = (_global_sigmoid if kind == "sigmoid" else _global_softmax)(audio_ND, text_ND, *scalars)
+    captions_N = torch.cat([_captions(rank) for rank in range(world_size)])
+    same_NN = captions_N[:, None] == captions_N if same_positive else torch.eye(len(captions_N))
+    loss = GLOBAL[kind](audio_ND, text_ND, *scalars, same_NN.to(dtype))
     inputs = [audio_ND, text_ND, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
     return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
 
@@ -78,17 +94,20 @@ def _run(pool: RankPool, folder: Path, world_size: int, function: Any, *argument
     return pool.run(in_group_of, world_size, str(store), function, *arguments)[:world_size]
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+EVERY = [(size, scale, False) for size in (1, 2, 3, 4, 8) for scale in (1.0, 14.3, 100.0)]
+
+
+@pytest.mark.parametrize(("world_size", "scale", "same_positive"), [*EVERY, *((n, 14.3, True) for n in (1, 2, 3, 8))])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_gradients_are_those_of_one_process(
-    eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float
+    eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float, same_positive: bool
 ) -> None:
     # fp32: 84 roundings; exp turns those of a logit of 100 into as many hundred of a single term (18 are found of the largest).
     # fp64: torch's softplus is linear above 20, which leaves out e⁻²⁰ = 2e-9 of a loss of 88.
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        results = _run(eight_processes, tmp_path, world_size, _rank_gradients, kind, dtype, scale, dtype)
-        for ours, theirs in zip(_averaged(results), _expected(kind, world_size, dtype, scale), strict=True):
+        results = _run(eight_processes, tmp_path, world_size, _rank_gradients, kind, dtype, scale, dtype, same_positive)
+        expected = _expected(kind, world_size, dtype, scale, same_positive)
+        for ours, theirs in zip(_averaged(results), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max()), rtol=0)
 
 
@@ -108,10 +127,10 @@ def test_ranks_without_a_group_have_the_plain_loss() -> None:
     audio, text = _features(0, torch.float64)
     scalars = _scalars(5.0, torch.float64)
     torch.testing.assert_close(
-        SoftmaxLoss(torch.float64)(audio, text, *scalars), _global_softmax(audio, text, *scalars)
+        SoftmaxLoss(torch.float64)(audio, text, *scalars), _global_softmax(audio, text, *scalars, PAIRED)
     )
     torch.testing.assert_close(
-        SigmoidLoss(torch.float64)(audio, text, *scalars), _global_sigmoid(audio, text, *scalars)
+        SigmoidLoss(torch.float64)(audio, text, *scalars), _global_sigmoid(audio, text, *scalars, PAIRED)
     )
 
 
@@ -120,9 +139,11 @@ def test_tiles_of_any_width_give_the_same(tile: int) -> None:
     audio, text = _features(0, torch.float64)
     scalars = _scalars(14.3, torch.float64)
     inputs = (audio, text, scalars[0])
-    expected = torch.autograd.grad(_global_softmax(audio, text, *scalars), inputs)
-    found = torch.autograd.grad(SoftmaxLoss(torch.float64, tile)(audio, text, *scalars), inputs)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    captions = _captions(0)
+    for given, positive in ((None, PAIRED), (captions, (captions[:, None] == captions).double())):
+        expected = torch.autograd.grad(_global_softmax(audio, text, *scalars, positive), inputs)
+        found = torch.autograd.grad(SoftmaxLoss(torch.float64, tile)(audio, text, *scalars, captions_B=given), inputs)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 def test_upstream_gradient_scales_all() -> None:

@@ -29,9 +29,10 @@ def run_settings(**changes: Any) -> RunSettings:
 
 
 def settings(**changes: Any) -> RunSettings:
-    """An fp32 micro run by plain SGD, whose weights show the gradient; `train`, `evaluation`, `checkpoint` and `model` go into
-    `clap`."""
-    clap = {name: changes.pop(name) for name in ("train", "evaluation", "checkpoint") if name in changes}
+    """An fp32 micro run by plain SGD, whose weights show the gradient; `train`, `evaluation`, `checkpoint`, `loss`, `text` and
+    `model` go into `clap`."""
+    own = ("train", "evaluation", "checkpoint", "loss", "text")
+    clap = {name: changes.pop(name) for name in own if name in changes}
     if "model" in changes:
         clap["model"] = {"preset": "micro", **changes.pop("model")}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
@@ -48,11 +49,14 @@ def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> 
     return [next(source) for _ in range(number)]
 
 
-def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor) -> Tensor:
-    """Symmetric cross entropy over all pairs."""
+def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor | None, ids_NL: Tensor) -> Tensor:
+    """Symmetric cross entropy over all pairs or, with a bias, SigLIP's loss; pairs with equal captions are right as well."""
     logits = scale * audio_ND @ text_ND.T
-    labels = torch.arange(len(logits))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    same_NN = (ids_NL[:, None] == ids_NL).all(-1).float()
+    if bias is not None:
+        return -F.logsigmoid((2 * same_NN - 1) * (logits + bias)).sum() / len(logits)
+    targets = same_NN / same_NN.sum(1, keepdim=True)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
 def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
@@ -63,11 +67,14 @@ def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
 
 def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """One loss over all micro-batches of all ranks, each forward by itself, in the order ranks take them."""
-    audio, text, scale = zip(*(model(*batch.model_inputs()) for own in by_rank for batch in own), strict=True)
-    return contrastive_loss(torch.cat(audio), torch.cat(text), scale[0])
+    outputs = [model(*batch.model_inputs()) for own in by_rank for batch in own]
+    audio, text, scale, *bias = zip(*outputs, strict=True)
+    ids_NL = torch.cat([batch.input_ids for own in by_rank for batch in own])
+    return contrastive_loss(torch.cat(audio), torch.cat(text), scale[0], bias[0][0] if bias else None, ids_NL)
 
 
 def large_batch_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """The same over one large batch that goes forward in one go."""
     every = [batch.tensors() for own in by_rank for batch in own]
-    return contrastive_loss(*model(*(torch.cat(parts) for parts in zip(*every, strict=True))))
+    whole = [torch.cat(parts) for parts in zip(*every, strict=True)]
+    return contrastive_loss(*model(*whole), None, whole[1])
