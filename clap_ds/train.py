@@ -56,7 +56,7 @@ def _steps(text: str) -> tuple[int, int]:
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
     run = load_run(arguments.deepspeed_config)
-    problems = problems_for_training(run)
+    problems = problems_for_training(run, ranks.world_size)
     if problems:
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     if arguments.hostfile:

@@ -5,12 +5,20 @@ import importlib.util
 from clap_ds.config import metrics
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.training.schedule import global_batches
 
 
-def problems_for_training(run: RunSettings) -> list[str]:
-    """Everything that keeps this run from training, each with its field and what was expected."""
+def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:
+    """Everything that keeps this run from training on as many ranks, where their number is known, each with its field and what
+    was expected."""
     train, evaluation = run.clap.train, run.clap.evaluation
     problems = []
+    if world_size is not None and min(global_batches(run, world_size)) == 1:
+        problems.append(
+            f'train_micro_batch_size_per_gpu: 1 on 1 rank with clap.train.accumulation "{train.accumulation}" makes contrastive'
+            " batches of one pair, from which nothing can be learned: give a larger micro-batch, or clap.train.accumulation"
+            ' "cached" with gradient_accumulation_steps above 1'
+        )
     if train.samples is None and train.epochs is None:
         problems.append("clap.train: missing samples or epochs: how long to train")
     if train.epochs is not None and not isinstance(run.clap.data, ShardData):

@@ -42,12 +42,19 @@ class Schedule:
                 )
             samples = math.ceil(settings.epochs * epoch_samples)
         assert samples is not None
-        ramp = {0: run.gradient_accumulation_steps} | {int(start): n for start, n in settings.batch_ramp.items()}
-        return cls(samples, run.micro_batch * world_size, tuple(sorted(ramp.items())), epoch_samples)
+        return cls(samples, run.micro_batch * world_size, _ramp(run), epoch_samples)
 
     def accumulation_at(self, samples: int) -> int:
         """Micro-batches of the step that begins after so many samples."""
         return [number for start, number in self.accumulation if start <= samples][-1]
+
+    def next_steps(self, samples: int, most: int) -> list[int]:
+        """Micro-batches of each of the next steps, `most` at most, after so many samples."""
+        steps: list[int] = []
+        while len(steps) < most and not self.is_done(samples):
+            steps.append(self.accumulation_at(samples))
+            samples += steps[-1] * self.samples_per_micro_step
+        return steps
 
     def is_done(self, samples: int) -> bool:
         return samples >= self.samples
@@ -75,6 +82,18 @@ class Schedule:
         if planned is None or planned == total:
             return None
         return f"scheduler.params.total_num_steps is {planned}, but the run ends after {total} steps"
+
+
+def _ramp(run: RunSettings) -> tuple[tuple[int, int], ...]:
+    """(samples, micro-batches per step from then on), ascending, the first from 0."""
+    ramp = {0: run.gradient_accumulation_steps} | {int(start): n for start, n in run.clap.train.batch_ramp.items()}
+    return tuple(sorted(ramp.items()))
+
+
+def global_batches(run: RunSettings, world_size: int) -> list[int]:
+    """Pairs that one contrastive loss tells apart, from each stage of `clap.train.batch_ramp` on."""
+    together = [number if run.clap.train.accumulation == "cached" else 1 for _, number in _ramp(run)]
+    return [run.micro_batch * world_size * number for number in together]
 
 
 @dataclass

@@ -41,6 +41,32 @@ def test_problems_name_the_field(
     assert not any("wandb" in problem for problem in problems_for_training(run))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "accumulation", "ramp", "is_one"),
+    [
+        (1, 1, "independent", {}, True),
+        (1, 1, "cached", {}, False),
+        (1, 1, "cached", {"0": 1, "100": 4}, True),
+        (2, 1, "independent", {}, False),
+        (1, 2, "independent", {}, False),
+        (None, 1, "independent", {}, False),
+    ],
+)
+def test_a_contrastive_batch_of_one_is_refused(
+    world_size: int | None, micro_batch: int, accumulation: str, ramp: dict[str, int], is_one: bool
+) -> None:
+    train = {"samples": 9, "accumulation": accumulation, "batch_ramp": ramp}
+    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 4}
+    found = problems_for_training(settings(train=train, **sizes), world_size)
+    assert len(found) == is_one
+    expected = (
+        "train_micro_batch_size_per_gpu: 1 on 1 rank",
+        'clap.train.accumulation "cached"',
+        "a larger micro-batch",
+    )
+    assert all(part in found[0] for part in expected if is_one)
+
+
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
     program = "import sys, clap_ds.training.checks; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
