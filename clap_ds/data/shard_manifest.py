@@ -53,8 +53,9 @@ def digest(path: Path) -> str:  # SHA-256 of a file, in hex
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def epoch_samples(data: ShardData | SyntheticData) -> int | None:
-    """Audio–caption pairs in one epoch: all items of all sources once, broken ones included.
+def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None) -> int | None:
+    """Audio–caption pairs in one epoch: all items of all sources once, broken ones included. Counting ends where there are
+    `enough`.
 
     From manifests where there are some; otherwise the headers of local tars are gone through. None where neither is possible:
     synthetic data, and remote shards without a manifest. Raises as `clap_ds.data.shard_list.expand_shards` does.
@@ -73,4 +74,6 @@ def epoch_samples(data: ShardData | SyntheticData) -> int | None:
             return None
         else:
             total += count_samples(shard)
+        if enough is not None and total >= enough:
+            break
     return total
