@@ -21,6 +21,7 @@ from clap_ds.dist.distributed import leave
 from clap_ds.dist.progress import ending
 from clap_ds.engine.engine import NonFiniteError
 from clap_ds.engine.session import Interrupted, Session
+from clap_ds.training.batches import too_few_items, with_captions_compared
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.schedule import SavedCheckpoint, Schedule
 from clap_ds.training.start import TrainingStart
@@ -79,6 +80,7 @@ def _run(
     clap, engine, progress = session.run.clap, session.engine, start.progress
     settings = clap.train
     batches = _shuffle_captions(session) if settings.shuffle_captions else session.batches
+    batches = with_captions_compared(batches, session, schedule, progress.samples)
     engine.norm_wanted = True
     stopped_by, saved = 0, None
     while not (schedule.is_done(progress.samples) or progress.time_to(settings.stop_at) is not None or stopped_by):
@@ -195,8 +197,8 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
         flush=True,
     )
     mismatch = schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples)
-    if mismatch:
-        print(f"warning: {mismatch}", flush=True)
+    for warning in filter(None, (mismatch, too_few_items(session, schedule))):
+        print(f"warning: {warning}", flush=True)
     session.record.update_summary(
         target_samples=schedule.samples,
         planned_steps=progress.step + steps,

@@ -44,6 +44,7 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     (summary,) = commands.summaries(config)
     assert summary["state"] == "completed"
     assert (summary["step"], summary["samples"], summary["global_batch"]) == (10, 160, 16)
+    assert summary["equal_captions_share"] == 0
     assert [(each["step"], each["saved"]) for each in summary["checkpoints"]] == [(4, True), (8, True), (10, True)]
 
     rows = commands.lines(config)
@@ -221,10 +222,18 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Pa
 def test_ends_at_the_evaluation_that_reaches_the_target(
     tmp_path: Path, sounds: Path, wanted: float, steps: int
 ) -> None:
-    clap = _on_shards(sounds, samples=6 * BATCH, stop_at={"zero_shot_top1": wanted})
+    micro_batch = 61  # one more than there are clips
+    clap = _on_shards(sounds, samples=6 * micro_batch, stop_at={"zero_shot_top1": wanted})
     evaluation = {"every_steps": 3, "zero_shot": {"shards": str(sounds / "*.tar")}}
-    config = write_training(tmp_path, clap={**clap, "evaluation": evaluation})
-    commands.train(config, world_size=1)
+    changes: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "clap": {**clap, "evaluation": evaluation},
+    }
+    config = write_training(tmp_path, **changes)
+    output = commands.train(config, world_size=1)
+    assert "a global batch has 61 pairs, the data 60 items" in output
+    # Found when as many batches are through as were planned.
+    assert ("of the captions have an equal one in their global batch" in output) == (steps == 6)
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", steps)
     assert (summary["time_to_target_s"] is None) == (wanted > 0)
