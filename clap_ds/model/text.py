@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import PAD_TOKEN_ID, TextConfig
 from clap_ds.model import text_attention
+from clap_ds.model.hub import load_by_name
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
 from transformers import RobertaConfig, RobertaModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
+FIELD = "clap.model.text_from_hub"
 TextAttention = Literal["auto", "sdpa"]
 _SAME = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "layer_norm_eps")}
 _OTHER = {
@@ -66,7 +68,7 @@ class TextTower(nn.Module):
         super().__init__()
         self.pooling = config.pooling
         with_pooler = self.pooling == "cls_pooler"
-        self.roberta = (_pretrained if from_hub else _untrained)(config, dropout, with_pooler)
+        self.roberta = (pretrained if from_hub else _untrained)(config, dropout, with_pooler)
         self.roberta.config._attn_implementation = text_attention.NAME if attention == "auto" else attention
         if with_pooler:
             last: Any = self.roberta.encoder.layer[-1]
@@ -136,11 +138,12 @@ def _untrained(config: TextConfig, dropout: float, with_pooler: bool) -> Roberta
     return RobertaModel(RobertaConfig(**options), add_pooling_layer=with_pooler)
 
 
-def _pretrained(config: TextConfig, dropout: float, with_pooler: bool) -> RobertaModel:
+def pretrained(config: TextConfig, dropout: float = 0.0, with_pooler: bool = True) -> RobertaModel:
+    """RoBERTa with the weights `config.hub_name` names; ValueError where they can't be had or are of other sizes."""
     if not config.hub_name:
-        raise ValueError("text_from_hub: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
-    try:
-        _check_sizes(config, RobertaConfig.from_pretrained(config.hub_name))
+        raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
+
+    def load(local_files_only: bool) -> RobertaModel:
         return RobertaModel.from_pretrained(
             config.hub_name,
             add_pooling_layer=with_pooler,
@@ -148,16 +151,12 @@ def _pretrained(config: TextConfig, dropout: float, with_pooler: bool) -> Robert
             attention_probs_dropout_prob=dropout,
             dtype=torch.float32,
             use_safetensors=True,
+            local_files_only=local_files_only,
         )
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"text_from_hub: can't get {config.hub_name!r} from the hub, its local cache or a folder of that name: {reason}"
-        ) from error
 
-
-def _check_sizes(config: TextConfig, found: RobertaConfig) -> None:
-    sizes = [(ours, getattr(found, theirs), getattr(config, ours)) for ours, theirs in _SIZES.items()]
+    found = load_by_name(config.hub_name, load, field=FIELD, what="weights")
+    sizes = [(ours, getattr(found.config, theirs), getattr(config, ours)) for ours, theirs in _SIZES.items()]
     wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
     if wrong:
-        raise ValueError(f"text_from_hub: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")
+        raise ValueError(f"{FIELD}: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")
+    return found

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from clap_ds.config.model import PAD_TOKEN_ID
+from clap_ds.model.hub import load_by_name
 
 FIELD = "clap.data.tokenizer"
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
@@ -34,7 +35,11 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerB
         ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
             than RoBERTa's id 1.
     """
-    tokenizer = _find_tokenizer(name_or_dir)
+
+    def load(local_files_only: bool) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only)
+
+    tokenizer = load_by_name(name_or_dir, load, field=FIELD, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.
     largest_id = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])
     if largest_id >= vocab_size:
@@ -45,27 +50,6 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerB
     if (pad := tokenizer.pad_token_id) != PAD_TOKEN_ID:
         raise ValueError(f"{FIELD}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
     return tokenizer
-
-
-def _find_tokenizer(name_or_dir: str) -> PreTrainedTokenizerBase:
-    def first_line(error: Exception) -> str:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-    folder = Path(name_or_dir)
-    if folder.is_dir():
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # whatever a damaged folder makes transformers raise
-            reason = f"holds no tokenizer transformers can load: {first_line(error)}"
-            raise ValueError(f"{FIELD}: the folder {name_or_dir!r} {reason}") from error
-    tried = [f"no such folder in {Path.cwd()}"]
-    looks_like_path = folder.is_absolute() or name_or_dir.startswith(".") or len(folder.parts) > 2
-    for place, local_only in () if looks_like_path else (("the hub's local cache", True), ("the hub", False)):
-        try:
-            return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_only)
-        except (OSError, ValueError) as error:
-            tried.append(f"{place}: {first_line(error)}")
-    raise ValueError(f"{FIELD}: no tokenizer {name_or_dir!r}; tried: {'; '.join(tried)}")
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
