@@ -25,6 +25,7 @@ from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.dist import debug, distributed, progress
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
+from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.model.clap import ClapModel
@@ -114,6 +115,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         closing(start),
         debug.watch(settings, ranks, record.path),
     ):
+        together(lambda: hub_files.fetch(run, ranks))
         torch.manual_seed(run.clap.seed)
         # The profiler would time and synchronise every step; `measuring.flops_profile` runs it outside the timed windows.
         model = together(lambda: start.build_model(run))

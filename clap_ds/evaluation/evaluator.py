@@ -24,7 +24,7 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.items import Broken
 from clap_ds.data.workers import WorkerError
-from clap_ds.dist.agreement import gather, gather_tensor, together
+from clap_ds.dist.agreement import gather, gather_tensor, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.dist.progress import doing
 from clap_ds.evaluation.clips import FIELD, NUM_EXAMPLES, Plan, list_clips, load_audio, plan_retrieval, plan_zero_shot
@@ -63,18 +63,23 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
         self._plans: dict[str, Plan] = {}
+        together(lambda: on_first(self._load_tokenizer))  # one rank asks a hub that may not answer
         together(self._prepare)
         found = gather((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)))
         if len(set(found)) > 1:
             numbers = ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found))
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
-    def _prepare(self) -> None:
+    def _load_tokenizer(self) -> None:
         if self.tokenizer_name is None:
             raise ValueError(f"{FIELD}.tokenizer: missing: the tokenizer that the model's captions are for")
         with _about(f"{FIELD}.tokenizer", tokenizer.FIELD):
             vocab_size = self.model_config.text.vocab_size
             self._tokenizer = tokenizer.load_tokenizer(self.tokenizer_name, vocab_size=vocab_size)
+
+    def _prepare(self) -> None:
+        if self.ranks.rank:
+            self._load_tokenizer()
         shards: dict[str, list[str]] = {}
         for task, chosen in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
             with _about(f"{FIELD}.{task}.shards", shard_list.FIELD):
