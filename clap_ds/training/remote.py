@@ -1,22 +1,28 @@
 """Copies of checkpoints in another place, made while training goes on: any folder or URL that fsspec can write to.
 
 Files go first and the manifest last, so that an upload that breaks off is never taken for a checkpoint; coming back, a
-checkpoint is checked before it gets its name. Whatever goes wrong there is warned of and never stops training. Packages for a
-protocol (s3fs, gcsfs, …) and credentials are the user's: the latter from the environment alone, never from a URL, which
-would end up in logs and records.
+checkpoint is checked before it gets its name. Whatever goes wrong there once training has begun is warned of and never stops
+it. Packages for a protocol (s3fs, gcsfs, …) and credentials are the user's: the latter from the environment alone, never from a
+URL, which would end up in logs and records.
 """
 
+import json
 import posixpath
+import shlex
 import shutil
+import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import uuid
+from concurrent.futures import Future, wait
 from pathlib import Path
+from queue import SimpleQueue
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.data.shard_files import check_url, is_remote
+from clap_ds.dist.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
@@ -25,6 +31,8 @@ ATTEMPTS = 6
 """Beyond those that file systems' packages make by themselves."""
 FIRST_WAIT_S = 2.0  # doubled after each failure
 LONGEST_WAIT_S = 60.0
+TRY_S = 30.0
+"""Longest that a target may take for a first file, before training."""
 
 
 def check_target(url: str, folder: Path) -> None:
@@ -37,6 +45,18 @@ def check_target(url: str, folder: Path) -> None:
             raise ValueError(f"{FIELD}: {error}") from None
     if Path(url.removeprefix("file://")).absolute() == folder:
         raise ValueError(f"{FIELD}: {url} is the folder of the checkpoints itself")
+
+
+def try_target(url: str) -> None:
+    """Write a small file there and delete it; ValueError where that isn't possible, or takes longer than `TRY_S`."""
+    try:
+        within(TRY_S, lambda: RemoteFolder(url).try_writing())
+    except Exception as error:  # of whatever type the file system's package has
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{FIELD}: {url} can't be written ({reason}); credentials come from the environment. Name a place that can be"
+            " written, or leave sync_to out"
+        ) from error
 
 
 class RemoteFolder:
@@ -69,6 +89,13 @@ class RemoteFolder:
             if size != record.bytes:
                 raise OSError(f"{self.url}: {name} arrived with {size} of {record.bytes} bytes")
         self._fs.pipe_file(f"{checkpoint.name}/{MANIFEST}", manifest.to_json().encode())
+
+    def try_writing(self) -> None:
+        """Write a small file and delete it."""
+        name = f".probe-{uuid.uuid4().hex}"
+        self._fs.makedirs("", exist_ok=True)
+        self._fs.pipe_file(name, b"clap")
+        self._fs.rm_file(name)
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, if it is there, its manifest first, so that it is none from then on."""
@@ -114,38 +141,56 @@ class RemoteFolder:
 
 
 class BackgroundSync:
-    """Copies finished checkpoints to a URL from a thread, one after the other; copies are rotated by `rule`, as locally."""
+    """Copies finished checkpoints to a URL from a thread, one after the other; copies are rotated by `rule`, as locally. After
+    one that failed the next ones are tried once each, until one succeeds."""
 
     def __init__(self, url: str, rule: CheckpointSettings) -> None:
         self._url, self._rule = url, rule
         self._copies: dict[Path, Future[bool]] = {}
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "checkpoint sync")
+        self._waiting: SimpleQueue[tuple[Path, Future[bool]] | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._attempts = ATTEMPTS
+        # Not an executor's: the end of the process would wait for a copy that hangs.
+        threading.Thread(target=self._work, name="checkpoint sync", daemon=True).start()
 
     def submit(self, checkpoint: Path) -> None:
         """Copy this checkpoint when its turn comes. If it has been rotated away by then, it is left out."""
-        self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
+        copy = self._copies[checkpoint] = Future()
+        self._waiting.put((checkpoint, copy))
 
     def is_copying(self, checkpoint: Path) -> bool:
         """Whether it is being read at this moment."""
         return checkpoint in self._copies and self._copies[checkpoint].running()
 
     def close(self, limit_s: float) -> list[Path]:
-        """Wait for what is under way and give back the checkpoints that aren't there."""
+        """Wait for what is under way, say what isn't there and how to copy it by hand, and give back those checkpoints."""
+        pending = [path.name for path, copy in self._copies.items() if not copy.done()]
+        if pending:
+            print(f"copying {', '.join(pending)} to {self._url}, for {limit_s:,.0f} s at most", flush=True)
         late = wait(self._copies.values(), limit_s).not_done
         left = [path for path, copy in self._copies.items() if copy in late or not copy.result()]
-        self._closing.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()
+        self._waiting.put(None)
         if left:
-            names = ", ".join(path.name for path in left)
             within = f" within {limit_s:,.0f} s" if late else ""
-            warn(f"{len(left)} checkpoints have not been copied to {self._url}{within}: {names}")
+            warn(
+                f"{len(left)} checkpoints have not been copied to {self._url}{within}: {', '.join(map(str, left))}."
+                f" To copy one by hand, its {MANIFEST} last: {copy_command(left[-1], self._url)}"
+            )
         return left
+
+    def _work(self) -> None:
+        while (task := self._waiting.get()) is not None and not self._closed.is_set():
+            checkpoint, copy = task
+            copy.set_running_or_notify_cancel()
+            arrived = self._copy(checkpoint)
+            self._attempts = ATTEMPTS if arrived else 1
+            copy.set_result(arrived)
 
     def _copy(self, checkpoint: Path) -> bool:
         """Whether it is there, or needn't be."""
         wait_s = FIRST_WAIT_S
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, self._attempts + 1):
             try:
                 if checkpoint.exists():
                     remote = RemoteFolder(self._url)
@@ -153,12 +198,19 @@ class BackgroundSync:
                     remote.rotate(self._rule)
                 return True
             except Exception as error:  # of whatever type the file system's package has
-                again = attempt < ATTEMPTS and not self._closing.is_set()
+                again = attempt < self._attempts and not self._closed.is_set()
                 next_step = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
                 problem = f"{type(error).__name__}: {error}"
                 warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
                 if not again:
                     break
-            self._closing.wait(wait_s)
+            self._closed.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return False
+
+
+def copy_command(checkpoint: Path, url: str) -> str:
+    """For a shell: copies a checkpoint there as it would have been."""
+    call = f"RemoteFolder({json.dumps(url)}).upload(Path({json.dumps(str(checkpoint))}))"
+    program = f"from clap_ds.training.remote import Path, RemoteFolder; {call}"
+    return shlex.join([sys.executable, "-c", program])

@@ -1,5 +1,8 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
+import shlex
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
 from clap_ds.weights import checkpoint_files
+from tests.processes import ROOT
 from tests.training.training_commands import wait_until
 from tests.weights.fake_checkpoints import make_checkpoint
 
@@ -113,13 +117,16 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     assert copy(url, second) == [second]
     *_, given_up, summary = capsys.readouterr().err.splitlines()
     assert "given up" in given_up
-    assert summary.startswith("warning: 1 checkpoints have not been copied")
-    assert summary.endswith(second.name)
+    assert summary.startswith(f"warning: 1 checkpoints have not been copied to {url}: {second}. To copy one by hand")
     back = RemoteFolder(url).download_newest(tmp_path / "new")
     assert back == tmp_path / "new" / first.name
     Unreliable.failures.clear()
     copy(url, make_checkpoint(tmp_path / "here", 3))
     assert not fsspec.url_to_fs(url)[0].exists(f"{url}/{second.name}")  # leftovers are cleared
+    python, option, program = shlex.split(summary.partition("manifest.json last: ")[2])
+    assert (python, option) == (sys.executable, "-c")
+    exec(program)
+    assert set(RemoteFolder(url).read_all()) == {"step-00000001", "step-00000002", "step-00000003"}
 
 
 def test_copies_are_rotated_as_locally(url: str, tmp_path: Path) -> None:
@@ -141,7 +148,9 @@ def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
     late = BackgroundSync(f"{url}-2", CheckpointSettings())
     late.submit(paths[2])
     assert late.close(0.2) == [paths[2]]
-    assert "within 0 s: step-00000003" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out == f"copying step-00000003 to {url}-2, for 0 s at most\n"
+    assert f"within 0 s: {paths[2]}. To copy" in printed.err
     checkpoint_files.remove(paths[1])
     Unreliable.gate.set()
     assert sync.close(30) == []
@@ -164,6 +173,47 @@ def test_a_damaged_copy_is_passed_over(
     assert "step-00000002" in warning
     assert name in warning
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
+
+
+def test_after_one_that_failed_the_next_ones_are_tried_once_until_one_arrives(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Unreliable.failures.extend([0] * (remote.ATTEMPTS + 1) + [2, 0])
+    saved = [make_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+    assert copy(url, *saved) == saved[:2]
+    assert capsys.readouterr().err.count("given up") == 2
+
+
+HANGING = """
+import threading
+from pathlib import Path
+from clap_ds.config.sections import CheckpointSettings
+from clap_ds.training import remote
+remote.RemoteFolder.upload = lambda self, checkpoint: threading.Event().wait()
+sync = remote.BackgroundSync("memory://there", CheckpointSettings())
+sync.submit(Path("/"))
+print(sync.close(0.1))
+"""
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_copy_that_hangs() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.splitlines()[1:]) == (0, ["[PosixPath('/')]"]), ended.stderr
+
+
+def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for good in (url, str(tmp_path / "new" / "folder")):
+        remote.try_target(good)
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(
+        ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectoryError"
+    ):
+        remote.try_target(str(tmp_path / "file" / "run"))
+    monkeypatch.setattr(remote, "TRY_S", 0.1)
+    monkeypatch.setattr(Unreliable, "makedirs", lambda *_, **__: threading.Event().wait())
+    with pytest.raises(ValueError, match=r"can't be written \(TimeoutError: no answer within 0\.1 s\); credentials"):
+        remote.try_target(url)
 
 
 CREDENTIALS, ITSELF = "they are taken from the environment alone", "is the folder of the checkpoints itself"
