@@ -1,10 +1,12 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
 import importlib.util
+from collections.abc import Collection
 
 from clap_ds.config import metrics
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.data.shard_files import check_url, is_remote
 from clap_ds.training.schedule import global_batches
 
 
@@ -37,6 +39,25 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
             f"clap.checkpoint.best_by: no evaluation gives {best_by!r}; there are"
             f" {', '.join(known) or 'none, as clap.evaluation is empty'}"
         )
+    problems += _problems_with_urls(run)
     if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
         problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")
+    return problems
+
+
+def _problems_with_urls(run: RunSettings) -> list[str]:
+    """URLs with credentials, or of protocols that aren't known or whose package isn't installed; nothing is connected to."""
+    clap = run.clap
+    places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
+    if isinstance(clap.data, ShardData):
+        places["clap.data.shards"] = clap.data.shards
+    for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):
+        places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
+    problems = []
+    for field, urls in places.items():
+        for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):
+            try:
+                check_url(url)
+            except ValueError as error:
+                problems.append(f"{field}: {error}")
     return problems

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import fsspec
 import pytest
 
 from clap_ds.training.checks import problems_for_training
@@ -39,6 +40,23 @@ def test_problems_name_the_field(
     assert (expected or "") in "".join(found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert not any("wandb" in problem for problem in problems_for_training(run))
+
+
+def test_a_protocol_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError(f"Install {protocol}fs")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    data = {"source": "shards", "shards": {"s3://bucket/train-{0..9}.tar": 1.0, "here.tar": 2.0}, "tokenizer": "x"}
+    places = {"data": data, "checkpoint": {"sync_to": "gs://bucket/run"}}
+    evaluation = {"retrieval": {"shards": ["hf://x/a.tar"]}}
+    found = problems_for_training(settings(train={"samples": 9}, evaluation=evaluation, **places))
+    package = "the package for {0}:// is not installed: Install {0}fs"
+    assert found == [
+        f"clap.checkpoint.sync_to: gs://bucket/run: {package.format('gs')}",
+        f"clap.data.shards: s3://bucket/train-{{0..9}}.tar: {package.format('s3')}",
+        f"clap.evaluation.retrieval.shards: hf://x/a.tar: {package.format('hf')}",
+    ]
 
 
 @pytest.mark.parametrize(
