@@ -21,6 +21,7 @@ from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.record.stream import Stream
 from clap_ds.training.changes import tokenizer_problem
 from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.remote import try_target
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.load import load_weights, locate, tokenizer_of
 
@@ -61,7 +62,11 @@ class TrainingStart(session.Start):
 
     def build_model(self, run: RunSettings) -> ClapModel:
         """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen; raises ValueError where
-        there are no such weights, or they are another model's or for another tokenizer."""
+        there are no such weights, they are another model's or for another tokenizer, or `sync_to` can't be written. A
+        collective."""
+        sync_to = run.clap.checkpoint.sync_to
+        if sync_to is not None:  # found here, before the work of building a model
+            on_first(lambda: try_target(sync_to))
         model = session.build_model(run)
         weights = run.clap.train.initial_weights
         if weights is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.dist.distributed import Ranks
+from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.lock import FolderLock
@@ -74,6 +75,16 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert commands.summaries(config)[-1]["state"] == "failed"
     commands.train(config)
     assert [path.name for path in folder.glob("step-*")] == ["step-00000002"]
+
+
+def test_a_sync_target_that_cannot_be_written_is_found_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    run = reference.settings(checkpoint={"sync_to": str(tmp_path / "file" / "run")})
+    monkeypatch.setattr(session, "build_model", lambda run: pytest.fail("a model was built"))
+    with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*can't be written"):
+        TrainingStart(run, ALONE).build_model(run)
 
 
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
