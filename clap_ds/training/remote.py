@@ -76,19 +76,25 @@ class RemoteFolder:
         return files.newest_first(self._names(), read, damaged)
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a checkpoint there, unless it is there already."""
-        manifest = Manifest.read(checkpoint)
-        if self.read_all().get(checkpoint.name) == manifest:
+        """Copy a checkpoint there, unless it is there already; by another name where another run has one of that."""
+        manifest, damaged = Manifest.read(checkpoint), dict[str, str]()
+        there = self.read_all(damaged)
+        if manifest in there.values():
             return
-        self.delete(checkpoint.name)
+        taken = {*damaged, *(name for name, other in there.items() if other.run != manifest.run)}
+        to = next(name for name in files.names_of(manifest.step) if name not in taken)
+        self.delete(to)
+        self._fs.makedirs(to, exist_ok=True)
+        self._fs.pipe_file(f"{to}/{_begun_by(manifest.run)}", b"")
         for name, record in manifest.files.items():
-            target = f"{checkpoint.name}/{name}"
+            target = f"{to}/{name}"
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
             self._fs.put_file(str(checkpoint / name), target)
             size = self._fs.info(target)["size"]
             if size != record.bytes:
                 raise OSError(f"{self.url}: {name} arrived with {size} of {record.bytes} bytes")
-        self._fs.pipe_file(f"{checkpoint.name}/{MANIFEST}", manifest.to_json().encode())
+        self._fs.pipe_file(f"{to}/{MANIFEST}", manifest.to_json().encode())
+        self._fs.rm_file(f"{to}/{_begun_by(manifest.run)}")
 
     def try_writing(self) -> None:
         """Write a small file and delete it."""
@@ -105,10 +111,13 @@ class RemoteFolder:
         if self._fs.exists(name):
             self._fs.rm(name, recursive=True)
 
-    def rotate(self, rule: CheckpointSettings) -> None:
-        """Delete superfluous checkpoints, and what uploads that broke off left behind."""
-        manifests = self.read_all()
-        for name in [*files.superfluous(manifests, rule), *(set(self._names()) - set(manifests))]:
+    def rotate(self, rule: CheckpointSettings, run: str) -> None:
+        """Delete a run's superfluous checkpoints, and what uploads of its that broke off left behind."""
+        there = self.read_all()
+        own = {name: manifest for name, manifest in there.items() if manifest.run == run}
+        others = set(self._names()) - set(there)
+        broken_off = [name for name in others if self._fs.exists(f"{name}/{_begun_by(run)}")]
+        for name in [*files.superfluous(own, rule), *broken_off]:
             self.delete(name)
 
     def download_newest(self, folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
@@ -138,6 +147,11 @@ class RemoteFolder:
             return []
         names = (posixpath.basename(path.rstrip("/")) for path in self._fs.ls("", detail=False))
         return sorted(filter(files.NAME.fullmatch, names))
+
+
+def _begun_by(run: str) -> str:
+    """Name of an empty file that is there while a run copies a checkpoint."""
+    return f"uploading-{run}"
 
 
 class BackgroundSync:
@@ -195,7 +209,7 @@ class BackgroundSync:
                 if checkpoint.exists():
                     remote = RemoteFolder(self._url)
                     remote.upload(checkpoint)
-                    remote.rotate(self._rule)
+                    remote.rotate(self._rule, Manifest.read(checkpoint).run)
                 return True
             except Exception as error:  # of whatever type the file system's package has
                 again = attempt < self._attempts and not self._closed.is_set()

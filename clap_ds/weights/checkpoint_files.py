@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -137,10 +137,14 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def names_of(step: int) -> Iterator[str]:
+    """Names that a checkpoint of this step may have, the first choice first."""
+    return (f"step-{step:08d}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+
+
 def begin(folder: Path, step: int) -> Path:
     """A new hidden folder to put a checkpoint of this step together in; `publish` gives it its name, one that is free now."""
-    names = (f"step-{step:08d}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-    free = next(name for name in names if not (folder / name).exists())
+    free = next(name for name in names_of(step) if not (folder / name).exists())
     partial = folder / f".{free}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

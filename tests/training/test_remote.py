@@ -94,7 +94,7 @@ def test_the_manifest_goes_last_and_nothing_twice(url: str, tmp_path: Path) -> N
     path = make_checkpoint(tmp_path, 1)
     assert copy(url, path, path) == []
     names = [path.rsplit("/", 1)[1] for path in Unreliable.written]
-    assert names == ["mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json"]
+    assert names == ["uploading-", "mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json"]
 
 
 def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +134,22 @@ def test_copies_are_rotated_as_locally(url: str, tmp_path: Path) -> None:
     saved = [make_checkpoint(tmp_path / "here", step, metrics={"m": score}) for step, score in scores]
     assert copy(url, *saved, keep_last=1, keep_best=1) == []
     assert sorted(RemoteFolder(url).read_all()) == ["step-00000002", "step-00000004"]
+
+
+def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
+    theirs = [make_checkpoint(tmp_path / "theirs", step, run="theirs") for step in (1, 2)]
+    assert copy(url, *theirs) == []
+    fs, _ = fsspec.url_to_fs(url)
+    fs.pipe_file(f"{url}/step-00000003/uploading-theirs", b"")  # which is under way
+    fs.pipe_file(f"{url}/step-00000002/manifest.json", b"{")  # damaged meanwhile
+    ours = [make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2)]
+    assert copy(url, *ours, keep_last=1, keep_best=0) == []
+    assert {path.rsplit("/", 1)[1] for path in fs.ls(url, detail=False)} == {
+        "step-00000001", "step-00000002", "step-00000002-2", "step-00000003"
+    }  # fmt: skip
+    newest = RemoteFolder(url).download_newest(tmp_path / "new")
+    assert newest is not None
+    assert checkpoint_files.Manifest.read(newest).run == "ours"
 
 
 def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
