@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
+from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
@@ -213,7 +214,7 @@ def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | 
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Each metric in percent, with its interval and chance level, and what it rests on."""
+    """Each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
     from rich.console import Console
     from rich.table import Table
 
@@ -225,11 +226,12 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         table.add_section()
         table.add_row(f"{TITLES[task]} ({counts})", style="bold")
         for name, measure in result.measures.items():
-            value, chance, low, high = (100 * each for each in astuple(measure))
+            factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, " %")
+            value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
             # `retrieval_audio_to_text_r1` is audio to text R@1, `zero_shot_top5` top-5.
             *words, kind = name.removeprefix(f"{task}_").split("_")
             shown = " ".join([*words, MEASURES.get(kind) or kind.replace("top", "top-")])
-            table.add_row(f"  {shown}", f"{value:.2f} %", f"[{low:.2f}, {high:.2f}]", f"{chance:.2f} %")
+            table.add_row(f"  {shown}", value + unit, f"[{low}, {high}]", chance + unit)
     console = Console(width=max(100, Console().width), highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)

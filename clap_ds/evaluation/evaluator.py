@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.errors import AgreedError
+from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
@@ -28,7 +29,14 @@ from clap_ds.dist.agreement import gather, gather_tensor, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.dist.progress import doing
 from clap_ds.evaluation.clips import FIELD, NUM_EXAMPLES, Plan, list_clips, load_audio, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.metrics import Evaluation, TaskResult, class_features, evaluate_retrieval, evaluate_zero_shot
+from clap_ds.evaluation.metrics import (
+    Evaluation,
+    TaskResult,
+    class_features,
+    evaluate_retrieval,
+    evaluate_zero_shot,
+    retrieval_loss,
+)
 from clap_ds.model import tokenizer
 from clap_ds.model.clap import ClapModel
 
@@ -154,7 +162,11 @@ class Evaluator:
             captions = [plan.captions[place] for place in used]
             clip_of_caption = torch.arange(len(used)).repeat_interleave(torch.tensor([len(each) for each in captions]))
             text = self._embed_captions(model, captions)
-            return evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
+            found = evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
+            first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
+            scalars = model.logit_scale.float().exp(), model.logit_bias
+            found.measures[LOSS] = retrieval_loss(features, text[first], [each[0] for each in captions], *scalars)
+            return found
         classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
         is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
         for row, place in zip(is_of_class, used, strict=True):

@@ -4,6 +4,9 @@ Retrieval: clips rank captions, captions rank clips. Recall at k from audio to t
 captions is among the best k; its mean average precision at 10 asks for all of them. From text to audio each caption looks for
 its one clip. (As on Clotho and AudioCaps in arXiv 2211.06687 and DCASE's language-based audio retrieval.)
 
+Its loss is the contrastive loss of each clip with its first caption, in batches whose size no number of ranks changes. Equal
+captions are positives there, whatever they are in training: what is measured is the model.
+
 Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip may be of several
 classes: it then counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each
 class, as on AudioSet and FSD50K, and is the mean over the classes that have clips.
@@ -31,11 +34,12 @@ RECALL_AT = (1, 5, 10)
 CUTOFF = 10
 TOP = (1, 5)
 NUM_RESAMPLES = 200
+LOSS_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric, all of it from 0 to 1.
+    """One metric, all of it from 0 to 1, but for the loss.
 
     Attributes:
         value: what the model reaches.
@@ -113,6 +117,47 @@ def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Ten
             # Captions of one clip are found or missed together: their interval is that of as many clips.
             measures[f"retrieval_{direction}_{name}"] = Measure.of_mean(value, chances[name], num_clips)
     return TaskResult({"clips": num_clips, "captions": len(text_MD)}, measures)
+
+
+def retrieval_loss(
+    audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
+) -> Measure:
+    """The loss of `clap.loss.kind` "softmax" or, with a logit bias, "sigmoid": mean over the clips, divided into as few batches
+    of at most `LOSS_BATCH` as possible, of equal sizes to within one.
+
+    Chance is the least that equal similarities of all pairs give: log of the batch for softmax.
+
+    Args:
+        audio_ND: features of N clips, fp32 rows of length 1.
+        text_ND: features of their captions, likewise.
+        scale: factor of the similarities, shape (1,).
+        bias: added to them, shape (1,).
+    """
+    numbers: dict[str, int] = {}
+    caption_N = torch.tensor(
+        [numbers.setdefault(caption, len(numbers)) for caption in captions], device=audio_ND.device
+    )
+    losses, chances = [], []
+    num_batches = -(-len(captions) // LOSS_BATCH)
+    for first in range(num_batches):
+        rows = slice(first, None, num_batches)
+        positive_BB = (caption_N[rows, None] == caption_N[rows]).double()
+        logits_BB = scale * audio_ND[rows].double() @ text_ND[rows].double().T
+        size = len(logits_BB)
+        if bias is None:
+            targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
+            both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
+            losses.append(torch.stack(both).mean(0))
+            chance = math.log(size)
+        else:
+            losses.append(-F.logsigmoid((2 * positive_BB - 1) * (logits_BB + bias)).sum(1))
+            share = positive_BB.mean()
+            chance = float(size * (torch.special.entr(share) + torch.special.entr(1 - share)))
+        chances.append(torch.full((size,), chance))
+    loss_N = torch.cat(losses)
+    value, deviation = float(loss_N.mean()), float(loss_N.std(correction=0))
+    spread = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation / math.sqrt(len(loss_N))
+    return Measure(value, float(torch.cat(chances).double().mean()), value - spread, value + spread)
 
 
 def _retrieval_means(found: Tally, num_relevant_Q: Tensor) -> dict[str, float]:

@@ -77,6 +77,7 @@ def test_messages_name_options(task: str) -> None:
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     retrieval = {"retrieval_audio_to_text_r1": Measure.of_mean(0.25, 0.01, 100)}
+    retrieval["retrieval_loss"] = Measure(2.5, 6.9078, 2.4, 2.6)
     zero_shot = {"zero_shot_map": Measure(0.5, 0.2, 0.4, 0.6), "zero_shot_top5": Measure(0.5, 0.2, 0.4, 0.6)}
     tasks = {
         "retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval),
@@ -84,7 +85,8 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     }
     evaluation = Evaluation(tasks, [Broken("a.tar: [0001]", "empty caption")])
     content = json.loads(json.dumps(evaluation.to_dict()))
-    assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
+    retrieved = {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
+    assert content["metrics"] == {**retrieved, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
     assert content["tasks"]["zero_shot"]["counts"] == {"clips": 99, "classes": 7}
     assert content["tasks"]["zero_shot"]["measures"]["zero_shot_map"]["chance"] == 0.2
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
@@ -93,8 +95,9 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("the title", "retrieval (1,234 clips, 5,678 captions)", "mean average precision", "top-5"):
         assert text in shown
     assert "1 broken and left out, the first: a.tar: [0001]: empty caption" in shown
-    row = next(line for line in shown.splitlines() if "audio to text R@1" in line)
-    assert " ".join(row.replace("│", " ").split()) == "audio to text R@1 25.00 % [17.55, 34.30] 1.00 %"
+    rows = [" ".join(line.replace("│", " ").split()) for line in shown.splitlines()]
+    assert "audio to text R@1 25.00 % [17.55, 34.30] 1.00 %" in rows
+    assert "loss 2.5000 [2.4000, 2.6000] 6.9078" in rows
 
 
 def evaluate(*options: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -126,6 +129,8 @@ def test_any_number_of_ranks_reports_the_same(
         assert "retrieval (9 clips, 14 captions)" in finished.stdout
         results.append(json.loads(target.read_text()))
     assert [result["world_size"] for result in results] == [1, 2]
+    losses = [result["tasks"]["retrieval"]["measures"].pop("retrieval_loss")["value"] for result in results]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert results[0]["tasks"] == results[1]["tasks"]
     assert (results[0]["model"], results[0]["num_broken_items"]) == ("micro", 0)
 

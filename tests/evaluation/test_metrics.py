@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 
-from clap_ds.evaluation.metrics import Measure, evaluate_retrieval, evaluate_zero_shot, wilson
+from clap_ds.evaluation import metrics
+from clap_ds.evaluation.metrics import Measure, evaluate_retrieval, evaluate_zero_shot, retrieval_loss, wilson
 from tests.evaluation.conftest import ALONE
 
 
@@ -126,3 +127,45 @@ def test_the_interval_of_average_precision() -> None:
         few = zero_shot(features(60, seed), features(26, seed + 9), torch.arange(60) % 26)["zero_shot_map"]
         assert 0 <= few.low < few.value < few.high
         assert few.low < few.chance < few.high
+
+
+SCALE = torch.tensor([5.0])
+
+
+@pytest.mark.parametrize("bias", [None, torch.tensor([-2.0])])
+def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
+    bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audio, text, captions = features(10, 0), features(10, 1), [f"caption {number % 7}" for number in range(10)]
+    text[7:] = text[:3]
+    monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
+    expected = []
+    for batch in ([0, 3, 6, 9], [1, 4, 7], [2, 5, 8]):
+        for i in batch:
+            if bias is None:
+                same = [j for j in batch if captions[j] == captions[i]]
+                rows = [
+                    (SCALE * each).log_softmax(1)
+                    for each in (audio[batch] @ text[batch].T, text[batch] @ audio[batch].T)
+                ]
+                at = batch.index(i), [batch.index(j) for j in same]
+                expected.append(-sum(float(row[at].mean()) for row in rows) / 2)
+            else:
+                signs = [1 if captions[j] == captions[i] else -1 for j in batch]
+                logits = [sign * (SCALE * audio[i] @ text[j] + bias) for sign, j in zip(signs, batch, strict=True)]
+                expected.append(-sum(float(F.logsigmoid(logit)) for logit in logits))
+    found = retrieval_loss(audio, text, captions, SCALE, bias)
+    assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
+    margin = 1.96 * np.std(expected) / np.sqrt(10)
+    assert (found.low, found.high) == pytest.approx((found.value - margin, found.value + margin), rel=1e-3)
+
+
+def test_the_loss_of_a_constant_model_is_chance() -> None:
+    constant, captions = torch.ones(12, 1), [f"caption {number % 10}" for number in range(12)]
+    softmax = retrieval_loss(constant, constant, captions, SCALE, None)
+    assert softmax.value == pytest.approx(softmax.chance) == pytest.approx(np.log(12))
+    share = 16 / 144
+    best, worse = (torch.logit(torch.tensor([share])) - SCALE + more for more in (0, 0.5))
+    sigmoid = retrieval_loss(constant, constant, captions, SCALE, best)
+    assert sigmoid.value == pytest.approx(sigmoid.chance)
+    assert retrieval_loss(constant, constant, captions, SCALE, worse).value > sigmoid.chance
