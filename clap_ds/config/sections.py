@@ -161,6 +161,17 @@ class DebugSettings(Section):
     """Longest a collective may take; without debugging it is half an hour."""
 
 
+class PlateauSettings(Section):
+    """When a run that no longer gets better ends."""
+
+    metric: str | None = None
+    """Evaluation metric that tells; null: what `clap.checkpoint.best_by` is or stands for."""
+    evaluations: PositiveInt
+    """Evaluations in a row without a gain after which training ends."""
+    least_gain: Annotated[float, Field(ge=0)] = 0.0
+    """What a value must be better by than the best one before to be a gain."""
+
+
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
 
@@ -185,6 +196,7 @@ class TrainSettings(Section):
     path of the checkpoint to resume from."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
+    stop_on_plateau: PlateauSettings | None = None
     shuffle_captions: bool = False
     """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10

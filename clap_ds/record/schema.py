@@ -104,6 +104,8 @@ class Summary(TypedDict, total=False):
     """Lines as in `metrics.jsonl`, of the run through all its restarts."""
     resumed_at_step: int
     time_to_target_s: float | None
+    ended_early: str | None
+    """What ended training before its samples were through: a target, or a plateau."""
 
 
 class Environment(TypedDict, total=False):

@@ -25,20 +25,19 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
         problems.append("clap.train: missing samples or epochs: how long to train")
     if train.epochs is not None and not isinstance(run.clap.data, ShardData):
         problems.append("clap.train.epochs: synthetic data has no epochs; give clap.train.samples")
+    plateau, best_by = train.stop_on_plateau, run.clap.checkpoint.best_by
+    named = [("clap.train.stop_at", name) for name in train.stop_at] + [("clap.checkpoint.best_by", best_by)]
+    if plateau is not None:
+        named.append(("clap.train.stop_on_plateau", plateau.metric or metrics.best_metric(run) or "anything"))
     known = metrics.names(evaluation)
     problems += [
-        f"clap.train.stop_at: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
-        for name in train.stop_at
-        if name not in known
+        f"{field}: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
+        for field, name in dict.fromkeys(named)
+        if name is not None and name not in known
     ]
-    if train.stop_at and evaluation.every_steps is None:
-        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
-    best_by = run.clap.checkpoint.best_by
-    if best_by is not None and best_by not in known:
-        problems.append(
-            f"clap.checkpoint.best_by: no evaluation gives {best_by!r}; there are"
-            f" {', '.join(known) or 'none, as clap.evaluation is empty'}"
-        )
+    for field, is_set in (("stop_at", bool(train.stop_at)), ("stop_on_plateau", plateau is not None)):
+        if is_set and evaluation.every_steps is None:
+            problems.append(f"clap.train.{field}: clap.evaluation.every_steps is missing: how often to look")
     problems += _problems_with_urls(run)
     if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
         problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")

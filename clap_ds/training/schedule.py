@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from clap_ds.config.metrics import best_metric, score
 from clap_ds.config.settings import RunSettings
 
 
@@ -105,7 +106,8 @@ class TrainingProgress:
         data: where each rank's data source stands (`BatchSource.state()`), by rank.
         train_s: time trained so far, in seconds.
         best: best value of each evaluation metric so far.
-        extra: the target that was reached, and after how many seconds.
+        extra: `target` that was reached, `time_to_target_s` and `target_step`; `plateau`: metric, its best value, at which
+            step, and the evaluations since then.
     """
 
     step: int = 0
@@ -116,12 +118,42 @@ class TrainingProgress:
     best: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
-        """Remember an evaluation's metrics where they are the best, and the time where they reach all that is wanted
-        (`clap.train.stop_at`)."""
-        self.best |= {name: max(value, self.best.get(name, value)) for name, value in metrics.items()}
-        if wanted and all(metrics[name] >= value for name, value in wanted.items()):
-            self.extra |= {"target": wanted, "time_to_target_s": train_s}
+    def note(self, metrics: dict[str, float], run: RunSettings, train_s: float) -> None:
+        """Remember an evaluation's metrics where they are the best, the time where they reach all of `clap.train.stop_at`, and
+        how long there has been no gain for `clap.train.stop_on_plateau`."""
+        for name, value in metrics.items():
+            if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
+                self.best[name] = value
+        wanted, plateau = run.clap.train.stop_at, run.clap.train.stop_on_plateau
+        if wanted and all(score(name, metrics[name]) >= score(name, value) for name, value in wanted.items()):
+            self.extra |= {"target": wanted, "time_to_target_s": train_s, "target_step": self.step}
+        if plateau is not None and (metric := plateau.metric or best_metric(run)):
+            self._note_plateau(metric, metrics[metric], plateau.least_gain)
+
+    def _note_plateau(self, metric: str, value: float, least_gain: float) -> None:
+        before = self.extra.get("plateau", {})
+        if before.get("metric") != metric:
+            before = {"metric": metric, "best": -score(metric, math.inf), "step": self.step, "evaluations": 0}
+        if score(metric, value) > score(metric, before["best"]) + least_gain:
+            self.extra["plateau"] = {"metric": metric, "best": value, "step": self.step, "evaluations": 0}
+        else:
+            self.extra["plateau"] = {**before, "evaluations": before["evaluations"] + 1}
+
+    def why_over(self, run: RunSettings) -> str | None:
+        """What ends training before its samples are through, for people; None where nothing does."""
+        wanted, plateau = run.clap.train.stop_at, run.clap.train.stop_on_plateau
+        seconds, noted = self.time_to(wanted), self.extra.get("plateau", {})
+        if seconds is not None:
+            reached = ", ".join(f"{name} {value:g}" for name, value in wanted.items())
+            return (
+                f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {reached}"
+            )
+        if plateau is None or noted.get("metric") != (plateau.metric or best_metric(run)):
+            return None
+        if noted["evaluations"] < plateau.evaluations:
+            return None
+        since = f"since step {noted['step']}, where it was {noted['best']:.4g}"
+        return f"no gain in {noted['metric']} for {noted['evaluations']} evaluations, {since}"
 
     def time_to(self, wanted: dict[str, float]) -> float | None:
         """Seconds of training to the evaluation that reached what is wanted; None where nothing is, or none has."""

@@ -56,7 +56,8 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
         ending()
         start.checkpoints.close()
         wanted = session.run.clap.train.stop_at
-        log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted))
+        over = start.progress.why_over(session.run)
+        log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted), ended_early=over)
         if session.ranks.is_first:
             _conclude(session, start, schedule)
             draw(session.record.path)
@@ -83,7 +84,7 @@ def _run(
     batches = with_captions_compared(batches, session, schedule, progress.samples)
     engine.norm_wanted = True
     stopped_by, saved = 0, None
-    while not (schedule.is_done(progress.samples) or progress.time_to(settings.stop_at) is not None or stopped_by):
+    while not (schedule.is_done(progress.samples) or progress.why_over(session.run) or stopped_by):
         number = schedule.accumulation_at(progress.samples)
         if start.choices.skip_steps is not None and progress.step + 1 == start.choices.skip_steps[0]:
             _skip_batches(session, start, number)
@@ -106,9 +107,9 @@ def _run(
             begun = time.monotonic()
             engine.share_statistics()
             metrics = evaluator.run(engine.model)
-            progress.note(metrics, settings.stop_at, log.train_s)
+            progress.note(metrics, session.run, log.train_s)
             log.evaluated(metrics, time.monotonic() - begun)
-        if to_save or stopped_by or progress.time_to(settings.stop_at) is not None:
+        if to_save or stopped_by or progress.why_over(session.run):
             progress.train_s = log.train_s
             progress.data = gather(session.batches.state())
             saved = start.checkpoints.save(engine, progress, metrics=metrics)
@@ -210,10 +211,8 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
 def _conclude(session: Session, start: TrainingStart, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
     train, progress, folder = session.run.clap.train, start.progress, start.checkpoints.path
-    if progress.time_to(train.stop_at) is not None:
-        wanted = ", ".join(f"{name} {value:g}" for name, value in train.stop_at.items())
-        seconds = progress.extra["time_to_target_s"]
-        print(f"target reached at step {progress.step}, after {seconds:,.0f} s: {wanted}", flush=True)
+    if why := progress.why_over(session.run):
+        print(why, flush=True)
     elif not schedule.is_done(progress.samples):
         return
     trained = " and ".join(tower for tower in ("audio", "text") if tower not in train.freeze)

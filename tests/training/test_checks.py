@@ -27,6 +27,21 @@ NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, z
         ({"train": STOP, "evaluation": {**ZERO_SHOT, "every_steps": None}}, "clap.evaluation.every_steps is missing"),
         ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
         ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: Weights & Biases is not installed"),
+        (
+            {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2}}, "evaluation": {"every_steps": 1}},
+            "clap.train.stop_on_plateau: no evaluation gives",
+        ),
+        (
+            {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2, "metric": "top1"}}, "evaluation": ZERO_SHOT},
+            f"clap.train.stop_on_plateau: {NAMES}",
+        ),
+        (
+            {
+                "train": {"samples": 9, "stop_on_plateau": {"evaluations": 2}},
+                "evaluation": ZERO_SHOT | {"every_steps": None},
+            },
+            "clap.train.stop_on_plateau: clap.evaluation.every_steps is missing",
+        ),
         ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     ],
 )

@@ -1,10 +1,13 @@
 """Steps and micro-batches of a run, against counting them one by one; how far a run has come."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from clap_ds.config.settings import RunSettings
 from clap_ds.training.schedule import Schedule, TrainingProgress
 from tests.training.reference_steps import settings
 
@@ -41,12 +44,51 @@ def test_a_scheduler_with_another_end_is_noticed() -> None:
         assert Schedule(100, 10, ((0, 1),)).mismatch({"params": params}, step=5, samples=0) == expected
 
 
+def noted(run: RunSettings, *evaluations: dict[str, float]) -> TrainingProgress:
+    """After these, one a step and a second, each in a start of its own."""
+    progress = TrainingProgress()
+    for step, metrics in enumerate(evaluations, 1):
+        progress = TrainingProgress.from_json(progress.to_json())
+        progress.step = step
+        progress.note(metrics, run, float(step))
+    return progress
+
+
 def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
-    wanted, progress = {"top1": 0.5, "map": 0.2}, TrainingProgress()
-    for top1, seconds in ((0.6, 1.0), (0.4, 2.0)):
-        progress.note({"top1": top1, "map": 0.1}, wanted, seconds)
-        assert progress.time_to(wanted) is None
-    progress.note({"top1": 0.5, "map": 0.2}, wanted, 3.0)
-    again = TrainingProgress.from_json(progress.to_json())
-    assert (again, again.best) == (progress, {"top1": 0.6, "map": 0.2})
-    assert (again.time_to(wanted), again.time_to({}), again.time_to({"top1": 0.5})) == (3.0, None, None)
+    wanted = {"top1": 0.5, "retrieval_loss": 0.2}
+    run = settings(train={"samples": 9, "stop_at": wanted})
+    values = [(0.6, 0.4), (0.4, 0.1), (0.55, math.nan), (0.5, 0.2)]
+    evaluations = [dict(zip(wanted, pair, strict=True)) for pair in values]
+    progress = noted(run, *evaluations[:3])
+    assert (progress.time_to(wanted), progress.why_over(run)) == (None, None)
+    progress = noted(run, *evaluations)
+    assert progress.best == {"top1": 0.6, "retrieval_loss": 0.1}
+    assert (progress.time_to(wanted), progress.time_to({}), progress.time_to({"top1": 0.5})) == (4.0, None, None)
+    assert progress.why_over(run) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
+    assert progress.why_over(settings(train={"samples": 9})) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "least_gain", "values", "best"),
+    [
+        ("retrieval_loss", 0.0, [4.0, 3.0, 2.0, 2.5], None),
+        ("retrieval_loss", 0.0, [4.0, 2.0, 2.5, 2.0], "step 2, where it was 2"),
+        ("retrieval_loss", 0.0, [4.0, 2.0, math.nan, math.nan], "step 2, where it was 2"),
+        ("retrieval_loss", 0.5, [4.0, 2.0, 1.75, 1.4], None),  # held against the best gain, not the last value
+        ("retrieval_loss", 0.5, [4.0, 2.0, 1.75, 1.6], "step 2, where it was 2"),
+        (None, 0.0, [0.1, 0.2, 0.2, 0.15], "step 2, where it was 0.2"),  # what tells the best
+        (None, 0.0, [0.1, 0.2, 0.1, 0.3], None),
+    ],
+)
+def test_a_plateau_is_so_many_evaluations_without_a_gain(
+    metric: str | None, least_gain: float, values: list[float], best: str | None
+) -> None:
+    plateau = {"metric": metric, "evaluations": 2, "least_gain": least_gain}
+    evaluation = {"retrieval": {"shards": "x.tar"}, "every_steps": 1}
+    run = settings(train={"samples": 9, "stop_on_plateau": plateau}, evaluation=evaluation)
+    name = metric or "retrieval_audio_to_text_r1"
+    progress = noted(run, *({name: value} for value in values))
+    expected = f"no gain in {name} for 2 evaluations, since {best}"
+    assert progress.why_over(run) == (expected if best else None)
+    patient = settings(train={"samples": 9, "stop_on_plateau": plateau | {"evaluations": 3}}, evaluation=evaluation)
+    assert progress.why_over(patient) is None

@@ -218,6 +218,21 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Pa
     assert sorted(path.name for path in folder.glob("step-*")) == names
 
 
+def test_ends_where_evaluations_gain_no_more(tmp_path: Path, sounds: Path) -> None:
+    """No gain is large enough here; a second start has nothing to do."""
+    plateau = {"metric": "retrieval_loss", "evaluations": 1, "least_gain": 1000.0}
+    evaluation = {"every_steps": 1, "retrieval": {"shards": str(sounds / "*.tar")}}
+    clap = _on_shards(sounds, samples=6 * BATCH, stop_on_plateau=plateau)
+    config = write_training(tmp_path, clap={**clap, "evaluation": evaluation})
+    for _ in range(2):
+        output = commands.train(config, world_size=1)
+        at_first = commands.lines(config, "evaluation")[0]["retrieval_loss"]
+        said = f"no gain in retrieval_loss for 1 evaluations, since step 1, where it was {at_first:.4g}"
+        assert said in output
+        summary = commands.summaries(config)[-1]
+        assert (summary["step"], summary["ended_early"]) == (2, said)
+
+
 @pytest.mark.parametrize(("wanted", "steps"), [(0.0, 3), (1.0, 6)])
 def test_ends_at_the_evaluation_that_reaches_the_target(
     tmp_path: Path, sounds: Path, wanted: float, steps: int
