@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from clap_ds.config.errors import did_you_mean
 from clap_ds.config.model import preset_names
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -55,7 +54,7 @@ class ModelSettings(Section):
     @classmethod
     def _check_preset(cls, name: str) -> str:
         if name not in preset_names():
-            raise ValueError(f"no preset {name!r}{did_you_mean(name, preset_names())}")
+            raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
         return name
 
 

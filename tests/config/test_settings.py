@@ -22,7 +22,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     ({"seed": -1}, r"clap\.seed: expected greater than or equal to 0, found -1"),
     ({"bench": {"windows": 1}}, r"clap\.bench\.windows: expected greater than or equal to 2"),
-    ({"model": {"preset": "htsat_tiny"}}, r"no preset 'htsat_tiny'; did you mean 'htsat_tiny_roberta_base'\?"),
+    (
+        {"model": {"preset": "htsat_tiny"}},
+        r"no preset 'htsat_tiny'; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro$",
+    ),
     ({"data": {"source": "shard"}}, r'clap\.data\.source: expected one of synthetic, shards, found "shard"'),
     ({"data": {"num_batches": 2}}, r"clap\.data\.source: expected one of synthetic, shards, found null"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: missing"),
