@@ -142,7 +142,7 @@ def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmClu
     cluster.connect("node2")
     # Another run that goes on from the same step makes the same losses.
     cluster.wait_until_idle()
-    checkpoint = job.folder / "runs" / "micro-checkpoints" / "step-00000015"
+    (checkpoint,) = (job.folder / "runs").glob("micro-*-checkpoints/step-00000015")
     clap["train"] = {"samples": 16 * 25, "log_every_steps": 1, "resume": str(checkpoint)}
     another = submit(2, "ssh", clap=clap, options=TRAINING["options"])
     another.ends("COMPLETED", 0)
