@@ -3,7 +3,7 @@
 import glob
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,9 @@ class TrainingStart(session.Start):
         job = os.environ.get("CLAP_JOB", "").rpartition(".")[0]
         is_done = bool(job) and self.checkpoints.was_begun_by(job)
         new_run = job or gather(uuid.uuid4().hex)[0]
+        choices = replace(self.choices, restart=False, from_weights=None) if is_done else self.choices
         try:
-            found = self._resume(engine, new_run, choices=Choices(accept_changes=True) if is_done else self.choices)
+            found = self._resume(engine, new_run, choices)
         except ValueError as error:
             raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
         if found is None:

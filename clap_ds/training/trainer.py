@@ -52,6 +52,7 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
         try:
             stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
         except NonFiniteError as error:
+            start.checkpoints.close()
             raise NonFiniteError(f"{error}. {_how_to_go_on(session, start)}") from None
         ending()
         start.checkpoints.close()
@@ -197,6 +198,11 @@ def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> No
         f" ({most * size / 1e9:.3f} GB), in {folder}",
         flush=True,
     )
+    if (skipped := start.choices.skip_steps) is not None and skipped[0] <= progress.step:
+        print(
+            f"--skip_steps {skipped[0]}-{skipped[1]}: nothing to leave out, the run is at step {progress.step}",
+            flush=True,
+        )
     mismatch = schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples)
     for warning in filter(None, (mismatch, too_few_items(session, schedule))):
         print(f"warning: {warning}", flush=True)
