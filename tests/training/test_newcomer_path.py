@@ -78,7 +78,7 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     in_training = json.loads((record / "summary.json").read_text())["evaluation"]
     # One rank here, two there.
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
-    assert len(found["metrics"]) == 11
+    assert len(found["metrics"]) == 12
     run(tmp_path, export)
     checkpoint = locate(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
     trained = load_weights(checkpoint).build()
