@@ -32,14 +32,14 @@ def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.end_to_end
-def test_a_run_whose_tokenizer_is_on_a_hub_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_tokenizer_is_on_a_hub_that_never_answers(tmp_path: Path) -> None:
     data = {"source": "shards", "shards": "none.tar", "tokenizer": "clap-ds-tests/none"}
     config = commands.write_training(tmp_path, clap={"data": data, "train": {"samples": 8}})
     with socket.create_server(("127.0.0.1", 0), backlog=32) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        for name, value in (("HF_HUB_OFFLINE", "0"), ("HF_ENDPOINT", url), ("HF_HOME", str(tmp_path / "hub"))):
-            monkeypatch.setenv(name, value)
-        ranks = commands.RunningRanks(config, 2)
+        # As by HF_ENDPOINT and without HF_HUB_OFFLINE, which are read once, perhaps before these ranks were forked.
+        constants = {"huggingface_hub.constants.HF_HUB_OFFLINE": False, "huggingface_hub.constants.ENDPOINT": url}
+        ranks = commands.RunningRanks(config, 2, constants=constants)
         assert ranks.wait() == [2, 2], ranks.outputs
         server.settimeout(0)
         server.accept()[0].close()

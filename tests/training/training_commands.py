@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests import processes
@@ -61,9 +62,17 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 class RunningRanks:
     """Ranks of one run, each a process of ours, so that one can be signalled alone."""
 
-    def __init__(self, config: Path, world_size: int, *options: str, file: str = TRAIN) -> None:
+    def __init__(
+        self,
+        config: Path,
+        world_size: int,
+        *options: str,
+        file: str = TRAIN,
+        constants: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.config = config
-        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0}  # no launcher ends the others when one has ended
+        # No launcher ends the others when one has ended.
+        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0, **constants}
         arguments = [file, "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
