@@ -17,7 +17,7 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
@@ -26,31 +26,10 @@ from clap_ds.training.checks import problems_for_training
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
-    add = parser.add_argument_group(
-        "where there are checkpoints (default: resume from the newest good one)"
-    ).add_argument
-    add("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
-    alone = "go on from the weights of this step alone, with a new optimizer state"
-    add("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
-    changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
-    add("--accept_changes", action="store_true", help=changes)
-    skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
-    add("--skip_steps", type=_steps, metavar="A-B", help=skip)
+    add_checkpoint_choices(parser)
     arguments = parser.parse_args(argv)
-    if arguments.restart and arguments.from_weights is not None:
-        parser.error("--restart starts without weights; give it or --from_weights")
+    check_checkpoint_choices(parser, arguments)
     return arguments
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    try:
-        steps = int(first), int(last or first)
-    except ValueError:
-        steps = 0, 0
-    if not 1 <= steps[0] <= steps[1]:
-        raise argparse.ArgumentTypeError(f"expected a step or two, such as 5 or 5-6, found {text!r}")
-    return steps
 
 
 def main(ranks: Ranks) -> None:

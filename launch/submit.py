@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import find_config
@@ -37,8 +38,6 @@ from clap_ds.launch.sites import Site, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 RECORD = "submitted.json"
-TRAIN_OPTIONS = ("--restart", "--from_weights", "--accept_changes", "--skip_steps")
-"""Of clap_ds/train.py, for a run that has checkpoints."""
 
 
 def start(arguments: argparse.Namespace) -> None:
@@ -76,12 +75,13 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def _train_options(arguments: argparse.Namespace) -> list[str]:
-    """What follows `--`; raises UserError for what `clap_ds/train.py` doesn't take."""
+    """What follows `--`, if `clap_ds/train.py` takes it; ends the program otherwise."""
     options: list[str] = arguments.train_options
-    unknown = [word for word in options if word.startswith("-") and word not in TRAIN_OPTIONS]
-    if unknown or (options and not (arguments.train and options[0] in TRAIN_OPTIONS)):
-        known = ", ".join(TRAIN_OPTIONS)
-        raise UserError(f"-- {' '.join(options)}: expected options of clap_ds/train.py there ({known}), with --train")
+    if options and not arguments.train:
+        raise UserError(f"-- {' '.join(options)}: options of training, without --train")
+    parser = argparse.ArgumentParser("launch/submit.py … --train --", allow_abbrev=False)
+    add_checkpoint_choices(parser)
+    check_checkpoint_choices(parser, parser.parse_args(options))
     return options
 
 
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
     add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
-    add("train_options", nargs="*", metavar="-- OPTION", help=f"of training: {', '.join(TRAIN_OPTIONS)}")
+    add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     arguments = parser.parse_args(argv)
     return command_code(lambda: start(arguments))
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments."""
+"""Types of command-line arguments, and options that commands share. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,3 +16,34 @@ def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
+    """Options of training that has checkpoints: what to do with them."""
+    add = parser.add_argument_group(
+        "where there are checkpoints (default: resume from the newest good one)"
+    ).add_argument
+    add("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
+    alone = "go on from the weights of this step alone, with a new optimizer state"
+    add("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
+    changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
+    add("--accept_changes", action="store_true", help=changes)
+    skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
+    add("--skip_steps", type=_steps, metavar="A-B", help=skip)
+
+
+def check_checkpoint_choices(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the program, as argparse does, where the options contradict each other."""
+    if arguments.restart and arguments.from_weights is not None:
+        parser.error("--restart starts without weights; give it or --from_weights")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        steps = int(first), int(last or first)
+    except ValueError:
+        steps = 0, 0
+    if not 1 <= steps[0] <= steps[1]:
+        raise argparse.ArgumentTypeError(f"expected a step or two, such as 5 or 5-6, found {text!r}")
+    return steps

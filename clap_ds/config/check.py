@@ -126,6 +126,12 @@ def _check_engine_choices(content: dict[str, Any]) -> list[str]:
     stage = content.get("zero_optimization", {}).get("stage", 0)
     if stage != 0:
         problems.append(f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}")
+    autocast = content.get("torch_autocast", {})
+    if autocast.get("enabled") and str(autocast.get("dtype", "bfloat16")).removeprefix("torch.") != "bfloat16":
+        problems.append(
+            f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(autocast["dtype"])}: DeepSpeed keeps the loss scale'
+            " that float16 needs in no checkpoint; fp16.enabled does"
+        )
     if "type" not in content.get("optimizer", {}):
         problems.append('optimizer.type: missing; expected an optimizer DeepSpeed knows, such as "AdamW"')
     if "gradient_clipping" not in content:

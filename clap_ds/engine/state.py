@@ -85,7 +85,12 @@ def _groups(engine: ClapEngine) -> list[dict[str, Any]]:
 def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
     """Give the optimiser the rates that the scheduler has after so many steps; None: after those it has counted."""
     scheduler = engine.deepspeed.lr_scheduler
-    if scheduler is not None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        for _ in range(scheduler.last_epoch, steps or 0):
+            scheduler.step()
+        for group, rate in zip(_groups(engine), scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+    elif scheduler is not None:
         last = scheduler.last_batch_iteration if steps is None else steps - 1
         if last >= 0:
             scheduler.step(last)

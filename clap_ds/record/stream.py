@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ class Stream:
         self._has_tensorboard = True
 
     def forget_after(self, step: int) -> None:
-        """Drop what is there of later steps, which will be trained again; a line that was cut, too."""
+        """Drop what is there of later steps, which will be trained again; a line that was cut, too. What there is of a run that
+        is to begin is put aside."""
         self._last_step = step
         with unless_full(self._path):
-            if self._path.exists():
+            if self._path.exists() and step == 0:
+                now = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
+                self._path.rename(self._path.with_name(f"{self._path.stem}-before-{now}{self._path.suffix}"))
+            elif self._path.exists():
                 kept = [line for line in self._path.read_text(errors="replace").split("\n") if _step_of(line) <= step]
                 write_atomically(self._path, "".join(f"{line}\n" for line in kept))
 

@@ -27,7 +27,7 @@ from clap_ds.engine.random_state import random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
-from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
+from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
 from clap_ds.training.rotation import Rotation
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
@@ -40,16 +40,13 @@ _LARGEST_PROBE, _LARGEST_TOKENIZER_FILE = 256 * 2**20, 64 * 2**20
 
 
 class CheckpointFolder:
-    """The checkpoints of a run in one folder, which every host must see. Made by all ranks together.
+    """The checkpoints of a run in one folder, which every host must see.
 
     Args:
         path: the folder; made where it isn't there.
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
         run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
-
-    Raises:
-        ValueError: on all ranks: the folder can't be written, or `sync_to` can't be a target.
     """
 
     def __init__(
@@ -72,9 +69,6 @@ class CheckpointFolder:
             self.path, self._settings, lambda old: self._sync is not None and self._sync.is_copying(old)
         )
         sync_to = self._settings.sync_to
-        if sync_to is not None:
-            check_target(sync_to, self.path)
-        on_first(self._check_writable)
         if rank() == 0 and sync_to is not None:
             self._sync = BackgroundSync(sync_to, self._settings)
 
@@ -84,9 +78,9 @@ class CheckpointFolder:
     ) -> SavedCheckpoint:
         """Save the state of training. A collective; every rank gets the same answer.
 
-        Where the disk is full, older checkpoints of this run that aren't the best give way, but for the newest. A disk that is
-        full even so, or failing, is warned of and named in the answer; nothing half-written stays behind. What is reported as
-        saved is on the disk and has been read back.
+        Where the disk is full, checkpoints of this run that aren't the best give way, the oldest first, as long as another is
+        left. A disk that is full even so, or failing, is warned of and named in the answer; nothing half-written stays behind.
+        What is reported as saved is on the disk and has been read back.
 
         Args:
             metrics: of the evaluation at this step, for `keep_best`; those that aren't finite are left out.
@@ -128,8 +122,8 @@ class CheckpointFolder:
         self._rotation.run = run
 
     def was_begun_by(self, run: str) -> bool:
-        """Whether the newest checkpoint here is one of this run's. A collective."""
-        return on_first(lambda: next((found.run for found in files.read_all(self.path).values()), None) == run)
+        """Whether the newest checkpoint here is one of this run's. A collective; raises ValueError where that can't be told."""
+        return on_first(lambda: self._was_begun_by(run))
 
     def newest_step(self) -> int | None:
         """Of the newest checkpoint whose manifest can be read, if there is one. Looks at the disk of the rank that calls."""
@@ -155,11 +149,10 @@ class CheckpointFolder:
             ValueError: on all ranks: nothing there, damaged, not visible to every rank, changes that aren't accepted, or
                 weights of another model.
         """
-        folder = on_first(lambda: self._checked(Path(path).absolute()))
+        folder, self._rotation.run = on_first(lambda: self._checked(Path(path).absolute()))
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
-        self._rotation.run = Manifest.read(folder).run
         return restore(folder, engine, self._run, accept_changes=accept_changes)
 
     @doing("loading weights")
@@ -181,7 +174,7 @@ class CheckpointFolder:
         if rank() != 0:
             return num_bytes, math.nan
         free = shutil.disk_usage(self.path).free
-        there = sum(record.bytes for each in files.read_all(self.path).values() for record in each.files.values())
+        there = self._rotation.bytes_there()
         if free + there < self.most * num_bytes:
             warn(
                 f"{self.path} has {free / 1e9:,.2f} GB free and {there / 1e9:,.2f} GB of checkpoints; {self.most} of"
@@ -212,12 +205,6 @@ class CheckpointFolder:
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
 
-    def _check_writable(self) -> None:
-        try:
-            files.begin(self.path, 0).rmdir()
-        except OSError as error:
-            raise ValueError(f"clap.checkpoint.folder: {self.path} can't be written: {error.strerror}") from error
-
     def _write(
         self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
     ) -> tuple[Path, int]:
@@ -226,7 +213,6 @@ class CheckpointFolder:
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
-            self._rotation.prepare()
             while True:
                 try:
                     return self._write_once(engine, progress, states, metrics)
@@ -283,23 +269,31 @@ class CheckpointFolder:
                 if path.is_file() and path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                     yield f"{TOKENIZER}/{path.name}", path.read_bytes()
 
+    def _was_begun_by(self, run: str) -> bool:
+        damaged: dict[str, str] = {}
+        runs = [manifest.run for manifest in files.read_all(self.path, damaged).values()]
+        if damaged and run not in runs:
+            raise ValueError(f"whether this run has begun can't be told: {'; '.join(damaged.values())}")
+        return runs[:1] == [run]
+
     def _find_newest(self) -> Path | None:
-        damaged, sync_to = self._rotation.damaged, self._settings.sync_to
-        found = files.newest_good(self.path, damaged)
+        local, sync_to = self._rotation.damaged, self._settings.sync_to
+        found, remote = files.newest_good(self.path, local), dict[str, str]()
         if found is None and sync_to is not None:
             try:
-                found = RemoteFolder(sync_to).download_newest(self.path, damaged)
+                found = RemoteFolder(sync_to).download_newest(self.path, remote)
             except Exception as error:  # of whatever type the file system's package has
                 raise ValueError(
                     f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
                     " clap.train.resume 'never' starts without"
                 ) from error
-        if found is None and damaged:
-            raise ValueError(none_is_good(self.path, damaged))
+        if found is None and (local or remote):
+            raise ValueError(none_is_good(self.path, [*local.values(), *remote.values()]))
         self._verified = found
         return found
 
-    def _checked(self, path: Path) -> Path:
+    def _checked(self, path: Path) -> tuple[Path, str]:
+        """The checkpoint, or the newest good one in that folder, and the id of its run."""
         if path != self._verified:
             self._verified = files.find_checkpoint(path)
-        return self._verified
+        return self._verified, Manifest.read(self._verified).run

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Collection
+from pathlib import Path
 
 from clap_ds.config import metrics
 from clap_ds.config.sections import ShardData
@@ -45,7 +46,8 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
 
 
 def _problems_with_urls(run: RunSettings) -> list[str]:
-    """URLs with credentials, or of protocols that aren't known or whose package isn't installed; nothing is connected to."""
+    """URLs with credentials, or of protocols that aren't known or whose package isn't installed, and checkpoints that would be
+    copied to where they are; nothing is connected to."""
     clap = run.clap
     places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
     if isinstance(clap.data, ShardData):
@@ -53,6 +55,9 @@ def _problems_with_urls(run: RunSettings) -> list[str]:
     for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):
         places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
     problems = []
+    sync_to = clap.checkpoint.sync_to
+    if sync_to and Path(sync_to.removeprefix("file://")).absolute() == run.checkpoint_folder:
+        problems.append(f"clap.checkpoint.sync_to: {sync_to} is the folder of the checkpoints itself")
     for field, urls in places.items():
         for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):
             try:

@@ -21,7 +21,6 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
-from clap_ds.data.shard_files import check_url, is_remote
 from clap_ds.dist.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
@@ -33,18 +32,6 @@ FIRST_WAIT_S = 2.0  # doubled after each failure
 LONGEST_WAIT_S = 60.0
 TRY_S = 30.0
 """Longest that a target may take for a first file, before training."""
-
-
-def check_target(url: str, folder: Path) -> None:
-    """Raises ValueError for what can't be a target for the checkpoints in `folder`, without connecting: the folder itself, or a
-    URL with credentials, or with a protocol that fsspec doesn't know or whose package isn't installed."""
-    if is_remote(url):
-        try:
-            check_url(url)
-        except ValueError as error:
-            raise ValueError(f"{FIELD}: {error}") from None
-    if Path(url.removeprefix("file://")).absolute() == folder:
-        raise ValueError(f"{FIELD}: {url} is the folder of the checkpoints itself")
 
 
 def try_target(url: str) -> None:
@@ -81,11 +68,13 @@ class RemoteFolder:
         there = self.read_all(damaged)
         if manifest in there.values():
             return
-        taken = {*damaged, *(name for name, other in there.items() if other.run != manifest.run)}
+        begun = _begun_by(manifest.run)
+        others_half = (name for name in self._names() if name not in there and not self._fs.exists(f"{name}/{begun}"))
+        taken = {*damaged, *others_half, *(name for name, other in there.items() if other.run != manifest.run)}
         to = next(name for name in files.names_of(manifest.step) if name not in taken)
         self.delete(to)
         self._fs.makedirs(to, exist_ok=True)
-        self._fs.pipe_file(f"{to}/{_begun_by(manifest.run)}", b"")
+        self._fs.pipe_file(f"{to}/{begun}", b"")
         for name, record in manifest.files.items():
             target = f"{to}/{name}"
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
@@ -94,7 +83,7 @@ class RemoteFolder:
             if size != record.bytes:
                 raise OSError(f"{self.url}: {name} arrived with {size} of {record.bytes} bytes")
         self._fs.pipe_file(f"{to}/{MANIFEST}", manifest.to_json().encode())
-        self._fs.rm_file(f"{to}/{_begun_by(manifest.run)}")
+        self._fs.rm_file(f"{to}/{begun}")
 
     def try_writing(self) -> None:
         """Write a small file and delete it."""
@@ -131,8 +120,7 @@ class RemoteFolder:
                     (partial / file).parent.mkdir(parents=True, exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
                 found = files.publish(partial, manifest)
-                for reason in damaged.values():
-                    warn(f"passed over: {reason}")
+                files.warn_of(damaged)
                 return found
             except (DamagedError, FileNotFoundError) as error:
                 damaged[name] = f"{self.url}/{name}: {error}"

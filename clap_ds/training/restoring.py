@@ -49,10 +49,7 @@ def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
     """The weights alone, and how far training had come, which is counted from 0 where that file is damaged. Raises ValueError:
     they are another model's, or not finite."""
     weights = load_weights(folder / WEIGHTS)
-    progress = TrainingProgress()
-    with suppress(OSError):
-        if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
-            progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
+    progress = on_first(lambda: _progress(folder))
     if rank() == 0:
         counts = f"goes on at step {progress.step}" if progress.step else f"counts from 0, as {PROGRESS} is damaged"
         warn(f"{folder}: its weights alone: the optimizer and random numbers begin anew, training {counts}")
@@ -61,15 +58,22 @@ def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
     return progress
 
 
-def none_is_good(folder: Path, damaged: dict[str, str]) -> str:
+def _progress(folder: Path) -> TrainingProgress:
+    with suppress(OSError):
+        if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
+            return TrainingProgress.from_json((folder / PROGRESS).read_text())
+    return TrainingProgress()
+
+
+def none_is_good(folder: Path, reasons: list[str]) -> str:
     """What to say where there are checkpoints, and none is whole."""
     there = files.read_all(folder)
     whole = (manifest.step for name, manifest in there.items() if files.weights_are_whole(folder / name))
     steps = ", ".join(f"--from_weights {step}" for step in dict.fromkeys(whole))
     weights = f"; {steps} goes on from weights that are whole, with a new optimizer state" if steps else ""
-    reasons = "".join(f"\n  {reason}" for reason in damaged.values())
+    listed = "".join(f"\n  {reason}" for reason in reasons)
     return (
-        f"{folder}: none of {len(damaged)} checkpoints is good, and nothing has been started or deleted:{reasons}\n"
+        f"{folder}: none of {len(reasons)} checkpoints is good, and nothing has been started or deleted:{listed}\n"
         "  What can be done: the same command again, where reading failed only for the moment"
         f"{weights}; --restart moves them aside and starts anew"
     )

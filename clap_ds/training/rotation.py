@@ -27,7 +27,6 @@ class Rotation:
         self._folder, self._rule, self._is_in_use = folder, rule, is_in_use
         self.run = ""
         self.damaged: dict[str, str] = {}
-        self._most: int | None = None  # that the disk has held
 
     def delete_superfluous(self) -> None:
         """Delete what the newest checkpoint makes superfluous."""
@@ -38,22 +37,20 @@ class Rotation:
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
 
-    def prepare(self) -> None:
-        """Before another checkpoint is saved on a disk that was full before: leave it the room it will need."""
-        while self._most is not None and len(self._own()) >= self._most and self.make_room():
-            pass
-
     def make_room(self) -> bool:
         """Give up the oldest checkpoint that is none of the best, as long as another is left; False where there is none."""
         own = self._own()
         kept = files.best(own, self._rule.best_by)[: self._rule.keep_best]
         for name in reversed(own):
             if len(own) > 1 and name not in kept and not self._is_in_use(self._folder / name):
-                self._most = min(self._most or len(own), len(own))
                 warn(f"the disk is full: {name} is given up for a newer checkpoint")
                 files.remove(self._folder / name)
                 return True
         return False
+
+    def bytes_there(self) -> int:
+        """Size of the checkpoints that may go."""
+        return sum(record.bytes for manifest in self._own().values() for record in manifest.files.values())
 
     def _own(self) -> dict[str, Manifest]:
         """The run's whole checkpoints, the newest first, by name."""

@@ -97,19 +97,12 @@ class TrainingStart(session.Start):
             lock=self._lock,
             run=run,
         )
-        # A job makes several attempts by the same command: what was chosen is done once.
-        job = os.environ.get("CLAP_JOB", "").rpartition(".")[0]
-        is_done = bool(job) and self.checkpoints.was_begun_by(job)
-        new_run = job or gather(uuid.uuid4().hex)[0]
-        choices = replace(self.choices, restart=False, from_weights=None) if is_done else self.choices
         try:
-            found = self._resume(engine, new_run, choices)
+            found = self._resume(engine)
         except ValueError as error:
             raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
-        if found is None:
-            self.checkpoints.begin(new_run)
-            if self._ranks.is_first:
-                self._name_others(folder)
+        if found is None and self._ranks.is_first:
+            self._name_others(folder)
         progress = self.progress
         if self._ranks.is_first:
             self.history = Stream(folder / "history.jsonl", folder / "tensorboard")
@@ -126,7 +119,9 @@ class TrainingStart(session.Start):
 
     def _name_others(self, folder: Path) -> None:
         """Say which folders of this run's label there are beside, which it doesn't resume from."""
-        others = sorted(path.name for path in folder.parent.glob(f"{glob.escape(self._run.label)}*-checkpoints"))
+        label, hashed = glob.escape(self._run.label), "[0-9a-f]" * 8
+        patterns = (f"{label}-checkpoints", f"{label}-{hashed}-checkpoints")
+        others = sorted(path.name for pattern in patterns for path in folder.parent.glob(pattern))
         if self._run.clap.checkpoint.folder is None and (others := [name for name in others if name != folder.name]):
             print(
                 f"note: this run begins; {', '.join(others)} beside {folder} are of runs with another model, data, loss,"
@@ -134,27 +129,46 @@ class TrainingStart(session.Start):
                 flush=True,
             )
 
-    def _resume(self, engine: ClapEngine, new_run: str, choices: Choices) -> Path | None:
-        """Load what the run resumes from into the engine and `progress`; None where it begins."""
-        resume = self._run.clap.train.resume
+    def _resume(self, engine: ClapEngine) -> Path | None:
+        """Load what the run resumes from into the engine and `progress`; None where it begins.
+
+        A job makes several attempts by the same command, and people type it again: what it says of where to begin is done once,
+        as far as that can be told by the id of the run that begins there.
+        """
+        resume, choices, checkpoints = self._run.clap.train.resume, self.choices, self.checkpoints
+        is_chosen, is_path = choices.restart or choices.from_weights is not None, resume not in ("auto", "never")
+        job, _, attempt = os.environ.get("CLAP_JOB", "").rpartition(".")
+        new_run = f"from {resume}" if is_path and not is_chosen else job or gather(uuid.uuid4().hex)[0]
+        is_repeated = attempt not in ("", "0") and (is_chosen or resume == "never")
+        if (is_repeated or (is_path and not is_chosen)) and checkpoints.was_begun_by(new_run):
+            resume, choices = "auto", replace(choices, restart=False, from_weights=None)
+        checkpoints.begin(new_run)
         if choices.restart:
-            aside = self.checkpoints.move_aside()
+            aside = checkpoints.move_aside()
             if aside is not None and self._ranks.is_first:
-                print(f"starting anew; what was in {self.checkpoints.path} is in {aside}", flush=True)
+                print(f"starting anew; what was in {checkpoints.path} is in {aside}", flush=True)
             return None
         if choices.from_weights is not None:
-            found, self.progress = self.checkpoints.load_weights(choices.from_weights, engine)
-            self.checkpoints.begin(new_run)
+            found, self.progress = checkpoints.load_weights(choices.from_weights, engine)
             return found
-        newest = self.checkpoints.newest() if resume in ("auto", "never") else Path(resume)
+        newest = checkpoints.newest() if resume in ("auto", "never") else Path(resume)
         if newest is not None and resume == "never":
             raise ValueError(
                 f"it is 'never', but {newest} is there: a new run would mix with the one it is from; --restart moves that"
                 " aside, or name another clap.checkpoint.folder"
             )
         if newest is not None:
-            self.progress = self.checkpoints.load(newest, engine, accept_changes=choices.accept_changes)
+            self.progress = checkpoints.load(newest, engine, accept_changes=choices.accept_changes)
+            if resume != "auto":
+                checkpoints.begin(new_run)
         return newest
+
+    @property
+    def same_command(self) -> str:
+        """What to type to go on from the newest checkpoint."""
+        once = [f"--{name}" for name in ("restart", "from_weights") if getattr(self.choices, name) not in (False, None)]
+        resume = ", with clap.train.resume 'auto'," if self._run.clap.train.resume == "never" else ""
+        return f"the same command{' without ' + once[0] if once else ''}{resume}"
 
     @doing("waiting for the checkpoint folder")
     def _take(self, folder: Path) -> None:

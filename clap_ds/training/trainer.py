@@ -65,7 +65,7 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _record_interruption(session, Interrupted(stopped_by), saved)
+        _record_interruption(session, start, Interrupted(stopped_by), saved)
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -107,7 +107,7 @@ def _run(
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
             engine.share_statistics()
-            metrics = evaluator.run(engine.model)
+            metrics = gather(evaluator.run(engine.model))[0]  # of a mixture of devices, the last bit may differ
             progress.note(metrics, session.run, log.train_s)
             log.evaluated(metrics, time.monotonic() - begun)
         if to_save or stopped_by or progress.why_over(session.run):
@@ -133,7 +133,7 @@ def _how_to_go_on(session: Session, start: TrainingStart) -> str:
     if newest is None:
         again = "Nothing has been saved: the same command begins anew"
     else:
-        again = f"Nothing of it is saved: the same command goes on from step {newest}"
+        again = f"Nothing of it is saved: {start.same_command} goes on from step {newest}"
     first = (newest or 0) + 1
     return (
         f"{again}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, step)}), take a lower learning"
@@ -230,14 +230,14 @@ def _conclude(session: Session, start: TrainingStart, schedule: Schedule) -> Non
     )
 
 
-def _record_interruption(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> NoReturn:
+def _record_interruption(session: Session, start: TrainingStart, stop: Interrupted, saved: SavedCheckpoint) -> NoReturn:
     """Say how to resume, record the state before any rank leaves, and raise `Interrupted`."""
     if session.ranks.is_first:
         session.record.update_summary(data=session.batches.statistics())
         lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
         session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
         place = "there" if saved.saved else "the last checkpoint that could be"
-        print(f"stopped by {stop} after step {saved.step}{lost}; the same command resumes from {place}", flush=True)
+        print(f"stopped by {stop} after step {saved.step}{lost}; {start.same_command} resumes from {place}", flush=True)
     dist.barrier()
     raise stop
 

@@ -232,6 +232,12 @@ def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, M
     return newest_first(sorted(names), lambda name: Manifest.read(folder / name), damaged)
 
 
+def warn_of(damaged: dict[str, str]) -> None:
+    """Say which checkpoints were passed over for the one that was found."""
+    for reason in damaged.values():
+        warn(f"passed over: {reason}")
+
+
 def newest_good(folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
     """The newest checkpoint of a folder that is all there; `damaged` gets, by name, why others were passed over, of which one
     that is found warns."""
@@ -242,8 +248,7 @@ def newest_good(folder: Path, damaged: dict[str, str] | None = None) -> Path | N
         except DamagedError as error:
             damaged[name] = str(error)
         else:
-            for reason in damaged.values():
-                warn(f"passed over: {reason}")
+            warn_of(damaged)
             return folder / name
     return None
 

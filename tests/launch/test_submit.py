@@ -109,9 +109,11 @@ def test_what_to_do_with_checkpoints_reaches_training(
     (job,) = submission.jobs
     text = (job / "job.sbatch").read_text().replace(" \\\n", "")
     assert text.endswith("-- --from_weights 40 --accept_changes\n")
-    for options in (("--", "--restart"), ("--train", "--", "--resume"), ("--train", "runs")):
-        assert submission.call(*options) == 2
-        assert "expected options of clap_ds/train.py there (--restart, " in capsys.readouterr().err
+    assert submission.call("--", "--restart") == 2
+    assert "options of training, without --train" in capsys.readouterr().err
+    for options in ("--resume", "runs", "--from_weights", "--skip_steps 6-5", "--restart --from_weights 4"):
+        with pytest.raises(SystemExit, match="2"):
+            submission.call("--train", "--", *options.split())
     assert submission.jobs == [job]
 
 

@@ -1,13 +1,11 @@
 """What ranks do in tests of checkpoints: train a micro model a few steps, save, go on, load elsewhere."""
 
-import builtins
 import errno
 import io
 import itertools
-import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,6 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
-from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.lock import FILE, FolderLock
 from clap_ds.training import checkpoint
@@ -32,7 +29,6 @@ from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.training.start import freeze
 from clap_ds.weights import checkpoint_files
-from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
@@ -183,13 +179,6 @@ def save(
     return saved, warnings
 
 
-def save_with_settings(folder: str) -> None:
-    """A checkpoint after two steps of a bf16 run that states its settings."""
-    trained = engine(settings(), 1)
-    losses(trained, 0, 2)
-    assert CheckpointFolder(folder, run=settings()).save(trained, progress(2)).saved
-
-
 def save_after_a_takeover(folder: str) -> tuple[SavedCheckpoint, list[str]]:
     """What comes of a checkpoint of a run whose folder another has taken over."""
     lock = FolderLock(Path(folder))
@@ -214,58 +203,6 @@ def estimates(folder: str) -> tuple[tuple[int, float], list[str], list[str]]:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=estimate[0]))
         checkpoints.estimate(trained)
     return estimate, warnings, of_little_room
-
-
-def resume_otherwise(
-    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
-) -> tuple[str, list[str], Any]:
-    """A run with other settings than the checkpoint's resumes from it: why it is refused, else ""; the warnings; and its
-    learning rate, its first loss, whether its fp32 weights were the checkpoint's to the bit, and its next learning rate."""
-    run = settings(precision, **changes)
-    other = engine(run, 99)
-    with warned() as warnings:
-        try:
-            CheckpointFolder(folder, run=run).load(folder, other, accept_changes=accept)
-        except ValueError as error:
-            return str(error), warnings, None
-    saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
-    trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
-    same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
-    rates = other.deepspeed.get_lr()
-    return "", warnings, (rates[0], losses(other, other.steps, 1)[0], same, other.deepspeed.get_lr()[0])
-
-
-def fail_at_each_read(folder: str) -> list[str]:
-    """What comes of resuming where one file or folder can't be read, for each read in turn: why it is refused, or the step that
-    training goes on from."""
-    trained, found, left = engine(settings(), 99), [], 0
-
-    def failing(read: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(path: Any, *arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            if isinstance(path, str | Path) and f"{path}/".startswith(f"{folder}/") and "w" not in str(arguments[:1]):
-                left -= 1
-                if left == 0:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            return read(path, *arguments, **options)
-
-        return instead
-
-    for number in itertools.count(1):
-        left = number
-        with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-            for module, name in ((builtins, "open"), (io, "open"), (os, "listdir"), (os, "scandir")):
-                patch.setattr(module, name, failing(getattr(module, name)))
-            try:
-                checkpoints = CheckpointFolder(folder)
-                newest = checkpoints.newest()
-                found.append("silently anew" if newest is None else f"step {checkpoints.load(newest, trained).step}")
-            except ValueError as error:
-                found.append(str(error))
-        if left > 0:
-            return found[:-1]
-        if found[-1] == "step 1" and not any("passed over" in warning for warning in warnings):
-            found[-1] = "silently from an older one"
 
 
 def save_poisoned(folder: str) -> tuple[str, list[str]]:

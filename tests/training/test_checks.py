@@ -103,3 +103,21 @@ def test_a_contrastive_batch_of_one_is_refused(
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
     program = "import sys, clap_ds.training.checks; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s3://key:hush@bucket/run", "they are taken from the environment alone"),
+        ("simplecache::sftp://me:hush@host/run", "they are taken from the environment alone"),
+        ("gopher://host/run", "no protocol 'gopher'"),
+        ("/checkpoints", "is the folder of the checkpoints itself"),
+        ("file:///checkpoints", "is the folder of the checkpoints itself"),
+    ],
+)
+def test_where_checkpoints_cannot_be_copied_to_is_named(url: str, reason: str) -> None:
+    checkpoint = {"folder": "/checkpoints", "sync_to": url}
+    (found,) = problems_for_training(settings(train={"samples": 9}, checkpoint=checkpoint))
+    assert found.startswith("clap.checkpoint.sync_to: ")
+    assert reason in found
+    assert "hush" not in found

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
-from clap_ds.training.remote import BackgroundSync, RemoteFolder, check_target
+from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files
 from tests.processes import ROOT
 from tests.training.training_commands import wait_until
@@ -230,22 +230,3 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Unreliable, "makedirs", lambda *_, **__: threading.Event().wait())
     with pytest.raises(ValueError, match=r"can't be written \(TimeoutError: no answer within 0\.1 s\); credentials"):
         remote.try_target(url)
-
-
-CREDENTIALS, ITSELF = "they are taken from the environment alone", "is the folder of the checkpoints itself"
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("s3://key:hush@bucket/run", CREDENTIALS),
-        ("simplecache::sftp://me:hush@host/run", CREDENTIALS),
-        ("gopher://host/run", "no protocol 'gopher'"),
-        ("/checkpoints", ITSELF),
-        ("file:///checkpoints", ITSELF),
-    ],
-)
-def test_what_cannot_be_a_target_is_refused(url: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"clap\.checkpoint\.sync_to: .*{reason}") as refusal:
-        check_target(url, Path("/checkpoints"))
-    assert "hush" not in str(refusal.value)
