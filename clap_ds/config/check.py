@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -158,8 +158,9 @@ def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseMode
             continue
         field += f".{part}"
         annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            section = annotation
+        for kind in (annotation, *get_args(annotation)):  # a section that may be null, too
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                section = kind
     name = str(location[-1])
     field += f".{name}" if not (name in tagged and location[:-1] == ["data"]) else ""
     if details["type"] == "extra_forbidden":

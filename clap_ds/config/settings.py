@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,12 +107,12 @@ class RunSettings:
         (model, data, loss, seed, initial weights, frozen towers), so that runs of one label don't meet."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
-            return Path(clap.checkpoint.folder).absolute()
+            return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze", "shuffle_captions"})
         identity = [clap.model.preset, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
-        return (Path(clap.output.root) / f"{self.label}-{digest}-checkpoints").absolute()
+        return Path(os.path.abspath(clap.output.root), f"{self.label}-{digest}-checkpoints")
 
     @property
     def micro_batch(self) -> int:

@@ -53,12 +53,13 @@ def digest(path: Path) -> str:  # SHA-256 of a file, in hex
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None) -> int | None:
+def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None, by_headers: bool = True) -> int | None:
     """Audio–caption pairs in one epoch: all items of all sources once, broken ones included. Counting ends where there are
     `enough`.
 
-    From manifests where there are some; otherwise the headers of local tars are gone through. None where neither is possible:
-    synthetic data, and remote shards without a manifest. Raises as `clap_ds.data.shard_list.expand_shards` does.
+    From manifests where there are some; otherwise, with `by_headers`, the headers of local tars are gone through. None where
+    neither is possible: synthetic data, and remote shards without a manifest. Raises as
+    `clap_ds.data.shard_list.expand_shards` does.
     """
     if isinstance(data, SyntheticData):
         return None
@@ -70,7 +71,7 @@ def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None)
             manifests[folder] = read_manifest(folder or ".")
         if name in manifests[folder]:
             total += manifests[folder][name].items
-        elif is_remote(shard):
+        elif is_remote(shard) or not by_headers:
             return None
         else:
             total += count_samples(shard)

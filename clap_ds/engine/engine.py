@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.dist import progress
+from clap_ds.dist.agreement import gather
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
 from clap_ds.engine.gradient_sync import GradientSync
@@ -186,9 +187,14 @@ class ClapEngine:
         for buffer in self.model.audio.batch_norm.buffers():
             dist.broadcast(buffer, src=0)
 
-    def check_loss(self) -> None:
+    def is_lost(self, loss: Tensor) -> bool:
+        """Whether the last step was skipped for a loss that isn't finite on some rank: not for a scale that was too large, as
+        fp16's is now and then. A collective where a step was skipped."""
+        return self.skipped_in_a_row > 0 and not all(gather(bool(loss.isfinite())))
+
+    def check_loss(self, *, at_once: bool = False) -> None:
         """Synchronise and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
-        finite, or if too many were skipped. A collective.
+        finite, or if too many in a row were skipped; with `at_once`, if any were. A collective.
 
         Raises:
             NonFiniteError: on all ranks, naming the first bad step.
@@ -199,7 +205,7 @@ class ClapEngine:
         if int(first_bad) != never:
             what = "the loss or its gradient" if self.norm_wanted else "the loss"
             raise NonFiniteError(f"{what} is NaN or infinite at step {int(first_bad)}")
-        if self.skipped_in_a_row >= MOST_SKIPPED:
+        if self.skipped_in_a_row >= (1 if at_once else MOST_SKIPPED):
             since = self.steps - self.skipped_in_a_row + 1
             raise NonFiniteError(f"the loss or its gradient is NaN or infinite in every step from step {since} on")
 

@@ -257,7 +257,7 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
     except Interrupted as stop:
         if ranks.is_first:
             record.finish(stop.state, f"stopped by {stop}")
-            _say(ranks, f"stopped by {stop}")
+            print(f"rank {ranks.rank}: stopped by {stop}", file=sys.stderr, flush=True)
         distributed.leave(128 + stop.number)
     except NonFiniteError as error:
         _ignore_signals()
@@ -277,6 +277,10 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
             message = f"out of memory at micro-batch {run.micro_batch} on {hardware.device_name(device)}"
             record.finish("out_of_memory", f"rank {ranks.rank}: {message}")
             _say(ranks, f"{message}: {str(error).splitlines()[0]}")
+        elif _is_connection_lost(error):
+            record.finish("failed", f"rank {ranks.rank}: {error}")
+            reason = str(error).splitlines()[0]
+            _say(ranks, f"another rank is gone: its connection to this one was lost ({reason})")
         else:
             record.finish("failed", f"rank {ranks.rank}: {error}")
             traceback.print_exc()
@@ -297,6 +301,11 @@ def _ignore_signals() -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that the GPU's or the host's memory is exhausted."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _is_connection_lost(error: BaseException) -> bool:
+    """Whether an exception says that another process is gone, as gloo words it."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and "by peer" in str(error)
 
 
 def _say(ranks: Ranks, message: str) -> None:

@@ -43,6 +43,10 @@ from clap_ds.model.clap import ClapModel
 MAX_NOTES = 20  # lines about broken items at a time
 
 
+class NonFiniteEmbeddingsError(ValueError):
+    """A model whose weights are finite, and what it makes of clips isn't."""
+
+
 @dataclass
 class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
@@ -142,10 +146,12 @@ class Evaluator:
             on_batch: called after each of this rank's micro-batches of clips with how many are done.
 
         Raises:
-            ValueError: on all ranks: no clip can be decoded any more, or a decoding process is gone.
+            ValueError: on all ranks: no clip can be decoded any more, a decoding process is gone, or embeddings aren't finite.
         """
         with _evaluating(model):
             audio, failed = self._embed_clips(model, on_batch)
+            if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
+                raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
             self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
             tasks = {name: self._run(name, plan, model, audio, failed, resample) for name, plan in self._plans.items()}
         return Evaluation(tasks, list(self._broken))

@@ -63,5 +63,6 @@ import torchaudio  # noqa: E402
 __all__ = ["torchaudio"]
 
 if __name__ == "__main__":
+    what = "is back" if torch.version.cuda else "is set aside, as this torch has no CUDA"
     for path in fit_to_torch(Path(torchaudio.__file__).parent, has_cuda=torch.version.cuda is not None):
-        print(f"torchaudio's library beside torch {torch.__version__}: {path}")
+        print(f"torchaudio's compiled library {what}: {path}")

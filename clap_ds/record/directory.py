@@ -128,11 +128,14 @@ def start_log(path: Path) -> None:
 
 
 def quiet_deepspeed() -> None:
-    """Keep DeepSpeed's informational lines off the terminal, where its configuration dump alone takes 150 lines.
+    """Keep DeepSpeed's informational lines off the terminal, where its configuration dump alone takes 150 lines, and its
+    warning that a scheduler hasn't begun, when it is made.
 
     A filter and not a level: `deepspeed.initialize` sets the level of every handler from the configuration.
     """
     from deepspeed.utils import logger
 
     for handler in logger.handlers:
-        handler.addFilter(lambda record: record.levelno >= logging.WARNING)
+        handler.addFilter(
+            lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()
+        )

@@ -71,7 +71,8 @@ def _report(session: Session, share: float) -> None:
     if settings.kind == "softmax":
         remedy += ' and clap.loss.kind "sigmoid" (softmax learns the same either way, at a loss that stays above 0)'
     print(
-        f"warning: {100 * share:.1f} % of the captions have an equal one in their global batch and count as wrong for its clip:"
-        f" give captions that differ, or {remedy}",
+        f"warning: {100 * share:.1f} % of the captions have an equal one in their global batch and count as wrong for its clip"
+        " (or for their own, where a batch has a clip twice, as at the end of an epoch): give captions that differ, or"
+        f" {remedy}",
         flush=True,
     )

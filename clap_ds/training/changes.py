@@ -9,6 +9,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.checkpoint_files import Manifest
+from clap_ds.weights.formats import have_same_shapes
 from clap_ds.weights.load import check_same_model, differences, tokenizer_of
 
 _SAID_ELSEWHERE = (
@@ -32,12 +33,14 @@ class Changes:
         others: every other setting that differs.
         weights_only: the optimizer's state doesn't fit; weights and progress do.
         scheduler: the learning rate's course is another one's.
+        other_model: one that the weights don't go into.
     """
 
     to_accept: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     weights_only: bool = False
     scheduler: bool = False
+    other_model: bool = False
 
 
 def compare(
@@ -51,12 +54,16 @@ def compare(
         run: its settings, None to look at model and engine alone.
     """
     changes = Changes()
+    theirs = ClapConfig.model_validate(manifest.model)
     try:
-        check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
+        check_same_model(folder, theirs, model)
     except ValueError as error:
         changes.to_accept.append(str(error))
         changes.weights_only = True
-    for name in manifest.engine.keys() & engine.keys():
+        changes.other_model = not have_same_shapes(theirs, model)
+    for name in sorted(manifest.engine.keys() & engine.keys(), key="num_trained_parameters".__eq__):
+        if name == "num_trained_parameters" and changes.to_accept:
+            continue  # of what is named already
         if found := differences({name: manifest.engine[name]}, {name: engine[name]}):
             (changes.others if name == "scheduler" else changes.to_accept).extend(found)
             changes.scheduler |= name == "scheduler"
@@ -67,8 +74,8 @@ def compare(
     if problem := tokenizer_problem(tokenizer_of(folder), tokenizer, vocab_size=model.text.vocab_size):
         changes.to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings:
-        theirs = {name: value for name, value in manifest.settings.items() if name != "clap"}
-        if (there := RunSettings(run.path, run.clap, theirs).precision) != run.precision:
+        deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
+        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
             changes.to_accept.append(f"the precision is {there} there, {run.precision} here")
         changes.others += _different_settings(manifest.settings, run.resolved())
     return changes

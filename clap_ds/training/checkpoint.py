@@ -125,9 +125,10 @@ class CheckpointFolder:
         """Whether the newest checkpoint here is one of this run's. A collective; raises ValueError where that can't be told."""
         return on_first(lambda: self._was_begun_by(run))
 
-    def newest_step(self) -> int | None:
-        """Of the newest checkpoint whose manifest can be read, if there is one. Looks at the disk of the rank that calls."""
-        return next((manifest.step for manifest in files.read_all(self.path).values()), None)
+    def whole(self) -> list[tuple[int, Path]]:
+        """Steps and paths of the checkpoints that seem whole, the newest first. Looks at the disk of the rank that calls."""
+        there = files.read_all(self.path).items()
+        return [(found.step, self.path / name) for name, found in there if files.seems_whole(self.path / name)]
 
     def move_aside(self) -> Path | None:
         """Move everything here into another folder, given back, if there is anything. A collective."""
@@ -177,9 +178,10 @@ class CheckpointFolder:
         there = self._rotation.bytes_there()
         if free + there < self.most * num_bytes:
             warn(
-                f"{self.path} has {free / 1e9:,.2f} GB free and {there / 1e9:,.2f} GB of checkpoints; {self.most} of"
-                f" {num_bytes / 1e9:,.2f} GB each can be there at a time (clap.checkpoint: keep_last + keep_best + 1, as an old"
-                " one is deleted only after the new one is good). When it is full, the oldest is given up"
+                f"{self.path} has {free / 1e6:,.1f} MB free and {there / 1e6:,.1f} MB of this run's checkpoints; {self.most} of"
+                f" {num_bytes / 1e6:,.1f} MB each can be there at a time (clap.checkpoint: keep_last + keep_best + 1, as an old"
+                " one is deleted only after the new one is good). "
+                + ("When it is full, the oldest is given up" if free + there > num_bytes else "Not even one has room")
             )
         content = os.urandom(max(1, min(num_bytes // 8, free // 2, _LARGEST_PROBE)))
         try:

@@ -1,6 +1,7 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
 import importlib.util
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def _problems_with_urls(run: RunSettings) -> list[str]:
         places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
     problems = []
     sync_to = clap.checkpoint.sync_to
-    if sync_to and Path(sync_to.removeprefix("file://")).absolute() == run.checkpoint_folder:
+    if sync_to and Path(os.path.abspath(sync_to.removeprefix("file://"))) == run.checkpoint_folder:
         problems.append(f"clap.checkpoint.sync_to: {sync_to} is the folder of the checkpoints itself")
     for field, urls in places.items():
         for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):

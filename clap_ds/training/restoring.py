@@ -23,6 +23,11 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
     """Put the engine, and this rank's random number generators, in the state of a whole checkpoint. A collective; arguments and
     errors are those of `CheckpointFolder.load`."""
     changes = on_first(lambda: compare(folder, Manifest.read(folder), engine.model.config, describe(engine), run))
+    if changes.other_model:
+        raise ValueError(
+            f"{folder} can't be resumed: {'; '.join(changes.to_accept)}: its weights don't go into this model. --restart moves"
+            " it aside and starts anew, as another clap.checkpoint.folder does"
+        )
     if changes.to_accept and not accept_changes:
         begins = ", the optimizer's state begins anew" if changes.weights_only else ""
         raise ValueError(

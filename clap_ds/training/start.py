@@ -113,7 +113,7 @@ class TrainingStart(session.Start):
         if self._ranks.is_first:
             record.update_summary(resumed_from=str(found), resumed_at_step=progress.step)
             before, now = len(progress.data), self._ranks.world_size
-            ranks = "" if now == before else f", on {now} ranks after {before}"
+            ranks = "" if now == before else f", on {now} rank(s) after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
 

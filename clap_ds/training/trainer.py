@@ -19,10 +19,11 @@ from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import leave
 from clap_ds.dist.progress import ending
-from clap_ds.engine.engine import NonFiniteError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.session import Interrupted, Session
-from clap_ds.training.batches import too_few_items, with_captions_compared
+from clap_ds.training.batches import with_captions_compared
 from clap_ds.training.log import TrainingLog
+from clap_ds.training.messages import conclude, how_to_go_on, introduce
 from clap_ds.training.schedule import SavedCheckpoint, Schedule
 from clap_ds.training.start import TrainingStart
 from clap_ds.training.stop import StopRequest
@@ -48,19 +49,20 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
         StopRequest(lambda number: _end_at_once(session, start, number)) as stop,
         TrainingLog(session, schedule, start) as log,
     ):
-        _introduce(session, start, schedule)
+        introduce(session, start, schedule)
+        begun_at = start.progress.step
         try:
             stopped_by, saved = _run(session, start, schedule, evaluator, stop, log)
         except NonFiniteError as error:
             start.checkpoints.close()
-            raise NonFiniteError(f"{error}. {_how_to_go_on(session, start)}") from None
+            raise NonFiniteError(f"{error}. {how_to_go_on(session, start)}") from None
         ending()
         start.checkpoints.close()
         wanted = session.run.clap.train.stop_at
         over = start.progress.why_over(session.run)
         log.summarise(stop_at=wanted, time_to_target_s=start.progress.time_to(wanted), ended_early=over)
-        if session.ranks.is_first:
-            _conclude(session, start, schedule)
+        if session.ranks.is_first and start.progress.step > begun_at:
+            conclude(session, start, schedule)
             draw(session.record.path)
         dist.barrier()
     if stopped_by:
@@ -84,7 +86,7 @@ def _run(
     batches = _shuffle_captions(session) if settings.shuffle_captions else session.batches
     batches = with_captions_compared(batches, session, schedule, progress.samples)
     engine.norm_wanted = True
-    stopped_by, saved = 0, None
+    stopped_by, saved, to_save = 0, None, False
     while not (schedule.is_done(progress.samples) or progress.why_over(session.run) or stopped_by):
         number = schedule.accumulation_at(progress.samples)
         if start.choices.skip_steps is not None and progress.step + 1 == start.choices.skip_steps[0]:
@@ -100,20 +102,25 @@ def _run(
         stopped_by = stop.agreed()
         is_last = schedule.is_done(progress.samples)
         to_evaluate = is_last or _is_due(progress.step, clap.evaluation.every_steps)
-        to_save = is_last or _is_due(progress.step, clap.checkpoint.every_steps)
+        to_save = to_save or is_last or _is_due(progress.step, clap.checkpoint.every_steps)
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, settings.log_every_steps):
             log.write()
         metrics: dict[str, float] = {}
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
             engine.share_statistics()
-            metrics = gather(evaluator.run(engine.model))[0]  # of a mixture of devices, the last bit may differ
+            metrics = _evaluate(evaluator, engine)
             progress.note(metrics, session.run, log.train_s)
             log.evaluated(metrics, time.monotonic() - begun)
-        if to_save or stopped_by or progress.why_over(session.run):
+        is_over = is_last or progress.why_over(session.run) is not None
+        if to_save or stopped_by or is_over:
+            if engine.is_lost(loss):  # what is saved now, would be resumed for ever
+                engine.check_loss(at_once=is_over)
+                saved = SavedCheckpoint(progress.step, time.time(), time.time(), problem="the loss isn't finite")
+                continue
             progress.train_s = log.train_s
             progress.data = gather(session.batches.state())
-            saved = start.checkpoints.save(engine, progress, metrics=metrics)
+            saved, to_save = start.checkpoints.save(engine, progress, metrics=metrics), False
             log.saved(saved)
     return stopped_by, saved
 
@@ -127,25 +134,20 @@ def _skip_batches(session: Session, start: TrainingStart, accumulation: int) -> 
         print(f"left out the batches of steps {first} to {last}", flush=True)
 
 
-def _how_to_go_on(session: Session, start: TrainingStart) -> str:
-    """After an error of numbers. A collective."""
-    newest, step = on_first(start.checkpoints.newest_step), session.engine.steps
-    if newest is None:
-        again = "Nothing has been saved: the same command begins anew"
-    else:
-        again = f"Nothing of it is saved: {start.same_command} goes on from step {newest}"
-    first = (newest or 0) + 1
-    return (
-        f"{again}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, step)}), take a lower learning"
-        " rate (optimizer.params.lr), a longer warm-up or gradient_clipping"
-    )
-
-
 def _schedule(session: Session) -> Schedule:
     run = session.run
-    # The headers of all shards may have to be read for the length of an epoch.
-    length = None if run.clap.train.epochs is None else on_first(lambda: epoch_samples(run.clap.data))
+    # The headers of all shards may have to be read for the length of an epoch: only where it is needed.
+    length = on_first(lambda: epoch_samples(run.clap.data, by_headers=run.clap.train.epochs is not None))
     return Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
+
+
+def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> dict[str, float]:
+    from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
+
+    try:
+        return gather(evaluator.run(engine.model))[0]  # of a mixture of devices, the last bit may differ
+    except NonFiniteEmbeddingsError as error:
+        raise NonFiniteError(f"after step {engine.steps} {error}") from None
 
 
 def _shuffle_captions(session: Session) -> Iterator[Batch]:
@@ -177,56 +179,6 @@ def _evaluator(session: Session) -> "Evaluator | None":
         micro_batch=settings.micro_batch or run.micro_batch,
         ranks=session.ranks,
         device=session.device,
-    )
-
-
-def _introduce(session: Session, start: TrainingStart, schedule: Schedule) -> None:
-    """Say what is ahead: steps, and what checkpoints will cost."""
-    run, progress = session.run, start.progress
-    size, seconds = start.checkpoints.estimate(session.engine)
-    if not session.ranks.is_first:
-        return
-    steps, every = schedule.steps_from(progress.samples), run.clap.checkpoint.every_steps
-    number, folder = (progress.step + steps) // every - progress.step // every if every else 1, start.checkpoints.path
-    if steps:
-        print(f"training to {schedule.samples:,} samples: {steps:,} steps", flush=True)
-    else:
-        print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
-    most = start.checkpoints.most
-    print(
-        f"checkpoints: {size / 1e9:.3f} GB and about {seconds:.1f} s each, about {number}, at most {most} at a time"
-        f" ({most * size / 1e9:.3f} GB), in {folder}",
-        flush=True,
-    )
-    if (skipped := start.choices.skip_steps) is not None and skipped[0] <= progress.step:
-        print(
-            f"--skip_steps {skipped[0]}-{skipped[1]}: nothing to leave out, the run is at step {progress.step}",
-            flush=True,
-        )
-    mismatch = schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples)
-    for warning in filter(None, (mismatch, too_few_items(session, schedule))):
-        print(f"warning: {warning}", flush=True)
-    session.record.update_summary(
-        target_samples=schedule.samples,
-        planned_steps=progress.step + steps,
-        epoch_samples=schedule.epoch_samples,
-        checkpoint_estimate={"bytes": size, "seconds": seconds, "folder": str(folder)},
-    )
-
-
-def _conclude(session: Session, start: TrainingStart, schedule: Schedule) -> None:
-    """Say what ended the run, what was trained, and what can be done with it."""
-    train, progress, folder = session.run.clap.train, start.progress, start.checkpoints.path
-    if why := progress.why_over(session.run):
-        print(why, flush=True)
-    elif not schedule.is_done(progress.samples):
-        return
-    trained = " and ".join(tower for tower in ("audio", "text") if tower not in train.freeze)
-    print(
-        f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  python clap_ds/evaluate.py {folder} --retrieval 'SHARDS'\n"
-        f"  python -m clap_ds.weights.export {folder} FOLDER",
-        flush=True,
     )
 
 

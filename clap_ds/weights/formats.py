@@ -160,6 +160,12 @@ def num_misfits(tensors: Mapping[str, Tensor], config: ClapConfig, names: Callab
     return sum(map(len, _problems(tensors, to_names(_expected(config), names)).values()))
 
 
+def have_same_shapes(one: ClapConfig, other: ClapConfig) -> bool:
+    """Whether the weights of one model go into the other, whatever else is different."""
+    shapes = [{name: tensor.shape for name, tensor in _expected(each).items()} for each in (one, other)]
+    return shapes[0] == shapes[1]
+
+
 def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
     """The model's state on the meta device: names, shapes and dtypes without the numbers."""
     with torch.device("meta"):

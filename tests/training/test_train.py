@@ -143,10 +143,12 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     codes = ranks.wait()
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, 2)
+    assert "error: rank 0: another rank is gone: its connection to this one was lost" in ranks.outputs[0]
+    assert "Traceback" not in ranks.outputs[0]
     assert commands.summaries(config)[-1]["state"] == "failed"
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
-    assert "on 1 ranks after 2" in commands.train(config, world_size=1)
+    assert "on 1 rank(s) after 2" in commands.train(config, world_size=1)
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert summary["resumed_at_step"] >= saved[-1]
     assert summary["samples"] == samples
@@ -166,6 +168,32 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     assert summary["state"] == "failed"
     assert "step 2" in summary["error"]
     assert not commands.lines(config, "checkpoint")
+
+
+def test_a_run_wrecked_in_16_bits_ends_and_saves_nothing_more(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e10}}
+    train, checkpoint = {"samples": 100 * BATCH}, {"every_steps": 5}
+    clap = {"train": train, "checkpoint": checkpoint}
+    config = write_training(tmp_path, bf16={"enabled": True}, optimizer=adam, scheduler={}, clap=clap)
+    ranks = RunningRanks(config, 1)
+    assert ranks.wait() == [1]
+    assert "the loss or its gradient is NaN or infinite in every step from step " in ranks.outputs[0]
+    skipped = [line["step"] for line in commands.lines(config) if line.get("skipped")]
+    assert len(skipped) == 40
+    saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
+    assert all(step < skipped[0] for step in saved)
+    assert commands.summaries(config)[0]["skipped_steps"] == 40
+    # Where it ends amid such steps, that is no good end.
+    config = write_training(
+        tmp_path,
+        bf16={"enabled": True},
+        optimizer=adam,
+        scheduler={},
+        clap={**clap, "seed": 1, "train": {"samples": 20 * BATCH}},
+    )
+    ranks = RunningRanks(config, 1)
+    assert ranks.wait() == [1]
+    assert "in every step from step " in ranks.outputs[0]
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:

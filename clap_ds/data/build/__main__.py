@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -94,7 +95,7 @@ def _remedy(entries: list[Entry], options: argparse.Namespace) -> str:
     with contextlib.suppress(OSError):
         for folder in (*root.iterdir(), *(root / "..").iterdir()):
             if (folder / name).is_file():
-                return f"; {os.path.normpath(folder / name)} is there: --audio_root {os.path.normpath(folder)}"
+                return f"; {os.path.normpath(folder / name)} is there: --audio_root {shlex.quote(os.path.normpath(folder))}"
     ending = "" if missing[0].suffix else ", and --audio_column '{column}.wav' adds what names in a column lack"
     return f"; --audio_root says what paths are relative to{ending}"
 
