@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from clap_ds.config.errors import UserError
+from clap_ds.dist.limits import within
 from clap_ds.dist.hostfile import expand, master_port, parse_tasks
 
 START_LIMIT_S = 300.0
@@ -87,10 +88,15 @@ def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) ->
     here = f"{socket.gethostname()}: rank {rank}"
     if rank != 0 and (reason := _unreachable(address, port, limit_s)):
         raise UnreachableError(f"{here} can't reach rank 0 at {address}:{port} within {limit_s:.0f} s: {reason}")
-    try:
-        store: Any = dist.TCPStore(
+
+    def connect() -> Any:
+        return dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
+
+    try:
+        # Another program that listens there and says nothing would keep torch for ever.
+        store = connect() if rank == 0 else within(limit_s, connect)
         if not _is_of_this_job(store, rank, limit):
             raise PortTakenError(_taken(address, port))
         store.append(_ARRIVED, f"{rank} ")
@@ -100,8 +106,9 @@ def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) ->
         else:
             store.wait(["clap/problem"], limit * 1.2)
             problem = store.get("clap/problem").decode()
-    except RuntimeError as error:
-        if rank == 0 and "EADDRINUSE" in str(error):
+    except (RuntimeError, TimeoutError) as error:
+        is_others = isinstance(error, TimeoutError) or "EADDRINUSE" in str(error) or "Ping failed" in str(error)
+        if is_others:
             raise PortTakenError(_taken(address, port)) from None
         reason = str(error).splitlines()[0]
         raise UnreachableError(f"{here} has lost rank 0 at {address}:{port} before all ranks met: {reason}") from None

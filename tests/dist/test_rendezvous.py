@@ -1,8 +1,10 @@
 """Ranks from SLURM's variables, and a rank that never comes."""
 
+import contextlib
 import os
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -152,6 +154,25 @@ os._exit(0)
 
 
 @pytest.mark.end_to_end
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
+def test_another_program_at_the_address_keeps_nobody_waiting(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connections = []
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CLAP_START_LIMIT_S": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "DS_ACCELERATOR": "cpu"}
+        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 0.0}
+        # It leaves the word to rank 0, which can't have the port.
+        assert Command(["-c", MEET], env={**os.environ, **place}, constants=brief).wait() == 2
+
+
 def test_rank_of_another_job_on_the_same_port_stays_out() -> None:
     port = free_port()
     first = _start(JOB_OF_TWO, 0, 2, port, CLAP_JOB="1")
