@@ -46,7 +46,8 @@ STEPS = {
 """The most informative first: seconds each may take, and its command after `python`."""
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[median]:,.1f}"
-    " | 95 % interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {memory_gb:.1f}"
+    " | interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}"
+    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | peak memory, GB {memory_gb:.1f}"
 )
 
 

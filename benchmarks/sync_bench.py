@@ -233,6 +233,7 @@ def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) 
         exposed = median_interval([a - b for a, b in zip(sending, silent, strict=True)])
         row[name] = {"step_ms": median_interval(sending).median, "silent_step_ms": median_interval(silent).median}
         row[name] |= {"exposed_ms": exposed.median, "low": exposed.low, "high": exposed.high}
+        row["interval"] = exposed.label("rounds")
     return {**row, "ratio": row["overlapped"]["exposed_ms"] / row["deepspeed"]["exposed_ms"]}
 
 
@@ -249,7 +250,8 @@ def main(argv: list[str] | None = None) -> None:
         runs = itertools.product(arguments.compute, arguments.rates_mbit)
         rows = [_measure(hosts, compute, rate, arguments.rounds) for compute, rate in runs]
     title = (
-        "Exposed communication: a step that sends its gradients less one that keeps them; median [95 % interval], ms"
+        "Exposed communication: a step that sends its gradients less one that keeps them; "
+        f"median [{rows[0]['interval']}], ms"
     )
     show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
 

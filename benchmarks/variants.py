@@ -32,7 +32,8 @@ DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "b
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {title} | samples/s/GPU {samples_per_s_per_gpu[median]:,.2f}"
-    " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f} | ratio {ratio:.3f}"
+    " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}"
+    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | ratio {ratio:.3f}"
     " | memory, GB {memory_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
 

@@ -11,6 +11,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from clap_ds.record.schema import Summary
+from clap_ds.record.statistics import interval_label
 
 
 class Progress:
@@ -85,7 +86,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     lines = [
-        (f"samples/s/{unit}", f"{rate['median']:,.2f}  [{rate['low']:,.2f}, {rate['high']:,.2f}]"),
+        (f"samples/s/{unit}", f"{rate['median']:,.2f}"),
+        (f"  {interval_label(rate['coverage'], len(rate['windows']))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
         ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
         ("samples/s in all, by DeepSpeed's timer", _number(summary["deepspeed_samples_per_s"])),
         ("hours of audio per second", f"{summary['audio_hours_per_s']:,.4f}"),

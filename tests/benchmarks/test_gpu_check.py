@@ -42,12 +42,12 @@ def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path
 
 
 def test_report_has_a_row_for_every_step_with_its_figures() -> None:
-    rate = {"median": 3456.7, "low": 3400.0, "high": 3500.0}
+    rate = {"median": 3456.7, "low": 3400.0, "high": 3500.0, "coverage": 0.9785}
     row = {"step": "tiny", "state": "completed", "seconds": 30, "samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9}
     rows = [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}]
     text = " ".join(gpu_check.report("NVIDIA H200", rows).split())
-    assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 1.0 |" in text
-    assert "| base | exit code 1 | 2 | – | – | – |" in text
+    assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 97.9% | 1.0 |" in text
+    assert "| base | exit code 1 | 2 | – | – | – | – |" in text
 
 
 def test_every_configuration_and_module_of_the_plan_exists() -> None:

@@ -8,6 +8,7 @@ from torch.utils.benchmark import Timer
 
 from clap_ds.flop_count.peaks import PEAKS, peak_for, utilization
 from clap_ds.measuring.matmul_ceiling import CPU_SIZE, measure_matmul_tflops
+from clap_ds.record.statistics import rates
 from clap_ds.record.terminal import rows
 
 
@@ -52,12 +53,13 @@ def test_each_mfu_by_hand_and_in_the_table() -> None:
     assert [found[name] for name in names] == pytest.approx([50, 25, 31.25, 3, 3.75])
     flops = {"published_gflops": 4.0, "model_gflops": 2.0, "recomputed_gflops": 1.5, "deepspeed_gflops": 2.1}
     summary: Any = {
-        "device_type": "cuda", "samples_per_s_per_gpu": {"median": 500.0, "low": 490.0, "high": 510.0},
+        "device_type": "cuda", "samples_per_s_per_gpu": rates([490.0, 510.0]),
         "step_time_s": {"median": 1.0, "p95": 1.0, "slowest_rank_median": 1.0}, "samples_per_s": 500.0,
         "deepspeed_samples_per_s": None, "audio_hours_per_s": 1.0, "data_wait_percent": 0.0, "memory_peak_bytes": 2**30,
         "breakdown_s": None, "flops": {**flops, "deepspeed_unseen_gflops": {}}, "warnings": ["they differ"], **found,
     }  # fmt: skip
     shown = {
+        "  50 % interval of 2 windows": "490.00 – 510.00",
         "  with recomputation": "3.750 (1.5000 GFLOPs a sample done twice)",
         "  with recomputation (HFU)": "31.25 % of 12 TFLOPS",
         "MFU, published convention (4.00 GFLOPs)": "50.00 % of 12 TFLOPS",
