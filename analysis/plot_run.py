@@ -68,10 +68,9 @@ def draw_benchmark(directory: Path) -> Picture:
         f"{run.model} on {run.gpus} × {run.device}, {run.precision}, batch per GPU {run.batch_per_gpu}, "
         f"{run.text_tokens} text tokens"
     )
-    low, high = run.interval or (run.rate, run.rate)
     facts = {
         "samples/s/GPU": f"{run.rate:,.2f}",
-        "  its interval": f"{low:,.2f} – {high:,.2f}",
+        f"  {run.interval_label}": f"{run.interval[0]:,.2f} – {run.interval[1]:,.2f}" if run.interval else "–",
         "samples/s in all": f"{run.rate * run.gpus:,.2f}",
         "step, median": f"{1000 * run.step_time_s:,.0f} ms",
         "step, 95th percentile": f"{1000 * percentile(timed, 95):,.0f} ms",

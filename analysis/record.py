@@ -18,7 +18,7 @@ from typing import Any
 from clap_ds.analysis.table import Run
 from clap_ds.config.errors import UserError
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
-from clap_ds.record.statistics import median_interval
+from clap_ds.record.statistics import window_interval
 
 
 def is_record(path: Path) -> bool:
@@ -70,12 +70,11 @@ def read_record(path: Path) -> Run:
 
 
 def _rate_fields(rates: Mapping[str, Any], rate: float | None, windows: tuple[float, ...]) -> dict[str, Any]:
-    """The median rate and its interval, from the summary where it has them, else from the windows."""
+    """The median rate and its interval: from the windows, whatever an older version made of them, else as summed up."""
     known = interval_fields(windows)
     low, high = positive(rates.get("low")), positive(rates.get("high"))
-    if (rate or windows) and low and high:
-        described = f"95 % interval of {len(windows)} windows of 1 run" if windows else "interval of 1 run"
-        known |= {"interval": (low, high), "uncertainty_from": described}
+    if rate and not windows and low and high:
+        known |= {"interval": (low, high), "uncertainty_from": "interval of unknown coverage of 1 run"}
     return {"samples_per_s_per_gpu": rate or (median(windows) if windows else None), **known}
 
 
@@ -83,8 +82,8 @@ def interval_fields(windows: tuple[float, ...]) -> dict[str, Any]:
     """`Run`'s fields of the interval that order statistics of the windows give; none for fewer than two windows."""
     if len(windows) < 2:
         return {"windows": windows}
-    found = median_interval(windows)
-    described = f"{'95 % interval' if found.coverage >= 0.95 else 'range'} of {len(windows)} windows of 1 run"
+    found = window_interval(windows)
+    described = f"{found.label()} of 1 run"
     return {"windows": windows, "interval": (found.low, found.high), "uncertainty_from": described}
 
 

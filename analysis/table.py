@@ -127,6 +127,11 @@ class Run(Row):
     def name(self) -> str:
         return Path(self.source).name
 
+    @property
+    def interval_label(self) -> str:
+        """What `interval` is, in short: `96.9 % interval`."""
+        return self.uncertainty_from.partition(" of ")[0] or "interval"
+
 
 COLUMNS = tuple(column.name for column in fields(Row))
 _INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "batch_per_gpu", "global_batch"}

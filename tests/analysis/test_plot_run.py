@@ -18,7 +18,7 @@ def benchmark(folder: Path, **changes: Any) -> Path:
     steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "text_tokens": 16, "data_wait_percent": 0.5,
-        "samples_per_s_per_gpu": {"median": 10.0, "low": 9.0, "high": 11.0}, "memory_peak_bytes": 2**30,
+        "samples_per_s_per_gpu": {"median": 10.0, "windows": [9.0, 11.0, 10.0]}, "memory_peak_bytes": 2**30,
         "step_time_s": {"median": 0.4, "p95": 0.5, "slowest_rank_median": 0.45},
         "breakdown_s": {"forward": 0.1, "backward": 0.2},
     }  # fmt: skip
@@ -40,7 +40,7 @@ def training(folder: Path, **changes: Any) -> Path:
 def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     draw_runs([benchmark(tmp_path / "run")], tmp_path / "run.svg")
     picture = (tmp_path / "run.svg").read_text()
-    for text in ("10.00", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB", "backward 67 %",
+    for text in ("10.00", "  75 % interval", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB", "backward 67 %",
                  "micro on 2 × a device, bf16, batch per GPU 4, 16 text tokens"):  # fmt: skip
         assert f"<!-- {text}" in picture or f"\n{text}\n" in picture, text
     assert "1 nodes, 2 GPUs\nforward 100 ms, 33.3 %" in picture

@@ -9,6 +9,7 @@ import pytest
 
 from clap_ds.analysis.record import read_record
 from clap_ds.config.errors import UserError
+from clap_ds.record.statistics import window_interval
 from tests.analysis.samples import DATA, write
 
 RECORD = DATA / "record_2ranks"
@@ -42,7 +43,7 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     run = read_record(record)
     rates = [2 * 4 / sum(entry["time_s"] for entry in steps if entry["window"] == window) for window in (1, 2)]
     assert (run.windows, run.rate) == (pytest.approx(rates), pytest.approx(sum(rates) / 2))
-    assert (run.state, run.gpus, run.uncertainty_from) == ("running", 2, "range of 2 windows of 1 run")
+    assert (run.state, run.gpus, run.uncertainty_from) == ("running", 2, "50 % interval of 2 windows of 1 run")
     assert "metrics.jsonl" in run.notes
 
 
@@ -52,6 +53,19 @@ def test_an_early_failure_is_a_run_without_a_rate(record: Path) -> None:
     run = read_record(record)
     assert (run.state, run.error, run.rate, run.batch_per_gpu) == ("out_of_memory", "CUDA out of memory", None, 4)
     assert "no complete window was measured" in run.notes
+
+
+def test_the_interval_is_that_of_the_windows_with_the_coverage_it_has(record: Path) -> None:
+    """Whatever an older version wrote: it took every window for independent of the others."""
+    rates = {"median": 1.5, "low": 1.0, "high": 1.9, "coverage": 0.97, "windows": [1.0, 1.1, 1.4, 1.6, 1.8, 1.9]}
+    write(record / "summary.json", json.dumps(SUMMARY | {"samples_per_s_per_gpu": rates}))
+    run = read_record(record)
+    found = window_interval(run.windows)
+    assert found.coverage < 0.8
+    assert (run.interval, run.uncertainty_from) == ((1.0, 1.9), f"{found.label()} of 1 run")
+    rates.pop("windows")
+    write(record / "summary.json", json.dumps(SUMMARY | {"samples_per_s_per_gpu": rates}))
+    assert read_record(record).uncertainty_from == "interval of unknown coverage of 1 run"
 
 
 def test_nan_zero_and_wrong_types_are_absent_not_numbers(record: Path) -> None:

@@ -85,7 +85,7 @@ def test_runs_of_sweeps_are_found_and_other_folders_passed_over(
 def test_the_command_works_as_script_and_module_without_torch(how: list[str], tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", *how, LOG]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    expected = "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95 % interval of 30 windows"
+    expected = "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95.7 % interval of 30 windows"
     assert expected in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported
