@@ -19,7 +19,8 @@ from typing import Any
 
 from clap_ds.analysis.published import FORWARD_GFLOPS, published_mfu_percent, wrong_claims
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.table import Row, Run, by_series, markdown_table, significant, write_csv
+from clap_ds.analysis.series import global_batch, scaled_settings, split_series
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, significant, write_csv
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
 from clap_ds.record.statistics import median_interval
@@ -28,11 +29,6 @@ GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
 OUTLIER_DEVIATIONS = 3.5
 """Modified z-score beyond which a repeat is pointed out (Iglewicz and Hoaglin, 1993)."""
-IGNORED_SETTINGS = (
-    "clap.output.", "clap.seed", "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps", "tensorboard.", "comms_logger.",
-)  # fmt: skip
-"""Settings that may differ between repeats and scales without being worth a word."""
 _COLUMNS = {
     "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU ±": "samples_per_s_per_gpu", "samples/s": "samples_per_s",
     "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup", "MFU % published": "mfu_percent",
@@ -46,54 +42,21 @@ _SPREADS = {
 }
 
 
-def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> list[Row]:
+def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> list[Scale]:
     """One row per series and scale, series after series, scales in rising order.
 
-    A series is one model on one kind of GPU at one precision and caption length, with the batch per GPU constant
-    (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline, usually) has a row
-    in each. Raises UserError where no series has the `baseline_nodes` given.
+    A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
+    batch per GPU constant (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline,
+    usually) has a row in each. Raises UserError where no series has the `baseline_nodes` given.
     """
-    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in runs:
-        groups[run.model, run.device, run.precision, run.text_tokens or 0].append(run)
-    rows: list[Row] = []
-    for _, group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
-        for scaling, members in split_scaling(group):
-            rows += _series_rows(scaling, members, baseline_nodes)
+    rows = [row for scaling, members in split_series(runs) for row in _series_rows(scaling, members, baseline_nodes)]
     if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
         counts = sorted({run.nodes for run in runs if run.rate})
         raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
     return rows
 
 
-def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
-
-    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture,
-    every batch per GPU and every global batch that occurs at two scales or more makes a series, and what fits neither
-    stands alone. A failed run that doesn't state its batch goes with the others where there is only one choice.
-    """
-    per_gpu = {run.batch_per_gpu for run in group if run.batch_per_gpu}
-    if not per_gpu:
-        return [("", list(group))]
-    if len(per_gpu) == 1:
-        return [("weak", [replace(run, batch_per_gpu=next(iter(per_gpu))) for run in group])]
-    found: list[tuple[str, list[Run]]] = []
-    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", _global_batch)):
-        for size in sorted({size for run in group if (size := size_of(run))}):
-            members = [run for run in group if size_of(run) == size]
-            found += [(name, members)] if len({run.gpus for run in members}) > 1 else []
-    placed = {id(run) for _, members in found for run in members}
-    alone = [run for run in group if id(run) not in placed]
-    sizes = dict.fromkeys(run.batch_per_gpu for run in alone)
-    return found + [("", [run for run in alone if run.batch_per_gpu == size]) for size in sizes]
-
-
-def _global_batch(run: Run) -> int | None:
-    return run.batch_per_gpu and run.batch_per_gpu * run.gpus
-
-
-def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> list[Row]:
+def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> list[Scale]:
     scales: dict[tuple[int, int], list[Run]] = defaultdict(list)
     for run in runs:
         scales[run.nodes, run.gpus].append(run)
@@ -106,16 +69,16 @@ def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> l
         notes.append("one scale only: nothing to scale against")
     if not scaling and all(run.batch_per_gpu is None for run in runs) and len(rows) > 1:
         notes.append("batch not stated: weak or strong scaling can't be told")
-    if differing := differing_settings([run.config for run in runs]):
-        notes.append(f"settings differ between runs: {', '.join(differing)}")
+    if differing := scaled_settings(runs):
+        notes.append(f"settings differ between scales: {differing}")
     return [_with_notes(rows[0], notes), *rows[1:]]
 
 
-def _with_notes(row: Row, notes: Iterable[str]) -> Row:
+def _with_notes(row: Scale, notes: Iterable[str]) -> Scale:
     return replace(row, notes="; ".join(filter(None, [row.notes, *notes])))
 
 
-def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
+def combine_repeats(scaling: str, runs: Sequence[Run]) -> Scale:
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
     first, with_rate = runs[0], [run for run in runs if run.rate]
     used = [run for run in with_rate if run.state in GOOD_STATES] or with_rate
@@ -129,14 +92,14 @@ def combine_repeats(scaling: str, runs: Sequence[Run]) -> Row:
     spread, spread_from = _spread(used)
     averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent")
     medians: dict[str, Any] = {name: _median(used, name) for name in averaged}
-    identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu")
+    identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu", "variant")
     medians |= {name: getattr(first, name) for name in identity}
-    return Row(
-        **medians, **breakdown, scaling=scaling,
+    return Scale(
+        runs=tuple(used), **medians, **breakdown, scaling=scaling,
         samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
         mfu_percent=published_mfu_percent(first.model, rate, peak) if rate else None, peak_tflops=peak,
         samples_per_s_per_gpu_2sigma=spread, uncertainty_from=spread_from, repeats=len(used),
-        global_batch=_global_batch(first),
+        global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         time_to_target_s=median(targets) if targets else None, time_to_target_low_s=low, time_to_target_high_s=high,
@@ -177,8 +140,7 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterable[str]:
         yield f"outlier kept: {significant(rates[index], 1)} samples/s/GPU in {used[index].name}"
     if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
         found = median_interval(targets)
-        percent = 95 if found.coverage >= 0.95 else round(100 * found.coverage)
-        between = f", {found.low:.0f} to {found.high:.0f} s ({percent} % interval)" if len(targets) > 1 else ""
+        between = f", {found.low:.0f} to {found.high:.0f} s ({found.label('runs')})" if len(targets) > 1 else ""
         yield f"target reached by {len(targets)} of {len(runs)} runs, after {found.median:.0f} s{between}"
     for run in runs:
         if run.error:
@@ -195,20 +157,6 @@ def outliers(values: Sequence[float]) -> list[int]:
     return [index for index, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS * scale]
 
 
-def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names (dotted) of settings whose values differ among run configurations, where there are any."""
-    flat = [_flatten(config) for config in configs if config]
-    names = sorted({name for values in flat for name in values if not name.startswith(IGNORED_SETTINGS)})
-    return [name for name in names if len({str(values.get(name, "not set")) for values in flat}) > 1]
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
-
-
 def _baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
     """Of the least (or the given) node count, the row with most GPUs; with fewest where all have one node count."""
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
@@ -223,7 +171,7 @@ def ratio_uncertainty(top: float, top_error: float | None, bottom: float, bottom
     return top / bottom * math.hypot(top_error / top, bottom_error / bottom)
 
 
-def _with_efficiency(row: Row, baseline: Row | None, claims: Mapping[tuple[int, int], Mapping[str, str]]) -> Row:
+def _with_efficiency(row: Scale, baseline: Row | None, claims: Mapping[tuple[int, int], Mapping[str, str]]) -> Scale:
     """The row with its efficiency, and notes of digits its table states that don't follow from its own samples/s."""
     if baseline is None:
         return _with_notes(row, ["no baseline: efficiency not given"] if row.rate else [])

@@ -48,6 +48,8 @@ class Row:
     peak_tflops: float | None = None
     """Dense peak of one GPU."""
     text_tokens: int | None = None
+    variant: str = ""
+    """What its runs have that others in the same table haven't: `gradient_sync=deepspeed, batch per GPU 64`."""
     batch_per_gpu: int | None = None
     """Samples each GPU contributes to one optimiser step."""
     global_batch: int | None = None
@@ -75,15 +77,15 @@ class Row:
         return self.samples_per_s_per_gpu
 
     @property
-    def series(self) -> tuple[str, str, str, str, int | None]:
-        return self.model, self.scaling, self.device, self.precision, self.text_tokens
+    def series(self) -> tuple[str, str, str, str, int | None, str]:
+        return self.model, self.scaling, self.device, self.precision, self.text_tokens, self.variant
 
     @property
     def title(self) -> str:
         """The series in words."""
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
-        return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, scaling)))
+        return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, self.variant, scaling)))
 
     @property
     def model_name(self) -> str:
@@ -102,6 +104,15 @@ class Row:
 
     def cells(self, *columns: str) -> list[str]:
         return [self.cell(column) for column in columns]
+
+
+BATCHES = ("batch per GPU", "global batch")
+"""What the parts of `variant` begin with that say no setting, but which batch a series keeps constant."""
+
+
+def settings_of(variant: str) -> str:
+    """A variant without the batch that its series keeps constant."""
+    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCHES))
 
 
 @dataclass(frozen=True)
@@ -133,9 +144,17 @@ class Run(Row):
         return self.uncertainty_from.partition(" of ")[0] or "interval"
 
 
+@dataclass(frozen=True)
+class Scale(Row):
+    """A row with the runs it was made of, repeats of each other."""
+
+    runs: tuple[Run, ...] = ()
+    """Those that count: with a rate, and completed where any did."""
+
+
 COLUMNS = tuple(column.name for column in fields(Row))
 _INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "batch_per_gpu", "global_batch"}
-_TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "state", "notes"}
+_TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
 
@@ -239,7 +258,7 @@ def read_table_runs(path: Path) -> list[Run]:
     runs: dict[Row, Run] = {}
     for row, cells in _read(path):
         # A scale that serves weak and strong scaling has a row in each; it was measured once.
-        identity = replace(row, scaling="", notes="", scaling_efficiency_percent=None,
+        identity = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
                            scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
         rate, spread, total = row.samples_per_s_per_gpu, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         if rate is not None and total is not None:

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() 
 def test_times_to_a_target_are_combined(tmp_path: Path) -> None:
     (row,) = scaling_table([run(1, 10.0, time_to_target_s=time) for time in (31.0, 27.0, 44.0, None)])
     assert (row.time_to_target_low_s, row.time_to_target_s, row.time_to_target_high_s) == (27.0, 31.0, 44.0)
-    assert "target reached by 3 of 4 runs, after 31 s, 27 to 44 s (75 % interval)" in row.notes
+    assert "target reached by 3 of 4 runs, after 31 s, 27 to 44 s (75 % interval of 3 runs)" in row.notes
     write_csv(tmp_path / "table.csv", [row])
     assert read_table(tmp_path / "table.csv")[0].time_to_target_s == 31.0
 
@@ -139,10 +140,110 @@ def test_a_batch_that_is_not_stated_leaves_the_scaling_open() -> None:
     assert [row.batch_per_gpu for row in alone] == [8, 16, None]
 
 
-def test_settings_that_differ_between_scales_are_pointed_out() -> None:
-    configs = [{"zero_optimization": {"stage": stage}, "clap": {"seed": stage}} for stage in (0, 1)]
-    rows = scaling_table([run(nodes, 90.0, config=config) for nodes, config in enumerate(configs, start=1)])
-    assert rows[0].notes == "settings differ between runs: zero_optimization.stage"
+def configured(nodes: int, rate: float | None = 90.0, environment: Any = None, **settings: Any) -> Run:
+    """A run with these settings (a double underscore for a dot), and others that make no difference."""
+    config: dict[str, Any] = {
+        "clap": {"seed": rate, "output": {"label": str(nodes)}, "checkpoint": {"folder": f"{rate}"}}
+    }
+    for name, value in settings.items():
+        *sections, last = name.split("__")
+        section = config
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[last] = value
+    return run(nodes, rate, config=config, environment=environment or {})
+
+
+def titles(runs: list[Run]) -> dict[str, list[tuple[int, int]]]:
+    """Of each series what it is called beyond the model, and the GPUs and repeats of its scales."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for row in scaling_table(runs):
+        found.setdefault(row.title.removeprefix("htsat-tiny-roberta-base, "), []).append((row.gpus, row.repeats))
+    return found
+
+
+def test_runs_of_other_settings_are_no_repeats_but_series_named_by_what_differs(tmp_path: Path) -> None:
+    sweep = [
+        configured(nodes, rate, clap__gradient_sync=sync)
+        for nodes in (1, 2)
+        for rate, sync in ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlapped"))
+    ]
+    names = [f"gradient_sync={sync}, weak scaling" for sync in ("deepspeed", "overlapped")]
+    assert titles(sweep) == {names[0]: [(4, 2), (8, 2)], names[1]: [(4, 1), (8, 1)]}
+    rows = scaling_table(sweep)
+    assert [row.rate for row in rows] == [90.5, 90.5, 99.0, 99.0]
+    assert [len(row.runs) for row in rows] == [2, 2, 1, 1]
+    assert all(f"### {rows[number].title}" in render(rows) for number in (0, 2))
+    write_csv(tmp_path / "t.csv", rows)
+    assert [row.series for row in scaling_table(read_table_runs(tmp_path / "t.csv"))] == [row.series for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ({"zero_optimization__stage": 0}, {"zero_optimization__stage": 1},
+         ["zero_optimization.stage=0", "zero_optimization.stage=1"]),
+        ({"clap__data__shards": "/a/x.tar"}, {"clap__data__shards": "/b/y.tar"},
+         ["data.shards=x.tar", "data.shards=y.tar"]),
+        ({"clap__data__shards": "/a/x.tar"}, {"clap__data__shards": "/b/x.tar"}, []),
+        ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
+         ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
+        ({"environment": {"versions": {"clap_ds": "1.0"}}}, {"environment": {"versions": {"clap_ds": "1.1"}}},
+         ["clap_ds=1.0", "clap_ds=1.1"]),
+        ({"environment": {"device_names": ["H100", "H100"]}}, {"environment": {"device_names": ["H100", "A100"]}},
+         ["devices=A100 and H100", "devices=H100"]),
+        ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, []),
+    ],
+)  # fmt: skip
+def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> None:
+    """Configuration, code and hardware; not seeds, labels, places and hosts. At another scale as well."""
+    for nodes in (1, 2):
+        found = titles([configured(1, 90.0, **first), configured(nodes, 91.0, **second)])
+        expected = {f"{name}, weak scaling" for name in names} or {"weak scaling"}
+        assert set(found) == expected
+
+
+def test_differences_beside_the_one_in_the_name_are_in_a_note() -> None:
+    commits = ({"git_commit": letter * 40} for letter in "ab")
+    rows = scaling_table([
+        configured(1, 90.0, next(commits), clap__gradient_sync="deepspeed"),
+        configured(1, 99.0, next(commits), clap__gradient_sync="overlapped"),
+    ])  # fmt: skip
+    assert [row.variant for row in rows] == ["gradient_sync=deepspeed", "gradient_sync=overlapped"]
+    assert all("series differ in commit, too" in row.notes for row in rows)
+
+
+def test_a_run_whose_settings_are_not_recorded_is_no_repeat_of_one_whose_are() -> None:
+    assert list(titles([configured(1), run(1, 91.0)])) == ["weak scaling", "settings not recorded, weak scaling"]
+    assert titles([configured(1), run(1, None, state="failed")]) == {"weak scaling": [(4, 1)]}
+
+
+def test_micro_batches_and_accumulation_have_rows_of_their_own() -> None:
+    tried = [replace(configured(1, 10.0 * size), batch_per_gpu=size) for size in (8, 16, 16)]
+    assert titles(tried) == {"batch per GPU 8": [(4, 1)], "batch per GPU 16": [(4, 2)]}
+    accumulated = [replace(configured(1), accumulation=count) for count in (1, 4)]
+    assert list(titles(accumulated)) == [f"gradient_accumulation_steps={n}, weak scaling" for n in (1, 4)]
+    strong = [replace(configured(nodes), batch_per_gpu=8 // nodes, accumulation=2 // nodes) for nodes in (1, 2)]
+    assert titles(strong) == {"strong scaling": [(4, 1), (8, 1)]}
+
+
+def test_two_weak_series_are_named_by_their_batches_also_after_writing(tmp_path: Path) -> None:
+    runs = [replace(configured(nodes), batch_per_gpu=size) for size in (8, 64) for nodes in (1, 2)]
+    rows = scaling_table(runs)
+    assert [row.variant for row in rows] == ["batch per GPU 8"] * 2 + ["batch per GPU 64"] * 2
+    write_csv(tmp_path / "t.csv", rows)
+    assert [row.series for row in scaling_table(read_table_runs(tmp_path / "t.csv"))] == [row.series for row in rows]
+
+
+def test_a_learning_rate_that_follows_the_scale_is_pointed_out() -> None:
+    follows = [configured(nodes, optimizer__params__lr=1e-3 * nodes) for nodes in (1, 2)]
+    rows = scaling_table(follows)
+    assert (len({row.series for row in rows}), rows[0].notes) == (
+        1,
+        "settings differ between scales: optimizer.params.lr",
+    )
+    varied = [*follows, configured(1, optimizer__params__lr=5e-3), configured(2, optimizer__params__lr=5e-3)]
+    assert len({row.series for row in scaling_table(varied)}) == 3
 
 
 def test_command_on_a_real_log_and_a_real_record(

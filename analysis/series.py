@@ -1,0 +1,169 @@
+"""Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
+
+Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`), so that no
+median is one of different things.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from clap_ds.analysis.table import BATCHES, Run, settings_of
+
+IGNORED_SETTINGS = (
+    "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.sync_to", "clap.train.resume", "steps_per_print",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
+)  # fmt: skip
+"""Settings that may differ between repeats: names, places, seeds, and batches, which are told apart as such. Of a path only its
+last part counts."""
+SCALED_SETTINGS = ("optimizer.params.lr", "scheduler.", "gradient_accumulation_steps")
+"""Settings that may follow the scale within a series; a word is said then."""
+PACKAGES = ("clap_ds", "torch", "deepspeed")
+MOST_NAMED = 8
+
+
+def split_series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Runs by model, GPU, precision, caption length, and whatever else differs, each with its `variant` filled in; then as
+    `split_scaling` does: (`weak`, `strong` or nothing, runs)."""
+    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.model, run.device, run.precision, run.text_tokens or 0, settings_of(run.variant)].append(run)
+    for (*_, given), group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
+        for settings, alike in split_settings(group):
+            found = split_scaling(alike)
+            for scaling, members in found:
+                several = sum(other == scaling for other, _ in found) > 1
+                parts = (given, settings, _batch(scaling, members[0]) if several else "")
+                variant = ", ".join(str(part) for part in parts if part)
+                yield scaling, [replace(run, variant=variant) for run in members]
+
+
+def _batch(scaling: str, run: Run) -> str:
+    """What a series keeps constant, in words."""
+    name, size = (BATCHES[1], global_batch(run)) if scaling == "strong" else (BATCHES[0], run.batch_per_gpu)
+    return f"{name} {size or 'not stated'}"
+
+
+def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart; the others are in a
+    note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
+    known = [run for run in group if run.config]
+    if unknown := [run for run in group if known and not run.config]:
+        found = split_settings(known)
+        if len(found) == 1 and not any(run.rate for run in unknown):
+            return [(found[0][0], list(group))]
+        return [*found, *((", ".join(filter(None, ("settings not recorded", name))), runs)
+                          for name, runs in split_settings(unknown))]  # fmt: skip
+    facts = [_facts(run) for run in group]
+    names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
+    naming: list[str] = []
+    for name in names:
+        if len(set(_values(facts, [*naming, name]))) > len(set(_values(facts, naming))):
+            naming.append(name)
+    found_runs: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run, values in zip(group, _values(facts, naming), strict=True):
+        found_runs[values].append(run)
+    note = f"series differ in {_listed(also)}, too" if (also := [name for name in names if name not in naming]) else ""
+    series = []
+    for values, runs in sorted(found_runs.items()):
+        notes = "; ".join(filter(None, (runs[0].notes, note)))
+        name = ", ".join(
+            f"{name.removeprefix('clap.')}={_shortened(value)}" for name, value in zip(naming, values, strict=True)
+        )
+        series.append((name, [replace(runs[0], notes=notes), *runs[1:]]))
+    return series
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Settings, code and hardware, as text, by their dotted names; settings first."""
+    flat = {name: value for name, value in _flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
+    flat["gradient_accumulation_steps"] = run.accumulation
+    if environment := run.environment:
+        versions = environment.get("versions")
+        versions = versions if isinstance(versions, dict) else {}
+        flat |= {name: versions.get(name) for name in PACKAGES}
+        commit = str(environment.get("git_commit") or "")
+        flat["commit"] = commit[:12] + "+" * commit.endswith("+")
+        if isinstance(devices := environment.get("device_names"), list):
+            flat["devices"] = " and ".join(sorted(set(map(str, devices))))
+    return {name: _text(value) for name, value in flat.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value.rstrip("/").rpartition("/")[2]
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return json.dumps(value)
+
+
+def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
+    return [name for name in names if len({of_run.get(name) for of_run in facts}) > 1]
+
+
+def _values(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(of_run.get(name) or "not recorded" for name in names) for of_run in facts]
+
+
+def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the scale says which value one of `SCALED_SETTINGS` has."""
+    if not name.startswith(SCALED_SETTINGS):
+        return False
+    found = {
+        (run.nodes, run.gpus, run.batch_per_gpu, of_run.get(name)) for run, of_run in zip(group, facts, strict=True)
+    }
+    return len(found) == len({scale[:3] for scale in found})
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 40 else f"{value[:39]}…"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(name.removeprefix("clap.") for name in names[:MOST_NAMED]) + more
+
+
+def scaled_settings(runs: Sequence[Run]) -> str:
+    """Names of settings that differ within a series; not the accumulation, which follows from the batch."""
+    differing = _differing([_facts(run) for run in runs if run.config])
+    return _listed([name for name in differing if name != "gradient_accumulation_steps"])
+
+
+def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
+
+    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture,
+    every batch per GPU and every global batch that occurs at two scales or more makes a series, and what fits neither
+    stands alone. A failed run that doesn't state its batch goes with the others where there is only one choice.
+    """
+    per_gpu = {run.batch_per_gpu for run in group if run.batch_per_gpu}
+    if not per_gpu:
+        return [("", list(group))]
+    if len(per_gpu) == 1:
+        return [("weak", [replace(run, batch_per_gpu=next(iter(per_gpu))) for run in group])]
+    found: list[tuple[str, list[Run]]] = []
+    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", global_batch)):
+        for size in sorted({size for run in group if (size := size_of(run))}):
+            members = [run for run in group if size_of(run) == size]
+            found += [(name, members)] if len({run.gpus for run in members}) > 1 else []
+    placed = {id(run) for _, members in found for run in members}
+    alone = [run for run in group if id(run) not in placed]
+    sizes = dict.fromkeys(run.batch_per_gpu for run in alone)
+    return found + [("", [run for run in alone if run.batch_per_gpu == size]) for size in sizes]
+
+
+def global_batch(run: Run) -> int | None:
+    return run.batch_per_gpu and run.batch_per_gpu * run.gpus
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
