@@ -51,7 +51,7 @@ def read_curves(paths: Sequence[Path], with_published: bool = True) -> dict[str,
 
 def _series(path: Path) -> list[list[Row]]:
     """Rows with a rate of each series of a table; one that lacks this project's columns is worked out first."""
-    rows = read_table(path)
+    rows: Sequence[Row] = read_table(path)
     if any(row.rate and (row.speedup is None or not row.model) for row in rows):
         rows = scaling_table(read_table_runs(path))
     return by_series([row for row in rows if row.rate])
@@ -65,11 +65,14 @@ def _labelled(series: Sequence[list[Row]]) -> dict[str, list[Row]]:
     """Under labels as short as keeps the series apart: the model, and whatever else differs."""
     units = {"text_tokens": " tokens", "scaling": " scaling", "batch_per_gpu": " per GPU"}
     measured = [rows[0] for rows in series if not _is_published(rows)]
-    differing = [name for name in ("device", "precision", *units) if len({getattr(row, name) for row in measured}) > 1]
+    differing = [
+        name for name in ("device", "precision", "variant", *units) if len({getattr(row, name) for row in measured}) > 1
+    ]
     labelled: dict[str, list[Row]] = {}
     for rows in series:
         row = rows[0]
         extra = [f"{value}{units.get(name, '')}" for name in differing if (value := getattr(row, name))]
+        extra = [text for text in extra if not (text.endswith(" per GPU") and "batch per GPU" in row.variant)]
         extra = ["published", row.device] if _is_published(rows) else extra
         plain = label = row.model_name + (f" ({', '.join(extra)})" if extra else "")
         while label in labelled:

@@ -21,7 +21,7 @@ from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Method, Series, series_of
-from clap_ds.analysis.table import Row, Run, by_series, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
 
@@ -53,7 +53,7 @@ def build(runs: Sequence[Run], table: Path, options: argparse.Namespace) -> tupl
     blocks.append("## Projection")
     for number, members in enumerate(by_series(rows), start=1):
         try:
-            text, picture = _projection(projectable(members, runs, project.machine_of(options)))
+            text, picture = _projection(projectable(members, project.machine_of(options)))
             blocks += [text, shown(f"projection-{number}.png", f"Projection of {members[0].title}", picture)]
         except UserError as error:
             blocks += [f"### {members[0].title}", f"{error}."]
@@ -161,13 +161,11 @@ def _projection(series: Series) -> tuple[str, Picture]:
     return text, plot_scaling.draw_projection([series], max_gpus=8 * largest)
 
 
-def projectable(rows: Sequence[Row], runs: Sequence[Run], machine: Machine) -> Series:
+def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
     """A series with the method that its runs' configuration says; UserError, saying why, if it can't be projected."""
     if rows[0].scaling == "strong":
         raise UserError("Not for strong scaling: the model is one of a constant batch per GPU")
-    own = [getattr(rows[0], name) for name in ("model", "device", "precision", "text_tokens")]
-    of_series = [run for run in runs if [run.model, run.device, run.precision, run.text_tokens] == own]
-    config = next((run.config for run in of_series if run.config), {})
+    config = next((run.config for row in rows for run in row.runs if run.config), {})
     return series_of("This series", rows, machine, method_of(config))
 
 

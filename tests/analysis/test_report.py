@@ -12,7 +12,7 @@ import pytest
 from clap_ds.analysis import report
 from clap_ds.analysis.report import changes_with_scale, gaps, headline, method_of, projectable, published_comparison
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Run
+from clap_ds.analysis.table import Row, Run, Scale
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import ClapSettings
 from tests.analysis.samples import DATA, ROOT, TINY, command, record, run
@@ -122,6 +122,6 @@ def test_the_part_that_grew_most_with_scale() -> None:
 
 def test_strong_scaling_and_unpublished_models_have_no_projection_and_no_comparison() -> None:
     with pytest.raises(UserError, match="Not for strong scaling"):
-        projectable([Row(1, 4, 9.0, scaling="strong")], [], Machine())
+        projectable([Scale(1, 4, 9.0, scaling="strong")], Machine())
     assert "none of these was measured here" in published_comparison([Row(1, 4, 9.0, model="micro")])
     assert "the ratio compares machines" in published_comparison([run(1, 9.0, device="H100")])
