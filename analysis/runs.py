@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +28,20 @@ from clap_ds.config.errors import UserError, run_alone
 
 DEPTH = 4
 """Folders down to the runs of a sweep: sweeps/NAME/runs/RUN of `runs`."""
+MOST_SHOWN = 5
+"""Of inputs that come again."""
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     """Runs of run directories, folders of them (a sweep's, too), DeepSpeed logs (plain or gzip) and CSV tables.
 
     `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
-    on stderr and the rest goes on, but for a folder whose neighbour has runs: `runs/*` names the jobs' folder, too. UserError
-    where none has one.
+    on stderr and the rest goes on, but for a folder whose neighbour has runs: `runs/*` names the jobs' folder, too. An input
+    that comes again, as it is or as a copy, counts once, and that is said. UserError where none has a run.
     """
     runs: list[Run] = []
     problems: dict[Path, str] = {}
+    same: dict[object, list[Path]] = {}
     fruitful: set[Path] = set()
     for path in paths:
         sources = [*_records_in(path)] if path.is_dir() and not is_record(path) else [path]
@@ -44,7 +49,12 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
             problems[path] = f"{path}: neither a run directory nor a folder of them"
         for source in sources:
             try:
-                runs += [_complete(run, given) for run in _read(source, given)]
+                group = same.get(source.resolve())
+                if group is None:
+                    found = [_complete(run, given) for run in _read(source, given)]
+                    group = same[source.resolve()] = same.setdefault(_content(source, found), [])
+                    runs += [] if group else found
+                group.append(source)
                 fruitful.add(path.absolute().parent)
             except UserError as error:
                 problems[source] = str(error)
@@ -53,7 +63,30 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     for path, problem in problems.items():
         if not (path.is_dir() and not is_record(path) and path.absolute().parent in fruitful):
             print(f"warning: {problem}; going on without it", file=sys.stderr)
+    groups = list({id(group): group for group in same.values()}.values())
+    if any(len(group) > 1 for group in groups):
+        print(f"note: {_say_same(groups)}", file=sys.stderr)
     return runs
+
+
+def _content(source: Path, runs: Sequence[Run]) -> object:
+    """What only copies of an input have in common: measured windows, or when it ended, with all that is known of it; else the
+    bytes of a file. A killed run without either is like no other."""
+    if all(run.windows or run.finished for run in runs):
+        return repr([replace(run, source="") for run in runs])
+    return source.resolve() if source.is_dir() else hashlib.sha256(source.read_bytes()).digest()
+
+
+def _say_same(groups: Sequence[Sequence[Path]]) -> str:
+    """`2 of 5 inputs are the same run: a, b; it counts once`, for as many as there are."""
+    again = [group for group in groups if len(group) > 1]
+    shown = [
+        ", ".join(f"{path} ({n} times)" if n > 1 else str(path) for path, n in Counter(group).items())
+        for group in again
+    ]
+    total, more = sum(map(len, groups)), f"; and {len(again) - MOST_SHOWN} more" if len(again) > MOST_SHOWN else ""
+    runs, each = ("the same run", "it") if len(again) == 1 else (f"{len(again)} runs", "each")
+    return f"{sum(map(len, again))} of {total} inputs are {runs}: {'; '.join(shown[:MOST_SHOWN])}{more}; {each} counts once"
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:

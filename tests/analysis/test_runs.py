@@ -1,5 +1,8 @@
 """The one way to measured numbers: what it makes of directories, logs, tables, gaps and rubbish."""
 
+import gzip
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +82,41 @@ def test_runs_of_sweeps_are_found_and_other_folders_passed_over(
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path / 'killed'}: doesn't state the number of nodes")
     with pytest.raises(UserError, match="jobs: neither a run directory nor a folder of them"):
         read_runs([tmp_path / "jobs"], given())
+
+
+def test_a_run_given_twice_or_copied_counts_once_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(DATA / "record_2ranks", folder / "first")
+    shutil.copytree(DATA / "record_2ranks", folder / "copy")
+    other = json.loads((folder / "first" / "summary.json").read_text())
+    other["samples_per_s_per_gpu"]["windows"][0] *= 1.01
+    shutil.copytree(folder / "first", folder / "other")
+    (folder / "other" / "summary.json").write_text(json.dumps(other))
+    failed = [write(tmp_path / f"{name}.log", "Traceback (most recent call last)\n") for name in ("f", "g")]
+    options = given(nodes=1, gpus=2)
+    assert len(read_runs([folder, LOG, write(tmp_path / "c.log", LOG.read_bytes())], options)) == 3
+    copies = f"{folder / 'copy'}, {folder / 'first'}; {LOG}, {tmp_path / 'c.log'}"
+    assert capsys.readouterr().err == f"note: 4 of 5 inputs are 2 runs: {copies}; each counts once\n"
+    assert len(read_runs([write(tmp_path / "c.log.gz", gzip.compress(LOG.read_bytes())), LOG], options)) == 1
+    assert len(read_runs([*failed, write(tmp_path / "h.log", "\nTraceback (most recent call last)\n")], options)) == 2
+    assert len(read_runs([TINY, TINY], options)) == len(read_runs([TINY], options)) > 5
+    assert "2 of 2 inputs are the same run: " in capsys.readouterr().err
+
+
+def test_a_folder_and_what_is_in_it_are_the_same_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`runs runs/*`; also where nothing was measured, so that their contents can't tell."""
+    for name in ("a", "b"):
+        record(tmp_path / name, [], state="failed", num_nodes=1, world_size=1, finished=name)
+    assert len(read_runs([tmp_path, *sorted(tmp_path.iterdir())], given())) == 2
+    assert f"note: 4 of 4 inputs are 2 runs: {tmp_path / 'a'} (2 times); " in capsys.readouterr().err
+    for name in ("c", "d"):
+        record(tmp_path / name, [], state="running", num_nodes=1, world_size=1)
+    assert len(read_runs([tmp_path / "c", tmp_path / "d"], given())) == 2
+    (tmp_path / "jobs").mkdir()
+    read_runs([tmp_path, *sorted(tmp_path.iterdir())], given())
+    assert "jobs" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [["analysis/runs.py"], ["-m", "analysis.runs"]])
