@@ -1,26 +1,32 @@
 """Two runs or tables side by side: the ratio of their speeds with its interval, and which part of the step changed.
 
-    python analysis/compare.py A B
+    python analysis/compare.py A B [--run_spread 2]
 
-A and B are each a run directory, a DeepSpeed log or a table. Two single runs are compared by their windows, anything
-else row by row where model and scale agree. The interval says how well the ratio of these measurements is known; two
-runs on different nodes, or at different times, can differ by more.
+A and B are each a run directory, a folder of them, a DeepSpeed log or a table; rows are paired where model and scale
+agree. Whether B is faster is told by how much repeats differ among themselves: three runs of each, say, taken in turns so
+that whatever else the machine does falls on both. The windows of one run say how well that run's rate is known, and nothing
+of what the next run of the same configuration will do; single runs are told apart only if `--run_spread` says how much such
+runs are known to differ.
 """
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
-from clap_ds.analysis.efficiency import ratio_uncertainty, scaling_table
+from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.table import Row, Run, markdown_table
+from clap_ds.analysis.table import Run, Scale, markdown_table
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.record.statistics import median_variance, student_t, window_interval
 
-FEWEST_WINDOWS = 5
-"""Below this a bootstrap over windows says little; the intervals' own widths are used."""
+COVERAGE = 0.99
+"""Of the interval of a ratio. What follows from repeats on a machine whose load changes covers less than it says: 99 % leaves
+room for that."""
+LEAST_COVERAGE = 0.9
+"""No verdict where the interval of a single run's windows covers less."""
 _FACTS = {
     "samples_per_s_per_gpu": "samples/s/GPU", "samples_per_s_per_gpu_2sigma": "±", "scaling_efficiency_percent":
     "efficiency %", "mfu_percent": "MFU % (published)", "mfu_model_percent": "MFU % (model)", "step_time_s": "step s",
@@ -31,22 +37,27 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """How fast B is at one scale: its samples/s/GPU over A's."""
+    """How fast B is at one scale: its samples/s/GPU over A's (geometric means of repeats)."""
 
-    a: Row
-    b: Row
+    a: Scale
+    b: Scale
     ratio: float
     interval: tuple[float, float] | None
+    """With a probability of `COVERAGE`."""
     interval_from: str
+    doubt: str = ""
+    """Why there is no verdict, whatever the interval."""
 
     @property
     def verdict(self) -> str:
         """One sentence: faster, slower, or not told apart."""
-        if self.interval is None:
-            return f"B / A = {self.ratio:.4f} ({self.interval_from})"
-        low, high = self.interval
-        found = "B is faster" if low > 1 else "B is slower" if high < 1 else "not told apart"
-        return f"B / A = {self.ratio:.4f} ({low:.4f}–{high:.4f}; {self.interval_from}): {found}"
+        between, found = self.interval_from, "not told apart"
+        if self.interval:
+            low, high = self.interval
+            between = f"{low:.4f}–{high:.4f}, {100 * COVERAGE:g} % interval {self.interval_from}"
+            if not self.doubt:
+                found = "B is faster" if low > 1 else "B is slower" if high < 1 else found
+        return f"B / A = {self.ratio:.4f} ({between}): {found}{self.doubt and f', {self.doubt}'}"
 
     @property
     def part_changes(self) -> list[tuple[str, float, float]]:
@@ -55,20 +66,21 @@ class Comparison:
         return sorted(((part, a[part], b[part]) for part in a if part in b), key=lambda item: -abs(item[2] - item[1]))
 
 
-def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
-    """Pair the rows of A and B by model, nodes and GPUs (two single runs whatever they are) and divide.
+def compare(a_runs: Sequence[Run], b_runs: Sequence[Run], run_spread: float | None = None) -> list[Comparison]:
+    """Pair the rows of A and B by model, nodes and GPUs (two single rows whatever they are) and divide.
 
-    Raises UserError where one of them has no rate, or no scale of one is in the other.
+    `run_spread` is the standard deviation, in per cent, of runs of one configuration, where repeats don't show it. Raises
+    UserError where one of them has no rate, or no scale of one is in the other.
     """
     a_rows, b_rows = _measured(a_runs, "A"), _measured(b_runs, "B")
     if len(a_rows) == len(b_rows) == 1:
-        windows = (a_runs[0].windows, b_runs[0].windows) if len(a_runs) == len(b_runs) == 1 else ((), ())
-        return [_ratio(a_rows[0], b_rows[0], *windows)]
+        return [_ratio(a_rows[0], b_rows[0], run_spread)]
     found = []
     for a in a_rows:
         partners = [b for b in b_rows if (b.model, b.nodes, b.gpus) == (a.model, a.nodes, a.gpus)]
-        alike = [b for b in partners if b.scaling == a.scaling] or partners
-        found += [_ratio(a, b) for b in alike[:1]]
+        for name in ("variant", "scaling"):
+            partners = [b for b in partners if getattr(a, name) == getattr(b, name)] or partners
+        found += [_ratio(a, b, run_spread) for b in partners[:1]]
     if not found:
         a_scales, b_scales = (
             ", ".join(f"{row.model or 'model not stated'} on {row.nodes} nodes × {row.gpus} GPUs" for row in rows)
@@ -78,7 +90,7 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
     return found
 
 
-def _measured(runs: Sequence[Run], name: str) -> list[Row]:
+def _measured(runs: Sequence[Run], name: str) -> list[Scale]:
     rows = scaling_table(runs)
     if measured := [row for row in rows if row.rate]:
         return measured
@@ -86,29 +98,66 @@ def _measured(runs: Sequence[Run], name: str) -> list[Row]:
     raise UserError(f"{name}: no rate was measured (state: {states})")
 
 
-def _ratio(a: Row, b: Row, a_windows: Sequence[float] = (), b_windows: Sequence[float] = ()) -> Comparison:
-    if min(len(a_windows), len(b_windows)) >= FEWEST_WINDOWS:
-        described = f"95 % bootstrap of the medians of {len(b_windows)} and {len(a_windows)} windows"
-        ratio = median(b_windows) / median(a_windows)
-        return Comparison(a, b, ratio, bootstrap_ratio(b_windows, a_windows), described)
-    assert a.rate
-    assert b.rate
-    ratio = b.rate / a.rate
-    error = ratio_uncertainty(b.rate, b.samples_per_s_per_gpu_2sigma, a.rate, a.samples_per_s_per_gpu_2sigma)
-    if error is None:
-        return Comparison(a, b, ratio, None, "no interval: not both state their spread")
-    described = f"first-order propagation; A: {a.uncertainty_from}, B: {b.uncertainty_from}"
-    return Comparison(a, b, ratio, (ratio - error, ratio + error), described)
+@dataclass(frozen=True)
+class _Repeats:
+    """Logarithms of the rates of repeats: how many there are, their mean, and the sum of squared deviations from it."""
+
+    count: int
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, row: Scale) -> _Repeats:
+        """Of a table's row, from its 2σ over repeats."""
+        logs = [math.log(run.rate) for run in row.runs if run.rate]
+        mean, first = fmean(logs), row.runs[0]
+        if len(logs) == 1 and first.kind == "table" and first.repeats > 1 and first.interval and first.rate:
+            deviation = (first.interval[1] - first.interval[0]) / 4 / first.rate
+            return cls(first.repeats, mean, (first.repeats - 1) * deviation**2)
+        return cls(len(logs), mean, sum((value - mean) ** 2 for value in logs))
 
 
-def bootstrap_ratio(top: Sequence[float], bottom: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile-bootstrap interval of median(top) / median(bottom), the two resampled independently."""
-    generator = random.Random(0)
-    ratios = sorted(
-        median(generator.choices(top, k=len(top))) / median(generator.choices(bottom, k=len(bottom)))
-        for _ in range(resamples)
+def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
+    """From what repeats differ by, pooled, if there are two more runs than sides; else from windows and `run_spread`."""
+    sides = _Repeats.of(a), _Repeats.of(b)
+    difference, degrees = sides[1].mean - sides[0].mean, sum(side.count - 1 for side in sides)
+    counts = " and ".join(str(side.count) for side in sides)
+    if degrees >= 2:
+        variance = sum(side.squares for side in sides) / degrees * sum(1 / side.count for side in sides)
+        described, doubt = f"from what {counts} runs differ by among themselves", ""
+    else:
+        errors = [_error_of_windows(row.runs[0]) for row in (a, b)]
+        if None in errors or degrees:
+            reason = f"no interval from {counts} runs" if degrees else "no interval: not both state their spread"
+            return Comparison(a, b, math.exp(difference), None, reason, _doubt(a, b, run_spread))
+        variance = sum(filter(None, errors)) + 2 * ((run_spread or 0) / 100) ** 2
+        degrees = min(len(row.runs[0].windows) or 3 for row in (a, b)) - 1
+        windows = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
+        known = f" and a spread between runs of {run_spread:g} %" if run_spread else " alone"
+        described, doubt = f"from windows{known}; {windows}", _doubt(a, b, run_spread)
+    half = student_t(COVERAGE, degrees) * math.sqrt(variance)
+    interval = math.exp(difference - half), math.exp(difference + half)
+    return Comparison(a, b, math.exp(difference), interval, described, doubt)
+
+
+def _error_of_windows(run: Run) -> float | None:
+    """Variance of the logarithm of a single run's rate, as far as its windows tell; None where it isn't known."""
+    if len(run.windows) > 1:
+        return median_variance([math.log(rate) for rate in run.windows])
+    return ((run.interval[1] - run.interval[0]) / 4 / run.rate) ** 2 if run.interval and run.rate else None
+
+
+def _doubt(a: Scale, b: Scale, run_spread: float | None) -> str:
+    """Why runs that are no repeats can't be told apart."""
+    if not run_spread:
+        return (
+            "as too few runs don't show how much runs of one configuration differ: repeat them (three of each), or say "
+            "what is known (--run_spread)"
+        )
+    covered = min(
+        (window_interval(run.windows).coverage for row in (a, b) for run in row.runs if run.windows), default=1.0
     )
-    return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples) - 1]
+    return f"as an interval of windows covers {100 * covered:.3g} % only" if covered < LEAST_COVERAGE else ""
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -146,8 +195,9 @@ def _changes(changes: Sequence[tuple[str, float, float]]) -> list[str]:
 
 def main() -> None:
     description = "Compare two runs or tables: how much faster is B than A, and where."
-    options = parse_options(description, "a", "b", *INPUT_OPTIONS)
-    print(render(compare(read_runs([options.a], options), read_runs([options.b], options))), end="")
+    options = parse_options(description, "a", "b", "--run_spread", *INPUT_OPTIONS)
+    found = compare(read_runs([options.a], options), read_runs([options.b], options), options.run_spread)
+    print(render(found), end="")
 
 
 if __name__ == "__main__":

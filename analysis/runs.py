@@ -146,6 +146,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
     "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
     "b": {"type": Path, "metavar": "B", "help": "another"},
+    "--run_spread": {
+        "type": positive_float,
+        "metavar": "PERCENT",
+        "help": "standard deviation of runs of one configuration, where there are no repeats to show it",
+    },
     "--nodes": {"type": positive_int, "help": "node count of logs that don't state it"},
     "--gpus": {"type": positive_int, "help": "GPU count (all nodes together) of logs that don't state it"},
     "--model": {"help": "model preset of logs, which never state it (htsat_tiny_roberta_base, …)"},
