@@ -124,7 +124,7 @@ def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
     counts = " and ".join(str(side.count) for side in sides)
     if degrees >= 2:
         variance = sum(side.squares for side in sides) / degrees * sum(1 / side.count for side in sides)
-        described, doubt = f"from what {counts} runs differ by among themselves", ""
+        described, doubt = f"from what {counts} runs differ by among themselves{_in_turns(a, b)}", ""
     else:
         errors = [_error_of_windows(row.runs[0]) for row in (a, b)]
         if None in errors or degrees:
@@ -138,6 +138,18 @@ def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
     half = student_t(COVERAGE, degrees) * math.sqrt(variance)
     interval = math.exp(difference - half), math.exp(difference + half)
     return Comparison(a, b, math.exp(difference), interval, described, doubt)
+
+
+def _in_turns(a: Scale, b: Scale) -> str:
+    """A word of warning where all runs of one side were over before the first of the other."""
+    ended = [[run.finished for run in row.runs] for row in (a, b)]
+    known = all(map(all, ended))
+    first, last = sorted(ended, key=min)
+    return (
+        "; not taken in turns, so the machine itself may have changed between"
+        if known and max(first) < min(last)
+        else ""
+    )
 
 
 def _error_of_windows(run: Run) -> float | None:

@@ -98,6 +98,14 @@ def test_repeats_are_compared_by_what_they_differ_by(tmp_path: Path) -> None:
     assert of_tables.verdict.endswith("3 and 3 runs differ by among themselves): B is faster")
 
 
+@pytest.mark.parametrize(("hours", "warned"), [((1, 2, 3), True), ((1, 5, 3), False)])
+def test_a_warning_where_runs_were_not_taken_in_turns(hours: tuple[int, ...], warned: bool) -> None:
+    a, b = ([run(1, 90.0 + hour, finished=f"2026-01-01T0{hour}") for hour in each] for each in (hours, (4, 6, 8)))
+    for sides in ((a, b), (b, a)):
+        assert ("not taken in turns" in compare(*sides)[0].verdict) == warned
+    assert "in turns" not in compare([replace(each, finished="") for each in a], b)[0].verdict
+
+
 def test_rows_of_one_variant_are_paired() -> None:
     def side(*variants: str) -> list[Run]:
         return [run(1, 10.0 * number, variant=name) for number, name in enumerate(variants, start=1)]
