@@ -60,6 +60,8 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
                           for name, runs in split_settings(unknown))]  # fmt: skip
     facts = [_facts(run) for run in group]
     names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
+    # What all have recorded says most, and how it was measured least.
+    names.sort(key=lambda name: (any(name not in of_run for of_run in facts), name.startswith("clap.bench.")))
     naming: list[str] = []
     for name in names:
         if len(set(_values(facts, [*naming, name]))) > len(set(_values(facts, naming))):
@@ -85,9 +87,9 @@ def _facts(run: Run) -> dict[str, str]:
     if environment := run.environment:
         versions = environment.get("versions")
         versions = versions if isinstance(versions, dict) else {}
-        flat |= {name: versions.get(name) for name in PACKAGES}
-        commit = str(environment.get("git_commit") or "")
-        flat["commit"] = commit[:12] + "+" * commit.endswith("+")
+        flat |= {name: versions[name] for name in PACKAGES if versions.get(name)}
+        if commit := str(environment.get("git_commit") or ""):
+            flat["commit"] = commit[:12] + "+" * commit.endswith("+")
         if isinstance(devices := environment.get("device_names"), list):
             flat["devices"] = " and ".join(sorted(set(map(str, devices))))
     return {name: _text(value) for name, value in flat.items()}

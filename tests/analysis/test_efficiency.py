@@ -213,6 +213,15 @@ def test_differences_beside_the_one_in_the_name_are_in_a_note() -> None:
     assert all("series differ in commit, too" in row.notes for row in rows)
 
 
+def test_what_all_runs_have_recorded_names_them_first() -> None:
+    """An older version's record lacks settings that there were none of."""
+    old = configured(1, 90.0, {"git_commit": "a" * 40})
+    new = configured(1, 99.0, {"git_commit": "b" * 40}, clap__gradient_sync="overlapped")
+    rows = scaling_table([old, new])
+    assert [row.variant for row in rows] == ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb"]
+    assert "series differ in gradient_sync, too" in rows[0].notes
+
+
 def test_a_run_whose_settings_are_not_recorded_is_no_repeat_of_one_whose_are() -> None:
     assert list(titles([configured(1), run(1, 91.0)])) == ["weak scaling", "settings not recorded, weak scaling"]
     assert titles([configured(1), run(1, None, state="failed")]) == {"weak scaling": [(4, 1)]}
