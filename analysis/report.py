@@ -81,6 +81,7 @@ def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
                 spread = last.scaling_efficiency_2sigma_percent
                 percent = f"{last.scaling_efficiency_percent:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
                 text += f", {percent} % of the rate per GPU on {_count(measured[0].gpus, 'GPU')}"
+                text += f" (± from {last.uncertainty_from})" if spread is not None and last.uncertainty_from else ""
         lines.append(f"{text}.")
     return "\n".join(lines)
 

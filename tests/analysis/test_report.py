@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,12 @@ def test_method_follows_the_configuration() -> None:
 def test_headline_and_gaps_of_two_scales() -> None:
     percents = {"scaling_efficiency_percent": 90.0, "scaling_efficiency_2sigma_percent": 1.5}
     rows = [Row(1, 4, 10.0, 40.0, model="micro", repeats=2), Row(2, 8, 9.0, 72.0, model="micro", repeats=2, **percents)]
+    rows = [replace(row, uncertainty_from="75 % interval of 3 windows of 1 run") for row in rows]
     runs = [Run(source="a", state="completed"), Run(source="b", state="failed", error="x")]
-    assert "9.000 samples/s/GPU on 8 GPUs (2 nodes), 90.0 ± 1.5 % of the rate per GPU on 4 GPUs" in headline(runs, rows)
+    assert (
+        "9.000 samples/s/GPU on 8 GPUs (2 nodes), 90.0 ± 1.5 % of the rate per GPU on 4 GPUs (± from 75 % interval"
+        in headline(runs, rows)
+    )
     assert "2 runs, at 2 scales" in headline(runs, rows)
     found = "\n".join(gaps(rows, runs))
     assert "b: state failed: x" in found
