@@ -54,7 +54,7 @@ class Comparison:
         between, found = self.interval_from, "not told apart"
         if self.interval:
             low, high = self.interval
-            between = f"{low:.4f}–{high:.4f}, {100 * COVERAGE:g} % interval {self.interval_from}"
+            between = f"{low:.5g}–{high:.5g}, {100 * COVERAGE:g} % interval {self.interval_from}"
             if not self.doubt:
                 found = "B is faster" if low > 1 else "B is slower" if high < 1 else found
         return f"B / A = {self.ratio:.4f} ({between}): {found}{self.doubt and f', {self.doubt}'}"
@@ -135,7 +135,7 @@ def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
         windows = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
         known = f" and a spread between runs of {run_spread:g} %" if run_spread else " alone"
         described, doubt = f"from windows{known}; {windows}", _doubt(a, b, run_spread)
-    half = student_t(COVERAGE, degrees) * math.sqrt(variance)
+    half = min(student_t(COVERAGE, degrees) * math.sqrt(variance), 300.0)  # two windows far apart say nothing at all
     interval = math.exp(difference - half), math.exp(difference + half)
     return Comparison(a, b, math.exp(difference), interval, described, doubt)
 

@@ -80,6 +80,7 @@ def test_what_single_runs_say_and_what_they_do_not() -> None:
     assert re.search(
         r"not told apart, as an interval of windows covers [5-8]\S* % only$", compare([four], [fast], 5.0)[0].verdict
     )
+    assert "e+" in compare([of_windows([1.0, 1e6])], [of_windows([1.0, 1e6])])[0].verdict
     assert "no interval: not both state their spread" in compare([run(1, 9.0)], [fast])[0].verdict
     assert "no interval from 2 and 1 runs" in compare([slow, replace(slow, notes="2")], [fast])[0].verdict
 
