@@ -1,7 +1,8 @@
 """Peak rates of accelerators and what follows from them: model FLOPs utilisation.
 
-Dense bf16 with fp32 accumulation, by the exact name the driver gives; data sheets that state a rate with 2:4 sparsity
-are halved. A device that isn't listed has no peak and so no MFU: none is ever guessed. Imports nothing heavy.
+Dense bf16 with fp32 accumulation, by the whole name that the driver gives; data sheets that state a rate with 2:4 sparsity
+are halved. A device that isn't listed has no peak and so no MFU: none is guessed from a part of its name, as an H20 is no
+H200 and a slice of an H200 (MIG) neither. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,38 +24,55 @@ class Peak:
 
 
 _A100 = "NVIDIA A100 data sheet, nvidia.com/en-us/data-center/a100"
+_A800 = "NVIDIA A800 data sheet: an A100 with slower NVLink"
 _L40S = "NVIDIA L40S data sheet, nvidia.com/en-us/data-center/l40s: 733 TFLOPS with sparsity"
 _H100 = "NVIDIA H100 data sheet, nvidia.com/en-us/data-center/h100"
 _H200 = "NVIDIA H200 data sheet, nvidia.com/en-us/data-center/h200"
+_H800 = "NVIDIA H800 data sheet: an H100 with slower NVLink and fp64"
 _GH200 = "NVIDIA GH200 data sheet (as the published runs assume), 1,979 TFLOPS with sparsity"
 _MI250X = "AMD Instinct MI250X data sheet: 383 TFLOPS a card; one device is one of its two dies"
 _MI300X = "AMD Instinct MI300X data sheet, amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _TABLE: list[tuple[float, str, str]] = [
-    (312, _A100, "A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB"),  # older drivers' names
-    (312, _A100, "NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, NVIDIA A100-PCIE-40GB, NVIDIA A100 80GB PCIe"),
-    (362, _L40S, "NVIDIA L40S"),
-    (989, f"{_H100} (SXM): 1,979 TFLOPS with sparsity", "NVIDIA H100 80GB HBM3"),
-    (756, f"{_H100} (PCIe): 1,513 TFLOPS with sparsity", "NVIDIA H100 PCIe"),
-    (835, f"{_H100} (NVL): 1,671 TFLOPS with sparsity", "NVIDIA H100 NVL"),
-    (989, f"{_H200} (SXM): 1,979 TFLOPS with sparsity", "NVIDIA H200"),
-    (835, f"{_H200} (NVL): 1,671 TFLOPS with sparsity", "NVIDIA H200 NVL"),
-    (989, _GH200, "NVIDIA GH200 120GB, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e"),
-    (2250, "NVIDIA Blackwell data sheet (HGX B200): 4,500 TFLOPS with sparsity", "NVIDIA B200"),
-    (2500, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOPS with sparsity", "NVIDIA GB200"),
+    (312, _A100, "A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB, A100-PCIE-80GB, A100 80GB PCIe"),
+    (312, _A800, "A800-SXM4-40GB, A800-SXM4-80GB, A800 80GB PCIe"),
+    (165, "NVIDIA A30 data sheet, nvidia.com/en-us/data-center/products/a30-gpu", "A30"),
+    (149.7, "NVIDIA A40 data sheet, nvidia.com/en-us/data-center/a40: 299.4 TFLOPS with sparsity", "A40"),
+    (181.05, "NVIDIA L40 data sheet, nvidia.com/en-us/data-center/l40: 362.1 TFLOPS with sparsity", "L40"),
+    (362, _L40S, "L40S"),
+    (989, f"{_H100} (SXM): 1,979 TFLOPS with sparsity", "H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB"),
+    (756, f"{_H100} (PCIe): 1,513 TFLOPS with sparsity", "H100 PCIe, H100 80GB PCIe"),
+    (835, f"{_H100} (NVL): 1,671 TFLOPS with sparsity", "H100 NVL"),
+    (989, f"{_H800}: 1,979 TFLOPS with sparsity", "H800, H800 80GB HBM3"),
+    (756, f"{_H800} (PCIe): 1,513 TFLOPS with sparsity", "H800 PCIe"),
+    (148, "NVIDIA H20 data sheet: 148 TFLOPS dense", "H20, H20-3e, H20 96GB HBM3"),
+    (989, f"{_H200} (SXM): 1,979 TFLOPS with sparsity", "H200, H200 141GB HBM3e"),
+    (835, f"{_H200} (NVL): 1,671 TFLOPS with sparsity", "H200 NVL"),
+    (989, _GH200, "GH200, GH200 96GB HBM3, GH200 120GB, GH200 480GB, GH200 144G HBM3e, GH200 144GB HBM3e"),
+    (2250, "NVIDIA Blackwell data sheet (HGX B200): 4,500 TFLOPS with sparsity", "B200"),
+    (2500, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOPS with sparsity", "GB200"),
+    (181, "AMD Instinct MI210 data sheet", "AMD Instinct MI210"),
     (191.5, _MI250X, "AMD Instinct MI250X"),
     (980.6, "AMD Instinct MI300A data sheet", "AMD Instinct MI300A"),
-    (1307.4, _MI300X, "AMD Instinct MI300X"),
-    (1307.4, "AMD Instinct MI325X data sheet", "AMD Instinct MI325X"),
+    (1307.4, _MI300X, "AMD Instinct MI300X, AMD Instinct MI300X OAM, AMD Instinct MI300X VF"),
+    (1307.4, "AMD Instinct MI325X data sheet", "AMD Instinct MI325X, AMD Instinct MI325X OAM, AMD Instinct MI325X VF"),
 ]
-PEAKS = {name: Peak(tflops, source) for tflops, source, names in _TABLE for name in names.split(", ")}
-"""Peak by the name `torch.cuda.get_device_name` gives."""
+
+
+def _plain(device_name: str) -> str:
+    """A name as it is compared: drivers, and people who copy them, differ in the maker's name, case, spaces and hyphens."""
+    words = device_name.casefold().replace("-", " ").split()
+    return " ".join(word for word in words if word not in ("nvidia", "amd", "instinct"))
+
+
+_PEAKS = {_plain(name): Peak(tflops, source) for tflops, source, names in _TABLE for name in names.split(", ")}
+"""Peak by the name that `torch.cuda.get_device_name` gives, made plain."""
 
 
 def peak_for(device_name: str, override_tflops: float | None = None) -> Peak | None:
-    """The peak of a device: what `clap.hardware.peak_tflops` says, else what the table has, else None."""
+    """The peak of a device: what `clap.hardware.peak_tflops` says, else what the table has under the whole name, else None."""
     if override_tflops is not None:
         return Peak(override_tflops, "clap.hardware.peak_tflops")
-    return PEAKS.get(device_name)
+    return _PEAKS.get(_plain(device_name))
 
 
 def utilization(

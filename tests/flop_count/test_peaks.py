@@ -1,4 +1,4 @@
-"""Peaks by exact name, MFU by hand and as the final table shows it, and nothing where the peak is unknown."""
+"""Peaks by whole names, MFU by hand and as the final table shows it, and nothing where the peak is unknown."""
 
 from typing import Any
 
@@ -6,24 +6,47 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from clap_ds.flop_count.peaks import PEAKS, peak_for, utilization
+from clap_ds.flop_count.peaks import peak_for, utilization
 from clap_ds.measuring.matmul_ceiling import CPU_SIZE, measure_matmul_tflops
 from clap_ds.record.statistics import rates
 from clap_ds.record.terminal import rows
 
 
-def test_peaks_of_exact_names_alone() -> None:
-    known = {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989}
-    known |= {
-        "NVIDIA GH200 120GB": 989,
-        "NVIDIA B200": 2250,
-        "AMD Instinct MI250X": 191.5,
-        "AMD Instinct MI300X": 1307.4,
-    }
-    assert {name: PEAKS[name].tflops for name in known} == known
-    assert all(peak.tflops > 0 and "data sheet" in peak.source for peak in PEAKS.values())
-    for name in ("NVIDIA H100", "H200", "NVIDIA H200 MIG 1g.18gb", "nvidia h200", "", "Intel(R) Xeon(R)"):
-        assert peak_for(name) is None
+@pytest.mark.parametrize(
+    ("names", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, A100-PCIE-40GB, NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3, H100 80GB HBM3, NVIDIA H800", 989),
+        ("NVIDIA H100 PCIe, H100 PCIe, NVIDIA H800 PCIe", 756),
+        ("NVIDIA H100 NVL, NVIDIA H200 NVL", 835),
+        ("NVIDIA H200, nvidia h200, H200", 989),
+        ("NVIDIA H20, H20", 148),
+        ("NVIDIA GH200 120GB, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e, GH200", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181.05),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X, MI300X, AMD Instinct MI300X VF", 1307.4),
+    ],
+)
+def test_variants_of_a_name_have_the_peak_of_their_device(names: str, tflops: float) -> None:
+    found = [peak_for(name) for name in names.split(", ")]
+    assert [peak and peak.tflops for peak in found] == [tflops] * len(found)
+    assert all(peak and "data sheet" in peak.source for peak in found)
+
+
+def test_no_peak_is_guessed_from_a_part_of_a_name() -> None:
+    unlike = (
+        "H100",
+        "A100",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA H2000",
+        "NVIDIA H20 NVL",
+        "NVIDIA GH200 480GB MIG 1g.12gb",
+    )
+    for name in (*unlike, "NVIDIA", "", "Tesla V100-SXM2-16GB", "Intel(R) Xeon(R)"):
+        assert peak_for(name) is None, name
     set_by_hand = peak_for("NVIDIA H200", 500.0)
     assert set_by_hand is not None
     assert (set_by_hand.tflops, set_by_hand.source) == (500.0, "clap.hardware.peak_tflops")
