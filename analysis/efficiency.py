@@ -22,6 +22,7 @@ from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.series import global_batch, scaled_settings, split_series
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, significant, write_csv
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES
 from clap_ds.record.statistics import median_interval
 
@@ -92,19 +93,21 @@ def combine_repeats(scaling: str, runs: Sequence[Run]) -> Scale:
     spread, spread_from = _spread(used)
     averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent")
     medians: dict[str, Any] = {name: _median(used, name) for name in averaged}
+    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
+    notes = [*_notes(runs, used), *doubtful_mfu(mfu, medians["mfu_model_percent"])]
     identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu", "variant")
     medians |= {name: getattr(first, name) for name in identity}
     return Scale(
         runs=tuple(used), **medians, **breakdown, scaling=scaling,
         samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
-        mfu_percent=published_mfu_percent(first.model, rate, peak) if rate else None, peak_tflops=peak,
+        mfu_percent=mfu, peak_tflops=peak,
         samples_per_s_per_gpu_2sigma=spread, uncertainty_from=spread_from, repeats=len(used),
         global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         time_to_target_s=median(targets) if targets else None, time_to_target_low_s=low, time_to_target_high_s=high,
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys(_notes(runs, used))),
+        notes="; ".join(dict.fromkeys(notes)),
     )  # fmt: skip
 
 

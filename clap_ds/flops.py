@@ -24,6 +24,7 @@ from clap_ds.config.settings import load_run
 from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.flop_count.analytic import CONVENTIONS, STAGE_VIEWS, TextLengths, forward_components, published_flops
 from clap_ds.flop_count.peaks import utilization
+from clap_ds.record.plausible import doubtful_mfu
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
@@ -171,6 +172,7 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
             "MFU {mfu_published_percent:.1f} % published, {mfu_model_percent:.1f} % model, of {peak_tflops:g} TFLOPS"
         )
         notes.append(percents.format_map(found) if found["peak_tflops"] else found["peak_source"])
+        notes += doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return notes
 
 

@@ -24,6 +24,7 @@ from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
+from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES, StepLine, StepTime, Summary
 from clap_ds.record.statistics import percentile, rates
 from clap_ds.record.terminal import Progress, print_summary
@@ -198,7 +199,8 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
         # On every rank at once, as training uses them: neighbours share power and heat.
         found["matmul_tflops"] = measure_matmul_tflops(session.device)
         found["achievable_percent"] = 100 * found["achieved_tflops"] / found["matmul_tflops"]
-    return {**found, "flops": flops, "warnings": warnings}
+    doubts = doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
+    return {**found, "flops": flops, "warnings": [*warnings, *doubts]}
 
 
 def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> Summary:

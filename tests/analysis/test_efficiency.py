@@ -124,6 +124,14 @@ def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() 
     assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
 
 
+def test_a_utilisation_that_cannot_be_is_said_to_be_none() -> None:
+    (row,) = scaling_table([run(1, 2998.0, peak_tflops=989.0, mfu_model_percent=90.5)])
+    assert "101.1 % in the published convention is no share of the peak" in row.notes
+    assert "overstates by design" in row.notes
+    assert "90.5 % of the work done is not possible" in row.notes
+    assert scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes.count("MFU") == 0
+
+
 def test_times_to_a_target_are_combined(tmp_path: Path) -> None:
     (row,) = scaling_table([run(1, 10.0, time_to_target_s=time) for time in (31.0, 27.0, 44.0, None)])
     assert (row.time_to_target_low_s, row.time_to_target_s, row.time_to_target_high_s) == (27.0, 31.0, 44.0)

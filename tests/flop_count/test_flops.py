@@ -76,6 +76,10 @@ def test_utilization_of_a_rate(write_run: WriteRun, capsys: pytest.CaptureFixtur
     percent = 100 * 3 * published_flops(load_preset("micro")) * 1000 / 3e12
     assert f"MFU {percent:.1f} % published" in shown(3.0, "1000")
     assert "no MFU: the peak of" in shown(None, "1000")
+    assert "overstates by design" not in shown(3.0, "1000")
+    impossible = shown(0.01, "1000")
+    assert "overstates by design" in impossible
+    assert "the rate or the peak must be wrong" in impossible
     with pytest.raises(UserError, match="--samples_per_s 0: expected a number above 0"):
         shown(None, "0")
 

@@ -1,0 +1,26 @@
+"""What utilisation can't be: said by the run that measures it and by whoever reads its record. Standard library only."""
+
+from __future__ import annotations
+
+MOST_MFU_PERCENT = 90.0
+"""No training is known to come near this share of a peak with all its work counted: matrix products alone reach about 80 %."""
+
+
+def doubtful_mfu(published_percent: float | None, model_percent: float | None) -> list[str]:
+    """What has to be said of a model FLOPs utilisation that can't be real, by its two conventions; nothing of one that can.
+
+    Above 100 % in the published convention is no contradiction, as it counts work that isn't done; above `MOST_MFU_PERCENT` of
+    the work that is done, the rate or the peak is wrong.
+    """
+    found = []
+    if published_percent is not None and published_percent > 100:
+        found.append(
+            f"MFU of {published_percent:.1f} % in the published convention is no share of the peak: it counts captions of full"
+            " length (514 text tokens as published) whatever was done, and so overstates by design"
+        )
+    if model_percent is not None and model_percent > MOST_MFU_PERCENT:
+        found.append(
+            f"MFU of {model_percent:.1f} % of the work done is not possible: the rate or the peak must be wrong"
+            f" (more than {MOST_MFU_PERCENT:g} %)"
+        )
+    return found
