@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
-from clap_ds.analysis.table import Run
+from clap_ds.analysis.table import MOST, Run, is_measurable
 from clap_ds.config.errors import UserError
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import window_interval
 
 
 def is_record(path: Path) -> bool:
-    """Whether `path` is a run directory."""
-    return path.is_dir() and any((path / name).is_file() for name in RECORD_FILES)
+    """Whether `path` is a run directory that can be looked into."""
+    return any(os.path.isfile(path / name) for name in RECORD_FILES)
 
 
 def read_record(path: Path) -> Run:
     """The run of a run directory; UserError where neither summary, configuration nor environment can be read.
 
-    Its rates are None where it ended before one window was complete, and `notes` says what is missing.
+    Its rates are None where it ended before one window was complete, and `notes` says what is missing. A file that is empty or
+    damaged, and a field that is not of its type, cost no more than themselves.
     """
     notes: list[str] = []
     summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
-        raise UserError(f"{path}: none of {', '.join(RECORD_FILES)} holds a JSON object")
+        raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
     clap = _section(config, "clap")
     micro_batch = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
     accumulation = whole((config | summary).get("gradient_accumulation_steps")) or 1
@@ -65,7 +66,7 @@ def read_record(path: Path) -> Run:
         memory_peak_gib=memory and memory / 1024**3, **breakdown,
         mfu_model_percent=positive(summary.get("mfu_model_percent")), peak_tflops=positive(summary.get("peak_tflops")),
         time_to_target_s=positive(summary.get("time_to_target_s")), notes="; ".join(notes),
-        config=config, environment=environment, finished=_text(summary, "finished"),
+        config=config, environment=_environment(environment), finished=_text(summary, "finished"),
     )  # fmt: skip
 
 
@@ -107,29 +108,51 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[tuple
 
 def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     """A JSON object of a run directory (`summary`, …); empty where it is missing or damaged, the latter with a note."""
-    file, value = path / f"{name}.json", None
-    if not file.is_file():
+    file, why = path / f"{name}.json", "not readable JSON"
+    try:
+        value = _json(file.read_bytes())
+        if isinstance(value, dict):
+            return value
+    except FileNotFoundError:
         return {}
-    with contextlib.suppress(ValueError, OSError):
-        value = json.loads(file.read_bytes())
-    if isinstance(value, dict):
-        return value
-    notes.append(f"{file.name} is not readable JSON")
+    except OSError as error:
+        why = f"not readable ({error.strerror})"
+    except (ValueError, RecursionError):
+        pass
+    notes.append(f"{file.name} is {why}")
     return {}
 
 
+def _json(text: bytes) -> Any:
+    """What JSON says, its texts such as can be printed: half of a surrogate pair is no character."""
+    return json.loads(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
+
+
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of these phases (`clap_ds.record.schema.StepLine`); a line that was cut is left out. Where the
-    file `history` is there, its lines instead."""
-    file, lines = path / "metrics.jsonl", []
-    if isinstance(history, str) and Path(history).is_file():
+    """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
+    fields that are numbers, or true or false. A line that was cut or damaged is left out. Where the file `history` is there,
+    its lines instead."""
+    file, lines, content = path / "metrics.jsonl", [], b""
+    if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
         file = Path(history)
-    for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
+    with contextlib.suppress(OSError):
+        content = file.read_bytes()
+    for text in content.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict) and line.get("phase") in phases:
-                lines.append(line)
+            if isinstance(line, dict) and line.get("phase") in phases and _is_number(line.get("step")):
+                known = {name: value for name, value in line.items() if _is_number(value) or isinstance(value, bool)}
+                lines.append(known | {"phase": line["phase"]})
     return lines
+
+
+_FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}
+"""Types of the fields of `environment.json` that are neither text nor number."""
+
+
+def _environment(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are of their types."""
+    return {name: value for name, value in values.items() if isinstance(value, _FIELDS.get(name, str | int))}
 
 
 def positive(value: object) -> float | None:
@@ -138,10 +161,12 @@ def positive(value: object) -> float | None:
 
 
 def non_negative(value: object) -> float | None:
-    """`value` as a float if it is a finite number of at least zero, else None (booleans and text are not numbers)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+    """`value` as a float if it is a number from zero to what can be measured, else None (booleans, text are not numbers)."""
+    return float(value) if _is_number(value) and (value == 0 or is_measurable(value)) else None
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 def whole(value: object) -> int | None:
@@ -157,4 +182,4 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name)
-    return value if isinstance(value, str) else ""
+    return " ".join(value.split()) if isinstance(value, str) else ""

@@ -12,8 +12,8 @@ and `--gpus`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,12 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     problems: dict[Path, str] = {}
     same: dict[object, list[Path]] = {}
     fruitful: set[Path] = set()
+    without: set[Path] = set()
     for path in paths:
-        sources = [*_records_in(path)] if path.is_dir() and not is_record(path) else [path]
-        if not sources:
+        sources = [*_records_in(path, problems)] if os.path.isdir(path) and not is_record(path) else [path]
+        if not sources and path not in problems:
             problems[path] = f"{path}: neither a run directory nor a folder of them"
+            without.add(path)
         for source in sources:
             try:
                 group = same.get(source.resolve())
@@ -61,7 +63,7 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     if not runs:
         raise UserError("; ".join(problems.values()))
     for path, problem in problems.items():
-        if not (path.is_dir() and not is_record(path) and path.absolute().parent in fruitful):
+        if not (path in without and path.absolute().parent in fruitful):
             print(f"warning: {problem}; going on without it", file=sys.stderr)
     groups = list({id(group): group for group in same.values()}.values())
     if any(len(group) > 1 for group in groups):
@@ -90,21 +92,29 @@ def _say_same(groups: Sequence[Sequence[Path]]) -> str:
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
-    if not path.exists():
+    if not os.path.lexists(path):
         raise UserError(f"{path}: no such file or directory")
-    if path.is_dir():
+    if is_record(path):
         return [read_record(path)]
-    return read_table_runs(path) if path.suffix == ".csv" else read_log(path, given.warmup_steps, given.gpus)
+    return (
+        read_table_runs(path)
+        if path.suffix.lower() in (".csv", ".tsv")
+        else read_log(path, given.warmup_steps, given.gpus)
+    )
 
 
-def _records_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Run directories somewhere in a folder, in the order of their names, without those that can't be read."""
-    with contextlib.suppress(OSError):
-        for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
-            if is_record(path):
-                yield path
-            elif depth > 1:
-                yield from _records_in(path, depth - 1)
+def _records_in(folder: Path, problems: dict[Path, str], depth: int = DEPTH) -> Iterator[Path]:
+    """Run directories somewhere in a folder, in the order of their names; folders that can't be read go to the problems."""
+    try:
+        inside = sorted(path for path in folder.iterdir() if os.path.isdir(path) and not path.is_symlink())
+    except OSError as error:
+        problems[folder] = f"{folder}: can't be read ({error.strerror})"
+        return
+    for path in inside:
+        if is_record(path):
+            yield path
+        elif depth > 1:
+            yield from _records_in(path, problems, depth - 1)
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:

@@ -152,6 +152,15 @@ class Scale(Row):
     """Those that count: with a rate, and completed where any did."""
 
 
+LEAST, MOST = 1e-12, 1e15
+"""Of anything that is measured here, in the units of its field."""
+
+
+def is_measurable(value: float) -> bool:
+    """Whether a rate, time or count can be this; what is beyond (or not finite) is a damaged file's."""
+    return LEAST <= value <= MOST
+
+
 COLUMNS = tuple(column.name for column in fields(Row))
 _INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "batch_per_gpu", "global_batch"}
 _TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.record import read_record, read_steps
 from clap_ds.config.errors import UserError
 from clap_ds.record.statistics import window_interval
 from tests.analysis.samples import DATA, write
@@ -88,3 +88,42 @@ def test_a_torn_summary_is_noted_and_the_rest_is_read(record: Path) -> None:
         write(path, b"\xff\xfe\0")
     with pytest.raises(UserError, match=r"summary\.json"):
         read_record(record)
+
+
+@pytest.mark.parametrize("name", ["summary", "config", "environment"])
+@pytest.mark.parametrize("content", [b"", b"null", b"[" * 10_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"cut": "', None])
+def test_one_damaged_file_costs_its_own_content(record: Path, name: str, content: bytes | None) -> None:
+    file = record / f"{name}.json"
+    file.unlink()
+    write(file, content) if content is not None else file.mkdir()
+    run = read_record(record)
+    assert f"{name}.json is not readable" in run.notes
+    assert (run.gpus, len(run.windows)) == (2, 6)
+
+
+def test_fields_of_other_types_and_numbers_that_cannot_be_are_absent(record: Path) -> None:
+    other: dict[str, Any] = {
+        "num_nodes": 10**400,
+        "preset": ["x"],
+        "device_name": "a\nb \ud800",
+        "memory_peak_bytes": 1e300,
+    }
+    write(record / "summary.json", json.dumps(SUMMARY | other))
+    write(record / "environment.json", json.dumps({"versions": 3, "command": {"a": 1}, "hosts": None, "python": "3"}))
+    write(record / "config.json", json.dumps({"clap": [1], "train_micro_batch_size_per_gpu": "4"}))
+    run = read_record(record)
+    assert (run.nodes, run.model, run.device, run.memory_peak_gib) == (0, "", "a b ?", None)
+    assert run.environment == {"python": "3"}
+
+
+def test_damaged_lines_of_steps_are_left_out_and_damaged_fields_of_the_others(tmp_path: Path) -> None:
+    lines: list[object] = [
+        {"phase": "train", "step": 1, "time_s": None, "loss": float("nan"), "lr": 1e999, "skipped": True, "samples": 8},
+        {"phase": "train"}, {"phase": "train", "step": None}, {"phase": ["train"], "step": 1}, [], 3, None,
+        {"phase": "train", "step": 2, "loss": -0.5, "extra": {}, "text": "x"},
+    ]  # fmt: skip
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    write(tmp_path / "metrics.jsonl", text.encode() + b'\xff\xfe\n{"step": ' + b"9" * 5000 + b'}\n{"phase": "tra')
+    first = {"step": 1, "skipped": True, "samples": 8, "phase": "train"}
+    assert read_steps(tmp_path, "train") == [first, {"step": 2, "loss": -0.5, "phase": "train"}]
+    assert read_steps(tmp_path / "gone", "train", history="\0") == []

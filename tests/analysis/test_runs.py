@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
     assert printed.out.endswith(
         "run-1: model not stated, 1 nodes × 4 GPUs, failed\n  no complete window was measured\n"
     )
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_its_neighbours_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "run", [], state="failed", num_nodes=1, world_size=4)
+    closed, listed = tmp_path / "closed", Path.iterdir
+    closed.mkdir()
+
+    def iterdir(self: Path) -> Iterator[Path]:
+        if self == closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [run.gpus for run in read_runs([tmp_path], given())] == [4]
+    assert capsys.readouterr().err == f"warning: {closed}: can't be read (Permission denied); going on without it\n"
+    with pytest.raises(UserError, match="Permission denied"):
+        read_runs([closed], given())
 
 
 def test_runs_of_sweeps_are_found_and_other_folders_passed_over(
