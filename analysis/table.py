@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from clap_ds.analysis.csv_cells import read_cells
 from clap_ds.analysis.published import PUBLISHED_TABLES, rate_bounds, rounding_bounds
 from clap_ds.config.errors import UserError
 from clap_ds.record.schema import STEP_PHASES
@@ -172,6 +173,22 @@ def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
     return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
 
 
+def choose_series(rows: Sequence[_Row], name: str | None, where: object) -> list[_Row]:
+    """The rows of the one series there is, or of the one whose model or title is, or has in it, `name`, in any case and with
+    hyphens or underscores. UserError, naming `where` and the series there are, where that is none or several."""
+    series = by_series(rows)
+    plain = (name or "").casefold().replace("_", "-")
+    titles = [members[0].title.casefold().replace("_", "-") for members in series]
+    exact = [members for members, title in zip(series, titles, strict=True) if plain in (title, title.split(",")[0])]
+    found = exact or [members for members, title in zip(series, titles, strict=True) if plain in title]
+    if len(found) == 1:
+        return found[0]
+    there = "; ".join(members[0].title for members in series)
+    if not name:
+        raise UserError(f"{where}: holds {len(series)} series; choose one with --series NAME: {there}")
+    raise UserError(f"{where}: --series {name} is in the titles of {len(found)} of its series; there are: {there}")
+
+
 def significant(value: float, least_decimals: int = 0) -> str:
     """A number with at least four significant digits and `least_decimals` decimals, without exponent."""
     assert math.isfinite(value), value
@@ -216,24 +233,12 @@ def read_table(path: Path) -> list[Row]:
 
 def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
     """Rows, and their cells as printed."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: binary file, not a CSV table") from error
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    if not text.strip():
-        raise UserError(f"{path}: empty file")
-    reader = csv.DictReader(text.splitlines())
-    if missing := [column for column in COLUMNS[:3] if column not in (reader.fieldnames or [])]:
+    found = read_cells(path, _TEXT_COLUMNS, _INT_COLUMNS)
+    if missing := [column for column in COLUMNS[:3] if found and column not in found[0].texts]:
         raise UserError(f"{path}: no column {', '.join(missing)}; a table begins {','.join(COLUMNS[:3])},…")
-    found = []
-    for record in reader:
-        cells = {name: (cell or "").strip() for name, cell in record.items() if name}
-        found.append((_row(path, f"{path}, line {reader.line_num}", cells), cells))
     if not found:
         raise UserError(f"{path}: a header and no rows")
-    return found
+    return [(_row(path, cells.where, cells.texts), cells.texts) for cells in found]
 
 
 def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
@@ -255,8 +260,8 @@ def _value(where: str, column: str, text: str) -> Any:
     except ValueError:
         raise UserError(f"{where}: {column} is {text!r}; expected a number") from None
     may_be_zero = column != "samples_per_s" and ("sigma" in column or column.endswith(("_percent", "_s", "repeats")))
-    if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-        raise UserError(f"{where}: {column} is {text}; expected a finite number above zero")
+    if not (is_measurable(value) or (may_be_zero and 0 <= value < LEAST)):
+        raise UserError(f"{where}: {column} is {text}; expected a number above zero that can be measured")
     if column in _INT_COLUMNS and value != int(value):
         raise UserError(f"{where}: {column} is {text}; expected a whole number")
     return int(value) if column in _INT_COLUMNS else value

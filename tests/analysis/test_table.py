@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.table import COLUMNS, Row, markdown_table, read_table, read_table_runs, significant, write_csv
+from clap_ds.analysis.table import (
+    COLUMNS,
+    Row,
+    choose_series,
+    markdown_table,
+    read_table,
+    read_table_runs,
+    significant,
+    write_csv,
+)
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, write
 
@@ -65,3 +74,71 @@ def test_significant(value: float, least: int, text: str) -> None:
 
 def test_markdown_shows_gaps_as_dashes() -> None:
     assert markdown_table(("a", "bb"), [("1", "")]).splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |"]
+
+
+PLAIN = """model,nodes,gpus,samples_per_s_per_gpu,samples_per_s,mfu_percent
+m,1,4,623.7,2494.8,21.0
+m,256,1024,544.6,557670.4,18.4
+"""
+EUROPEAN = """model;nodes;gpus;samples/s/GPU;samples/s;MFU (%)
+m;1;4;623,7;2.494,8;21,0 %
+m;256;1.024;544,6;557.670,4;18,4
+"""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        PLAIN.encode("utf-8-sig"),
+        PLAIN.encode("utf-16"),
+        PLAIN.encode("utf-16-le"),
+        PLAIN.replace(",", "\t").encode(),
+        PLAIN.replace("1024", '"1,024"').replace("557670.4", '"557,670.4"').replace("2494.8", '" 2,494.8 "').encode(),
+        PLAIN.replace("557670.4", "557 670.4").replace("2494.8", "2\u202f494.8").encode(),
+        PLAIN.replace("21.0", "21.0 %")
+        .replace("model", "# as measured\n\nmodel", 1)
+        .replace("m,1", "\n,,,,,\nm,1")
+        .encode(),
+        PLAIN.replace("mfu_percent", "MFU %").replace("nodes", " Nodes ").replace("gpus", "Num GPUs").encode(),
+        (PLAIN + "Total,257,1028,,560165.2,\n").encode(),
+        ("sep=,\n" + PLAIN).replace("\n", "\r\n").encode(),
+        EUROPEAN.encode(),
+        EUROPEAN.encode("utf-16-be"),
+        EUROPEAN.replace("MFU (%)", "MFU %;größte Last").encode("cp1252"),
+    ],
+)
+def test_tables_as_spreadsheets_and_people_write_them(tmp_path: Path, content: bytes) -> None:
+    assert read_table(write(tmp_path / "t.csv", content)) == read_table(write(tmp_path / "plain.csv", PLAIN))
+    (_, run) = read_table_runs(tmp_path / "t.csv")
+    assert (run.gpus, run.claims["mfu_percent"]) == (1024, "18.4")
+
+
+def test_units_of_headings_become_this_projects(tmp_path: Path) -> None:
+    text = "nodes,gpus,samples/sec/GPU,Step time [ms],Memory peak (MiB),step_time_s (s)\n1,4,10,250,2048,\n"
+    (row,) = read_table(write(tmp_path / "t.csv", text))
+    assert (row.rate, row.step_time_s, row.memory_peak_gib) == (10.0, 0.25, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "rate"),
+    [("1.234", 1.234), ('"1,234"', "1234 and 1.234"), ('"1,234,567"', 1234567.0), ('"1.234,5"', 1234.5), ("0..5", "'0..5'"),
+     ("6.2e2", 620.0), ('"12,34"', 12.34), ("1e300", "can be measured"), ("1,234.5", "6 cells under 5")],
+)  # fmt: skip
+def test_a_number_is_read_in_the_one_way_it_can_be_or_refused(tmp_path: Path, cell: str, rate: float | str) -> None:
+    path = write(tmp_path / "t.csv", f"nodes,gpus,samples_per_s_per_gpu,model,state\n1,4,{cell},m,completed\n")
+    if isinstance(rate, float):
+        assert read_table(path)[0].rate == rate
+    else:
+        with pytest.raises(UserError, match=rf"t\.csv, line 2.*{rate}"):
+            read_table(path)
+
+
+def test_one_of_several_series_is_chosen_by_a_part_of_its_title(tmp_path: Path) -> None:
+    rows = [Row(nodes, 4 * nodes, 1.0, model=model) for nodes in (1, 2) for model in ("clap_a", "clap_ab", "other")]
+    assert {row.model for row in choose_series(rows, "clap-a", "t.csv")} == {"clap_a"}
+    assert [row.nodes for row in choose_series(rows, "OTH", "t.csv")] == [1, 2]
+    assert choose_series(rows[:1], None, "t.csv") == rows[:1]
+    for name, message in ((None, "t.csv: holds 3 series; choose one with --series NAME: clap-a; clap-ab; other"),
+                          ("clap", "--series clap is in the titles of 2"), ("x", "of 0 of its series")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            choose_series(rows, name, "t.csv")

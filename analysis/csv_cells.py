@@ -1,0 +1,164 @@
+"""A CSV file as people have it → cells under this project's column names, their numbers as Python reads them.
+
+Commas, semicolons, tabs or bars; UTF-8, UTF-16 or a Western European code page; headers with spaces, capitals and units;
+blank rows and rows of totals; decimal points or commas, thousands' separators, per cent signs. What can be meant in two ways
+is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from clap_ds.config.errors import UserError
+
+_ALIASES = {
+    "node": "nodes", "num_nodes": "nodes", "number_of_nodes": "nodes", "gpu": "gpus", "num_gpus": "gpus",
+    "number_of_gpus": "gpus", "ranks": "gpus", "world_size": "gpus", "mfu": "mfu_percent",
+    "mfu_percent_published": "mfu_percent", "mfu_published_percent": "mfu_percent", "mfu_percent_model": "mfu_model_percent",
+    "efficiency": "scaling_efficiency_percent", "efficiency_percent": "scaling_efficiency_percent",
+    "scaling_efficiency": "scaling_efficiency_percent", "preset": "model",
+}  # fmt: skip
+_UNITS = {"ms": ("_s", 1e-3), "mib": ("_gib", 2**-10), "gb": ("_gib", 1e9 / 2**30)}
+"""Units a header may end in that are not this project's, and the factor."""
+_AGGREGATE = re.compile(r"(grand )?(totals?|sum|mean|average|avg|median|geomean)\b", re.IGNORECASE)
+_NO_VALUE = ("-", "–", "—", "n/a", "na", "none", "null")
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A row: texts by column, and where it stands, as an error says it."""
+
+    where: str
+    texts: dict[str, str]
+
+
+def read_cells(path: Path, text_columns: Collection[str], whole_columns: Collection[str]) -> list[Cells]:
+    """The rows of a table. UserError, saying where, for what is no table or has a number that can be read in two ways.
+
+    Args:
+        text_columns: those that don't hold numbers.
+        whole_columns: those that hold whole numbers, so that a comma in them is no decimal one.
+    """
+    try:
+        text = _decode(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+    if text is None:
+        raise UserError(f"{path}: binary file, not a CSV table")
+    if not text.strip():
+        raise UserError(f"{path}: empty file")
+    try:
+        names, rows = _rows(path, text)
+    except csv.Error as error:
+        raise UserError(f"{path}: not a CSV table ({error})") from None
+    factors = [_unit(name) for name in names]
+    columns = [name for name, _ in factors]
+    as_texts = [column in text_columns for column in columns]
+    cells = [cell for _, row in rows for cell, is_text in zip(row, as_texts, strict=False) if not is_text]
+    decimals = {mark for cell in cells if (mark := _decimal_mark(_digits(cell)))}
+    found = []
+    for line, row in rows:
+        where = f"{path}, line {line}"
+        texts: dict[str, str] = {}
+        for (column, factor), cell in zip(factors, row, strict=False):
+            if column not in text_columns:
+                cell = _plain(f"{where}: {column}", _digits(cell), decimals, column in whole_columns)
+                cell = f"{float(cell) * factor:.12g}" if factor != 1 and _NUMBER.fullmatch(cell) else cell
+            texts[column] = texts.get(column) or cell
+        found.append(Cells(where, texts))
+    return found
+
+
+def _decode(content: bytes) -> str | None:
+    """Text by its byte order mark, by the zeros that UTF-16 has between its letters, or else one byte a letter."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return content.decode("utf-16", errors="replace")
+    for first, encoding in enumerate(("utf-16-be", "utf-16-le")):
+        if content[first::2].count(0) > len(content) / 4:
+            return content.decode(encoding, errors="replace")
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("cp1252", errors="replace")
+
+
+def _rows(path: Path, text: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Names of the columns, and each row that has values with its line's number."""
+    lines = text.splitlines()
+    first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
+    if declared := re.fullmatch(r"sep=(.)", first.strip('\r\n "')):  # as Excel writes it
+        lines[lines.index(first)] = ""
+    delimiter = declared[1] if declared else max(",;\t|", key=first.count)
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+    header: list[str] | None = None
+    rows = []
+    for cells in reader:
+        cells = [cell.strip() for cell in cells]
+        values = [cell for cell in cells if cell]
+        if not values or values[0].startswith("#"):
+            continue
+        if header is None:
+            header = cells
+        elif cells != header and not _AGGREGATE.match(values[0]):
+            if any(cells[len(header) :]):
+                expected = (
+                    f"{len(cells)} cells under {len(header)} headings; put numbers with a {delimiter!r} in quotes"
+                )
+                raise UserError(f"{path}, line {reader.line_num}: {expected}")
+            rows.append((reader.line_num, cells))
+    return header or [], rows
+
+
+def _unit(heading: str) -> tuple[str, float]:
+    """A heading as this project names columns, and the factor that its values need: "Step time [ms]" is step_time_s, 0.001."""
+    text = heading.casefold().replace("%", " percent ").replace("/", " per ").replace("#", " number of ")
+    name = re.sub(r"\W+", "_", text).strip("_")
+    name = re.sub(r"_per_sec(ond)?(?![a-z])", "_per_s", name)
+    name = re.sub(r"(_percent|_s|_gib|_tflops)\1$", r"\1", name)
+    name, factor = _ALIASES.get(name, name), 1.0
+    for unit, (suffix, scale) in _UNITS.items():
+        if name.endswith(f"_{unit}"):
+            name, factor = name.removesuffix(f"_{unit}") + suffix, scale
+    return name, factor
+
+
+def _digits(cell: str) -> str:
+    """A number without what separates thousands for sure, and without its per cent sign; other text as it is."""
+    text = re.sub(r"(?<=\d)[\s'’](?=\d{3}\b)", "", cell.removesuffix("%").strip().replace("−", "-"))
+    return text if _NUMBER.fullmatch(text) else "" if cell.casefold() in _NO_VALUE else cell.strip()
+
+
+def _decimal_mark(number: str) -> str:
+    """The decimal mark of a number that can only be read in one way; empty where it has none or can be read in two."""
+    if not _NUMBER.fullmatch(number):
+        return ""
+    points, commas = number.count("."), number.count(",")
+    if points and commas:
+        return max(".,", key=number.rindex)
+    if points > 1 or commas > 1:
+        return "," if points else "."
+    if not (points or commas):
+        return ""
+    before, mark, after = re.split(r"([.,])", number.lstrip("+-"))
+    return mark if len(after) != 3 or len(before) > 3 or before == "0" else ""
+
+
+def _plain(where: str, number: str, decimals: set[str], is_whole: bool) -> str:
+    """The number as Python reads it, given the decimal marks of the whole table; what isn't a number as it is."""
+    if not _NUMBER.fullmatch(number):
+        return number
+    sure = {_decimal_mark(number)} - {""} or decimals
+    if "," in number and len(sure) != 1 and not is_whole:
+        ways = f"{number.replace(',', '')} and {number.replace(',', '.')}"
+        raise UserError(f"{where} is {number}, which can be {ways}; write a number without a thousands' comma")
+    decimal, thousands = (",", ".") if sure == {","} else (".", ",")
+    if not re.fullmatch(rf"[-+]?(\d+|\d{{1,3}}(\{thousands}\d{{3}})+)(\{decimal}\d*)?", number):
+        return number
+    return number.replace(thousands, "").replace(decimal, ".")
