@@ -66,7 +66,7 @@ def print_summary(summary: Summary) -> None:
     for name, value in rows(summary):
         table.add_row(name, value)
     console = Console(width=max(100, Console().width), highlight=False)
-    console.print(title(summary), style="bold")
+    console.print(title(summary), style="bold", soft_wrap=True)
     console.print(table)
     if "flops" in summary and summary["peak_tflops"] is None:
         console.print(summary["peak_source"], soft_wrap=True)
