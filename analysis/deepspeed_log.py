@@ -1,75 +1,35 @@
-"""DeepSpeed's printed throughput → runs, for logs of any size and in the state that real logs are in.
+"""Logs of DeepSpeed and of this project's benchmark → runs, for logs of any size and in the state that real logs are in.
 
-DeepSpeed's rank 0 prints `global_step=k, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c`. R covers every step since
-the timer began at step 3, so with global batch B the timer has run (k - 2)·B/R seconds; two lines give the exact mean
-rate of all steps between them, where c is the rate of one step. The launcher's lines give nodes and ranks, the
-engine's printed configuration gives batch sizes, `time (ms) | fwd: …` gives the breakdown. Prefixes (pdsh, srun) and
-merged lines don't matter, as nothing is anchored to a line's start. The timer leaves out data loading.
+DeepSpeed's rank 0 prints a running average R of samples/s at its step k. It covers every step since the timer began at step
+3, so with global batch B the timer has run (k - 2)·B/R seconds, and two lines give the exact mean rate of all steps between
+them. The launcher's lines give nodes and ranks, the engine's printed configuration batch sizes, `time (ms) | fwd: …` the
+breakdown. The timer leaves out data loading. A log of the benchmark's has its own figures, which count it.
 
-The file is read once, in blocks; what is kept is two numbers for each line of throughput. Only regular expressions with
-a literal at the front touch the bytes, and only where a faster substring search has found that literal.
+The file is read once, in blocks; what is kept are sums for each of at most `MAX_WINDOWS` windows.
 """
 
 from __future__ import annotations
 
-import gzip
-import math
 import re
-import zlib
-from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
-from clap_ds.analysis.record import interval_fields
-from clap_ds.analysis.table import Run
+from clap_ds.analysis.bench_output import BenchOutput
+from clap_ds.analysis.log_files import FileState, blocks
+from clap_ds.analysis.log_lines import find_lines, in_order, label_of, without_colours
+from clap_ds.analysis.record import interval_fields, run_of
+from clap_ds.analysis.table import MOST, Run, is_measurable
 from clap_ds.config.errors import UserError
 
-BLOCK_BYTES = 8 << 20
-LONGEST_LINE = 64 << 10
-"""A line (or progress bar without line ends) longer than this may be cut between blocks."""
 MAX_WINDOWS = 128
 TIMER_START_STEP = 2
 """DeepSpeed's ThroughputTimer doesn't time the first two steps."""
 BREAKDOWN_PHASES = ("forward", "backward", "exposed_communication", "optimizer")
 """What DeepSpeed times, in its order: the loss within the forward pass, and data loading not at all."""
-
-_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-_NUMBER = rb"(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|inf|nan))"
-_LINES: dict[str, tuple[bytes, bytes]] = {
-    "throughput": (
-        b"RunningAvgSamplesPerSec=",
-        rb"global_step=(\d+), RunningAvgSamplesPerSec=" + _NUMBER + rb", CurrSamplesPerSec=" + _NUMBER + rb"(?=[,\s])"
-        rb"(?:, MemAllocated=[0-9.]+GB, MaxMemAllocated=([0-9.]+)GB)?",
-    ),
-    "breakdown": (
-        b"time (ms) | fwd:",
-        rb"time \(ms\) \| fwd: ([0-9.]+) \| bwd: [0-9.]+ \| bwd_inner: ([0-9.]+) \| bwd_allreduce: ([0-9.]+)"
-        rb" \| step: ([0-9]+\.[0-9]{2})",
-    ),
-    "engine": (b"DeepSpeedEngine configuration", rb"DeepSpeedEngine configuration()"),
-    "nodes": (b"num_local_procs=", rb"nnodes=(\d+), num_local_procs=\d+"),
-    "gpus": (b"dist_world_size=", rb"dist_world_size=(\d+)\b"),
-    "gpus of the engine": (b"world_size ....", rb"(?<![a-z_])world_size [ .]*(\d+)\b"),
-    "micro_batch": (b"train_micro_batch_size_per_gpu ", rb"train_micro_batch_size_per_gpu [ .]*(\d+)\b"),
-    "accumulation": (b"gradient_accumulation_steps ..", rb"gradient_accumulation_steps [ .]*(\d+)\b"),
-    "global_batch": (b"train_batch_size ...", rb"train_batch_size [ .]*(\d+)\b"),
-    "bf16": (b"bfloat16_config ...", rb"bfloat16_config [ .]*enabled=(True|False)"),
-    "autocast": (b"torch_autocast_dtype ...", rb"torch_autocast_dtype [ .]*torch\.(\w+)"),
-    "out_of_memory": (b"OutOfMemoryError", rb"OutOfMemoryError"),
-    "out_of_memory of CUDA": (b"CUDA out of memory", rb"CUDA out of memory"),
-    "timeout": (b"DUE TO TIME LIMIT", rb"DUE TO TIME LIMIT"),
-    "terminated": (b"CANCELLED AT", rb"CANCELLED AT"),
-    "terminated by signal": (b"Main process received SIG", rb"Main process received SIG"),
-    "failed": (b"Traceback (most recent call last)", rb"Traceback \(most recent call last\)"),
-    "failed by exit code": (b"exits with return code", rb"exits with return code = -?[1-9]"),
-    "completed": (b"exits successfully", rb"exits successfully"),
-}
-"""Text that must be in a block, and the expression that finds the line, by what the line is of (first word)."""
-_PATTERNS = [(name.split()[0], marker, re.compile(pattern)) for name, (marker, pattern) in _LINES.items()]
 _STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """The later ones win: an out-of-memory error also leaves a traceback and a bad return code."""
 
@@ -82,10 +42,16 @@ class Attempt:
     """`nodes`, `gpus`, `micro_batch`, `accumulation`, `global_batch`, where the log says."""
     precision: str = ""
     state: str = "unknown"
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    """Between two printed lines, without those of the warm-up."""
-    times: array[float] = field(default_factory=lambda: array("d"))
-    """Of these steps: timer seconds divided by the global batch."""
+    announced: bool = False
+    """The engine printed its configuration, or the benchmark its directory, as they do at each start."""
+    source: bytes | None = None
+    """Label of the rank or host whose throughput is read."""
+    windows: list[tuple[int, float]] = field(default_factory=list)
+    """Steps, and their timer seconds divided by the global batch, of windows of `window_intervals` printed intervals each,
+    fewer than `MAX_WINDOWS`; without those of the warm-up."""
+    window_intervals: int = 1
+    part: tuple[int, int, float] = (0, 0, 0.0)
+    """Of the window that isn't whole yet: intervals, steps, time."""
     last_step: int = 0
     last_average: float = 0.0
     """The latest running average, over all timed steps: what a log too short for windows still says."""
@@ -94,14 +60,58 @@ class Attempt:
     breakdown_ms: list[float] = field(default_factory=lambda: [0.0] * len(BREAKDOWN_PHASES))
     """Sums over `breakdown_steps`."""
     breakdown_steps: int = 0
+    bench: BenchOutput = field(default_factory=BenchOutput)
+
+    @property
+    def is_bench(self) -> bool:
+        return bool(self.bench.windows or self.bench.figures)
+
+    def add(self, steps: int, time: float, intervals: int = 1) -> None:
+        """Take in what lies between printed lines, `intervals` of them. Windows grow with the log: two full ones make one."""
+        so_far, steps_so_far, time_so_far = self.part
+        self.part = so_far + intervals, steps_so_far + steps, time_so_far + time
+        if self.part[0] == self.window_intervals:
+            self.windows.append(self.part[1:])
+            self.part = 0, 0, 0.0
+        if len(self.windows) == MAX_WINDOWS:
+            pairs = zip(self.windows[::2], self.windows[1::2], strict=True)
+            self.windows = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+            self.window_intervals *= 2
+
+    def add_throughput(self, lines: Sequence[re.Match[bytes]], warmup_steps: int) -> bool:
+        """Take in many lines of throughput at once, provided that nothing happens in them: no start, other rank or impossible
+        rate. Otherwise take in none and return False."""
+        if self.last_step < max(warmup_steps, 1) or label_of(lines[0]) not in (None, self.source):
+            return False
+        texts = [match.groups() for match in lines]
+        steps = [self.last_step, *(int(step) for step, _, _ in texts)]
+        averages = [float(average) for _, average, _ in texts]
+        if not all(map(is_measurable, averages)):
+            return False
+        averages.insert(0, self.last_average)
+        elapsed = [(step - TIMER_START_STEP) / average for step, average in zip(steps, averages, strict=True)]
+        intervals = [after - before for before, after in pairwise(steps)]
+        times = [after - before for before, after in pairwise(elapsed)]
+        if not all(0 < steps_between < time * MOST for steps_between, time in zip(intervals, times, strict=True)):
+            return False
+        at = 0
+        while at < len(times):
+            end = min(at + self.window_intervals - self.part[0], len(times))
+            self.add(sum(intervals[at:end]), sum(times[at:end]), end - at)
+            at = end
+        self.last_step, self.last_average = steps[-1], averages[-1]
+        self.interval = min(self.interval, *intervals)
+        self.max_memory_gib = max(self.max_memory_gib, *(float(memory or 0) for memory in {text[2] for text in texts}))
+        return True
+
+    def add_breakdown(self, lines: Sequence[re.Match[bytes]]) -> None:
+        for column, texts in enumerate(zip(*(match.groups() for match in lines), strict=True)):
+            self.breakdown_ms[column] += sum(map(float, texts))
+        self.breakdown_steps += len(lines)
 
     def rates(self) -> list[float]:
-        """Global samples/s of windows of equally many printed intervals, fewer than `MAX_WINDOWS`."""
-        size = 1
-        while len(self.times) // size >= MAX_WINDOWS:
-            size *= 2
-        starts = range(0, len(self.times) - size + 1, size)
-        return [sum(self.steps[at : at + size]) / sum(self.times[at : at + size]) for at in starts]
+        """Global samples/s of the windows."""
+        return [steps / time for steps, time in self.windows]
 
 
 class Scan:
@@ -113,28 +123,26 @@ class Scan:
         self.unusable = 0  # a zero, negative, infinite or undecodable rate
         self.repeated = 0  # of a step already seen (another rank's, or out of order)
         self.damaged = 0  # cut or overwritten by another rank's
-        self.truncated_gzip = self.binary = False
-        self.num_bytes = 0
+        self.file = FileState()
 
     def read(self, block: bytes) -> None:
         """Take in the lines of a block, in the order they stand."""
-        block = _ANSI.sub(b"", block) if b"\x1b[" in block else block
-        found: list[tuple[int, str, re.Match[bytes]]] = []
-        for kind, marker, pattern in _PATTERNS:
-            if marker in block:
-                matches = [(match.start(), kind, match) for match in pattern.finditer(block)]
-                found += matches
-                if kind == "throughput":
-                    self.damaged += block.count(marker) - len(matches)
-        for _, kind, match in sorted(found, key=itemgetter(0)):
+        lines, damaged = find_lines(without_colours(block))
+        self.damaged += damaged
+        attempt, steady = self.attempts[-1], lines.get("throughput")
+        if steady and lines.keys() <= {"throughput", "breakdown"} and attempt.add_throughput(steady, self.warmup_steps):
+            attempt.add_breakdown(lines.get("breakdown", []))
+            return
+        for kind, match in in_order(lines):
             attempt = self.attempts[-1]
-            if kind == "throughput":
-                self._throughput(match)
+            if kind in ("throughput", "micro_throughput", "pipeline"):
+                self._throughput(kind, match)
             elif kind == "breakdown":
-                attempt.breakdown_ms = [a + float(b) for a, b in zip(attempt.breakdown_ms, match.groups(), strict=True)]
-                attempt.breakdown_steps += 1
+                attempt.add_breakdown([match])
             elif kind in _STATES:
                 attempt.state = max(attempt.state, kind, key=_STATES.index)
+            elif kind.startswith("bench_"):
+                self._bench(kind, match)
             else:
                 self._launch(kind, match[1])
 
@@ -145,116 +153,108 @@ class Scan:
     def _launch(self, kind: str, text: bytes) -> None:
         """A line of the launcher or of the engine's configuration; after throughput it can only be a new start's."""
         attempt = self.attempts[-1]
-        if attempt.last_step or attempt.state not in ("unknown", "completed"):
+        if attempt.last_step or attempt.is_bench or attempt.state not in ("unknown", "completed"):
             attempt = self._restart()
-        if kind == "bf16":
-            attempt.precision = attempt.precision or ("bf16" if text == b"True" else "fp32")
+        if kind in ("start", "engine"):
+            attempt.announced, attempt.precision = True, ""
+        elif kind in ("bf16", "fp16"):
+            if text == b"True" and attempt.precision in ("", "fp32"):
+                attempt.precision = kind
+            attempt.precision = attempt.precision or "fp32"
         elif kind == "autocast":
             attempt.precision = f"torch_autocast_{text.decode()}"
-        elif kind != "engine":
+        elif int(text):
             attempt.shape[kind] = int(text)
 
-    def _throughput(self, match: re.Match[bytes]) -> None:
-        attempt, step = self.attempts[-1], int(match[1])
-        average = float(match[2])
-        if not (math.isfinite(average) and average > 0 and step > TIMER_START_STEP):
+    def _bench(self, kind: str, match: re.Match[bytes]) -> None:
+        attempt = self.attempts[-1]
+        if attempt.bench.begins_anew(kind, match):
+            attempt = self._restart()
+        attempt.bench.add(kind, match)
+        if attempt.bench.figures:
+            attempt.state = max(attempt.state, "completed", key=_STATES.index)
+
+    def _throughput(self, kind: str, match: re.Match[bytes]) -> None:
+        attempt, step, average = self.attempts[-1], int(match[1]), float(match[2])
+        start_step = 0 if kind == "pipeline" else TIMER_START_STEP
+        if not (is_measurable(average) and start_step < step):
             self.unusable += 1
             return
+        label = label_of(match)
+        if None not in (label, attempt.source) and label != attempt.source:
+            self.repeated += 1
+            return
         if attempt.last_step and step <= attempt.last_step:
-            if attempt.last_step - step <= 2 * attempt.interval:
+            if attempt.last_step - step <= 2 * attempt.interval or attempt.announced:
                 self.repeated += 1
                 return
             attempt = self._restart()
-        attempt.max_memory_gib = max(attempt.max_memory_gib, float(match[4] or 0))
+        attempt.source = label if attempt.source is None else attempt.source
+        if kind != "pipeline" and match[3]:
+            attempt.max_memory_gib = max(attempt.max_memory_gib, float(match[3]))
         previous_step, previous_average = attempt.last_step, attempt.last_average
         attempt.last_step, attempt.last_average = step, average
         attempt.interval = min(attempt.interval, step - previous_step) if previous_step else step
-        if previous_step < self.warmup_steps:
+        micro_steps = attempt.shape.get("accumulation", 1) if kind == "micro_throughput" else 1
+        if previous_step < self.warmup_steps * micro_steps:
             attempt.breakdown_ms, attempt.breakdown_steps = [0.0] * len(BREAKDOWN_PHASES), 0
-        if previous_step < max(self.warmup_steps, 1):
+        if previous_step < max(self.warmup_steps * micro_steps, 1):
             return
-        time = (step - TIMER_START_STEP) / average - (previous_step - TIMER_START_STEP) / previous_average
-        if time > 0:
-            attempt.steps.append(step - previous_step)
-            attempt.times.append(time)
+        if kind == "pipeline":  # the mean since the line before
+            time = (step - previous_step) / average
+        else:
+            time = (step - start_step) / average - (previous_step - start_step) / previous_average
+        if time > 0 and is_measurable((step - previous_step) / time):
+            attempt.add(step - previous_step, time)
         else:
             self.unusable += 1
 
 
 def scan_log(path: Path, warmup_steps: int = 10) -> Scan:
-    """Read a DeepSpeed log, plain or gzip (by content, not by name), no window of which covers a start's first steps."""
+    """Read a log, plain or gzip, no window of which covers a start's first steps; UserError where it can't be read."""
     scan = Scan(warmup_steps)
-    try:
-        with path.open("rb") as raw:
-            for block in _blocks(raw, scan):
-                scan.read(block)
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+    for block in blocks(path, scan.file):
+        scan.read(block)
     return scan
 
 
-def _blocks(raw: IO[bytes], scan: Scan) -> Iterator[bytes]:
-    """Pieces of the (decompressed) file that end at a line's end, carriage returns counted as one."""
-    is_gzip = raw.read(2) == b"\x1f\x8b"
-    raw.seek(0)
-    stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if is_gzip else raw
-    carry = b""
-    while block := _gzip_block(stream, scan) if isinstance(stream, gzip.GzipFile) else stream.read(BLOCK_BYTES):
-        if not scan.num_bytes:
-            scan.binary = b"\0" in block[:8192]
-        scan.num_bytes += len(block)
-        block = carry + block
-        end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
-        if len(block) - end > LONGEST_LINE:
-            end = len(block) - LONGEST_LINE // 2
-        carry = block[end:]
-        yield block[:end]
-    if carry:
-        yield carry + b"\n"
-
-
-def _gzip_block(stream: gzip.GzipFile, scan: Scan) -> bytes:
-    """About `BLOCK_BYTES` decompressed; small reads, so that all that precedes a damaged or cut end is kept."""
-    block = bytearray()
-    try:
-        while len(block) < BLOCK_BYTES and (piece := stream.read1(BLOCK_BYTES - len(block))):
-            block += piece
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        scan.truncated_gzip = True
-    return bytes(block)
-
-
 def read_log(path: Path, warmup_steps: int = 10, gpus: int | None = None) -> list[Run]:
-    """Runs of a DeepSpeed log: one per shape (nodes, GPUs, batch), restarts of the same shape taken together.
+    """Runs of a log: one for each of the benchmark's; of DeepSpeed's, one per shape (nodes, GPUs, batch), restarts of the same
+    shape taken together.
 
     Where the log doesn't say how many GPUs there are it is `gpus`; rates are of all of them where that isn't given either.
     Raises UserError where the file can't be read, is empty or binary, or has no throughput that is possible; says which.
     """
     scan = scan_log(path, warmup_steps)
-    measured = [attempt for attempt in scan.attempts if attempt.last_step]
+    measured = [attempt for attempt in scan.attempts if attempt.last_step or attempt.is_bench]
     last = scan.attempts[-1]
     if not measured and last.state in ("unknown", "completed"):
         raise UserError(f"{path}: {_why_nothing(scan)}")
-    groups: dict[tuple[int, ...], list[Attempt]] = {}
+    groups: dict[object, list[Attempt]] = {}
     for attempt in measured if last in measured or last.state == "unknown" else [*measured, last]:
         shape = tuple(attempt.shape.get(name, 0) for name in ("nodes", "gpus", "micro_batch", "accumulation"))
-        groups.setdefault(shape, []).append(attempt)
+        groups.setdefault(id(attempt) if attempt.is_bench else shape, []).append(attempt)
     return [_run(path, attempts, scan, gpus or 1) for attempts in groups.values()]
 
 
 def _why_nothing(scan: Scan) -> str:
-    if not scan.num_bytes:
-        return "empty file" + (" (truncated gzip)" if scan.truncated_gzip else "")
+    if not scan.file.num_bytes:
+        return "empty file" + (" (truncated gzip)" if scan.file.truncated_gzip else "")
     if scan.unusable:
         return f"all {scan.unusable} throughput lines have a zero, negative or infinite rate"
-    if scan.binary:
+    if scan.file.binary:
         return "binary file, not a log"
-    return 'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps)'
+    return (
+        'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps), no table and no'
+        " window of the benchmark"
+    )
 
 
 def _run(path: Path, attempts: list[Attempt], scan: Scan, given_gpus: int) -> Run:
     last, shape = attempts[-1], attempts[-1].shape
     gpus, accumulation = shape.get("gpus", given_gpus), shape.get("accumulation", 1)
+    if last.is_bench:
+        return _bench_run(path, last, given_gpus)
     windows = tuple(rate / gpus for attempt in attempts for rate in attempt.rates())
     averages = [attempt.last_average / gpus for attempt in attempts if attempt.last_step]
     noted = {
@@ -264,7 +264,7 @@ def _run(path: Path, attempts: list[Attempt], scan: Scan, given_gpus: int) -> Ru
         f"{scan.unusable} throughput lines with an impossible rate left out": scan.unusable,
         f"{scan.damaged} damaged throughput lines left out": scan.damaged,
         f"{scan.repeated} repeated throughput lines left out": scan.repeated,
-        "the gzip file is cut or damaged": scan.truncated_gzip,
+        "the gzip file is cut or damaged": scan.file.truncated_gzip,
     }
     micro_batch = shape.get("micro_batch") or shape.get("global_batch", 0) // gpus // accumulation
     steps = sum(attempt.breakdown_steps for attempt in attempts)
@@ -279,3 +279,13 @@ def _run(path: Path, attempts: list[Attempt], scan: Scan, given_gpus: int) -> Ru
         memory_peak_gib=max(attempt.max_memory_gib for attempt in attempts) or None,
         notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip
+
+
+def _bench_run(path: Path, attempt: Attempt, given_gpus: int) -> Run:
+    """What the benchmark printed, and of what it didn't (a run that was killed) what DeepSpeed's lines say."""
+    shape = attempt.shape
+    known = {"world_size": shape.get("gpus"), "num_nodes": shape.get("nodes"), "precision": attempt.precision,
+             "micro_batch_per_gpu": shape.get("micro_batch"), "state": attempt.state}  # fmt: skip
+    printed = attempt.bench.summary(shape.get("gpus", given_gpus), shape.get("accumulation"))
+    notes = [] if attempt.bench.figures else ["no table: rates of windows, as the benchmark printed them while it ran"]
+    return replace(run_of(str(path), known | printed, {}, {}, notes), kind="log")

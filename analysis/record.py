@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
@@ -36,31 +36,44 @@ def read_record(path: Path) -> Run:
     summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
+    run = run_of(str(path), summary, config, environment, notes)
+    if run.rate or not run.batch_per_gpu:
+        return run
+    protocol = _section(_section(config, "clap"), "bench")
+    windows, step = _windows_of_steps(path, run.batch_per_gpu, whole(protocol.get("steps_per_window")))
+    if not windows:
+        return run
+    notes.append(f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up")
+    measured = {"samples_per_s_per_gpu": {"windows": list(windows)}, "step_time_s": step}
+    return run_of(str(path), summary | measured, config, environment, notes)
+
+
+def run_of(
+    source: str, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any], notes: Sequence[str]
+) -> Run:  # fmt: skip
+    """The run that these say something of, each as it is in a record, and as damaged as it may be."""
     clap = _section(config, "clap")
     micro_batch = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
-    accumulation = whole((config | summary).get("gradient_accumulation_steps")) or 1
-    batch = micro_batch and micro_batch * accumulation
+    accumulated = (values.get("gradient_accumulation_steps") for values in (summary, config))
+    accumulation = next(filter(None, map(whole, accumulated)), 1)
     rates, step = _section(summary, "samples_per_s_per_gpu"), _section(summary, "step_time_s")
     stated = rates.get("windows")
     windows = tuple(rate for value in (stated if isinstance(stated, list) else ()) if (rate := positive(value)))
     rate = positive(rates.get("median"))
-    if not windows and not rate and batch:
-        windows, step = _windows_of_steps(path, batch, whole(_section(clap, "bench").get("steps_per_window")))
-        if windows:
-            notes.append(f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up")
     if not windows and not rate:
-        notes.append("no complete window was measured")
+        notes = [*notes, "no complete window was measured"]
     memory = positive(summary.get("memory_peak_bytes"))
     parts = _section(summary, "breakdown_s")
     breakdown: dict[str, Any] = {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
-        source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
+        source=source, state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
         model=_text(summary, "preset") or _text(_section(clap, "model"), "preset"),
         device=_text(summary, "device_name") or _text(environment, "device_name"), precision=_text(summary, "precision"),
         text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
         nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
         gpus=whole(summary.get("world_size")) or whole(environment.get("world_size")) or 0,
-        batch_per_gpu=batch, accumulation=accumulation, **_rate_fields(rates, rate, windows),
+        batch_per_gpu=micro_batch and micro_batch * accumulation, accumulation=accumulation,
+        **_rate_fields(rates, rate, windows),
         step_time_s=positive(step.get("median")), slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         data_wait_percent=non_negative(summary.get("data_wait_percent")),
         memory_peak_gib=memory and memory / 1024**3, **breakdown,

@@ -3,13 +3,12 @@
 import gzip
 import re
 import tracemalloc
-from array import array
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from clap_ds.analysis import deepspeed_log
+from clap_ds.analysis import log_files
 from clap_ds.analysis.deepspeed_log import MAX_WINDOWS, Attempt, read_log, scan_log
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, running_log, throughput_line, write
@@ -51,9 +50,12 @@ def test_launcher_and_engine_lines_give_shape_and_state() -> None:
 @pytest.mark.parametrize(
     ("lines", "precision"),
     [
-        ("bfloat16_config .... enabled=True", "bf16"),
-        ("bfloat16_config .... enabled=False", "fp32"),
-        ("torch_autocast_dtype ... torch.bfloat16\nbfloat16_config .... enabled=False", "torch_autocast_bfloat16"),
+        ("bfloat16_config .............. enabled=True", "bf16"),
+        ("bfloat16_config .............. enabled=False", "fp32"),
+        (
+            "torch_autocast_dtype ......... torch.bfloat16\nbfloat16_config .............. enabled=False",
+            "torch_autocast_bfloat16",
+        ),
     ],
 )
 def test_precision_is_autocasts_before_the_weights(tmp_path: Path, lines: str, precision: str) -> None:
@@ -64,15 +66,33 @@ def test_precision_is_autocasts_before_the_weights(tmp_path: Path, lines: str, p
 def test_prefixes_colours_carriage_returns_merged_lines_and_block_edges_change_nothing(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = scan_log(TWO_RANKS).attempts
+    (plain,) = scan_log(TWO_RANKS).attempts
     text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
     if not prefix:
         text = text.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr")
         text = text.replace("GB\n", "GB").replace("\n", "\r\n")
     log = write(tmp_path / "p.log", text)
     for size in (8 << 20, 257, 4099):
-        monkeypatch.setattr(deepspeed_log, "BLOCK_BYTES", size)
-        assert scan_log(log).attempts == plain
+        monkeypatch.setattr(log_files, "BLOCK_BYTES", size)
+        (found,) = scan_log(log).attempts
+        assert found.rates() == pytest.approx(plain.rates())
+        assert found.breakdown_ms == pytest.approx(plain.breakdown_ms)
+        for name in ("shape", "precision", "state", "last_step", "last_average", "breakdown_steps", "max_memory_gib"):
+            assert getattr(found, name) == getattr(plain, name)
+
+
+def test_lines_read_many_at_once_give_what_they_give_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [1.0 + 0.001 * (step * 7919 % 101) for step in range(2000)]
+    log = write(tmp_path / "long.log", running_log(times) + running_log(times[:1000]) + throughput_line(2000, -1.0))
+    scans = [scan_log(log)]
+    monkeypatch.setattr(Attempt, "add_throughput", lambda *_: False)
+    scans.append(scan_log(log))
+    together, alone = ([attempt.rates() for attempt in scan.attempts] for scan in scans)
+    assert [len(rates) for rates in together] == [124, 123]
+    assert together == [pytest.approx(rates) for rates in alone]
+    assert [(scan.unusable, scan.repeated, scan.attempts[1].last_step) for scan in scans] == [(1, 0, 1000)] * 2
 
 
 def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path: Path) -> None:
@@ -80,7 +100,7 @@ def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path:
     packed = gzip.compress(running_log([1.0 + 0.001 * (step * 7919 % 101) for step in range(3000)]).encode())
     whole = scan_log(write(tmp_path / "whole.txt", packed))
     cut = scan_log(write(tmp_path / "cut.gz", packed[: len(packed) // 2]))
-    assert (whole.attempts[0].last_step, whole.truncated_gzip, cut.truncated_gzip) == (3000, False, True)
+    assert (whole.attempts[0].last_step, whole.file.truncated_gzip, cut.file.truncated_gzip) == (3000, False, True)
     assert 500 < cut.attempts[0].last_step < 3000
 
 
@@ -100,7 +120,7 @@ def test_repeated_impossible_and_damaged_lines_are_counted_and_left_out(tmp_path
     text = "".join([*(2 * line for line in good), *bad, torn])
     scan = scan_log(write(tmp_path / "b.log", text))
     assert (scan.unusable, scan.damaged, scan.repeated, len(scan.attempts)) == (4, 1, 14, 1)
-    assert list(scan.attempts[0].steps) == [1] * 6
+    assert [steps for steps, _ in scan.attempts[0].windows] == [1] * 6
     assert scan.attempts[0].rates() == pytest.approx([64.0] * 6)
     packed = gzip.compress((text + running_log([1.0] * 20)).encode())
     (run,) = read_log(write(tmp_path / "odd.log", packed[:-4]))
@@ -125,7 +145,7 @@ def test_how_the_run_ended(tmp_path: Path, text: str, state: str) -> None:
 
 
 def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_log, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(log_files, "BLOCK_BYTES", 1 << 16)
     filler = ("x" * 200 + "\n") * 1000
     parts = [filler + throughput_line(100 + part, 64.0) for part in range(40)]
     log = write(tmp_path / "large.log", "".join(parts) + "#" * (4 << 20))  # and a progress bar without a line's end
@@ -133,13 +153,15 @@ def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.M
     scan = scan_log(log)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert scan.num_bytes > 12e6
+    assert scan.file.num_bytes > 12e6
     assert peak < 2e6
     assert scan.attempts[0].last_step == 139
 
 
 def test_windows_are_few_alike_and_lose_only_the_last_steps() -> None:
-    attempt = Attempt(steps=array("d", [10.0] * 10_000), times=array("d", range(1, 10_001)))
+    attempt = Attempt()
+    for time in range(1, 10_001):
+        attempt.add(10, float(time))
     rates = attempt.rates()
     assert (len(rates), rates[0]) == (10_000 // 128, 10 * 128 / sum(range(1, 129)))
     assert len(rates) < MAX_WINDOWS
@@ -177,3 +199,66 @@ def test_a_log_with_two_shapes_makes_two_runs_and_restarts_of_one_shape_make_one
     runs = read_log(write(tmp_path / "sweep.log", "".join(part + running_log([1.0] * 20, batch=16) for part in parts)))
     assert [(run.nodes, run.gpus, len(run.windows)) for run in runs] == [(1, 4, 10), (2, 8, 20)]
     assert [run.rate for run in runs] == pytest.approx([4.0, 2.0])
+
+
+OLD_FORMS = {
+    "0.3": "[2021-03-22 12:00:00,123] [INFO] [timer.py:154:stop] 0/{step}, SamplesPerSec={average}\n",
+    "0.6": "[2022-03-22 12:00:00,123] [INFO] [timer.py:181:stop] 0/{step}, SamplesPerSec={average}, MemAllocated=0.35GB, "
+    "MaxMemAllocated=1.5GB\n",
+    "0.7": "[2023-01-22 12:00:00,123] [INFO] [timer.py:197:stop] 0/{step}, RunningAvgSamplesPerSec={average}, "
+    "CurrSamplesPerSec=7.0, MemAllocated=0.35GB, MaxMemAllocated=1.5GB\n",
+}
+OLD_BREAKDOWN = (
+    "[2022-03-22 12:00:00,124] [INFO] [logging.py:69:log_dist] [Rank 0] rank=0 time (ms) | forward: 100.00 | "
+    "backward: 250.00 | backward_inner: 200.00 | backward_allreduce: 50.00 | step: 10.00\n"
+)
+
+
+@pytest.mark.parametrize("form", OLD_FORMS)
+def test_lines_of_older_deepspeeds_count_micro_steps(tmp_path: Path, form: str) -> None:
+    times = [9.0, 9.0, *(1.0 + 0.1 * (step % 3) for step in range(60))]
+    lines = running_log(times, batch=64, every=2)
+    averages = re.findall(r"global_step=(\d+), RunningAvgSamplesPerSec=([\d.]+)", lines)
+    text = "".join(OLD_FORMS[form].format(step=step, average=average) + OLD_BREAKDOWN for step, average in averages)
+    shape = "world_size ................... 8\ngradient_accumulation_steps .. 2\nfp16_enabled ................. True\n"
+    (run,) = read_log(write(tmp_path / "old.log", shape + text))
+    expected = scan_log(write(tmp_path / "new.log", lines), warmup_steps=20).attempts[0].rates()
+    assert [8 * rate for rate in run.windows] == pytest.approx(expected)
+    assert (run.gpus, run.precision, run.memory_peak_gib) == (8, "fp16", None if form == "0.3" else 1.5)
+    assert run.breakdown_s == {"forward": 0.1, "backward": 0.2, "exposed_communication": 0.05, "optimizer": 0.01}
+
+
+def test_the_pipeline_engines_rate_is_of_the_steps_since_its_last_line(tmp_path: Path) -> None:
+    rates = [10.0, 50.0, 100.0, 200.0, 25.0]
+    line = "steps: {} loss: 0.1234 lm loss: 0.1 iter time (s): 0.512 samples/sec: {:.3f}\n"
+    log = write(tmp_path / "pipe.log", "".join(line.format(10 * at, rate) for at, rate in enumerate(rates, start=1)))
+    assert scan_log(log).attempts[0].rates() == pytest.approx(rates[1:])
+
+
+@pytest.mark.parametrize(
+    ("memory", "found"),
+    [("MaxMemAllocated=0..5GB", None), ("MaxMemAllocated=GB", None), ("MaxMemAllocated=2.5GB", 2.5)],
+)
+def test_damaged_memory_costs_nothing_else(tmp_path: Path, memory: str, found: float | None) -> None:
+    text = running_log([1.0] * 30).replace("MaxMemAllocated=1.5GB", memory) + "time (ms) | fwd: 1..00 | bwd: 2.00\n"
+    (run,) = read_log(write(tmp_path / "m.log", text))
+    assert (run.rate, run.memory_peak_gib, run.breakdown_s) == (pytest.approx(64.0), found, {})
+
+
+@pytest.mark.parametrize("label", ["{}: ", "[{}]: ", "[default{}]:", "[1,{}]<stdout>:"])
+def test_of_several_ranks_that_print_one_is_read(tmp_path: Path, label: str) -> None:
+    ranks = [running_log([1.0 + 0.1 * rank] * 40).splitlines(keepends=True) for rank in range(3)]
+    mixed = [label.format(rank) + line for lines in zip(*ranks, strict=True) for rank, line in enumerate(lines)]
+    late = [label.format(2) + line for line in ranks[2]]
+    scan = scan_log(write(tmp_path / "slurm-1.out", "".join(mixed + late)))
+    assert [attempt.rates() for attempt in scan.attempts] == [pytest.approx([64.0] * 30)]
+    assert scan.repeated == 3 * len(ranks[0])
+
+
+def test_another_ranks_lines_without_a_label_are_no_restart_where_the_engine_announces_its_starts(
+    tmp_path: Path,
+) -> None:
+    start = "[2026-11-20 17:47:15,917] [INFO] [config.py:674:print] DeepSpeedEngine configuration:\n"
+    both = start + running_log([1.0] * 40) + running_log([2.0] * 40)
+    assert [len(attempt.rates()) for attempt in scan_log(write(tmp_path / "a.log", both)).attempts] == [30]
+    assert [len(attempt.rates()) for attempt in scan_log(write(tmp_path / "b.log", 2 * both)).attempts] == [30, 30]
