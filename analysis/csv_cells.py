@@ -7,6 +7,7 @@ is refused, never guessed.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
 from collections.abc import Collection
@@ -68,7 +69,9 @@ def read_cells(path: Path, text_columns: Collection[str], whole_columns: Collect
         for (column, factor), cell in zip(factors, row, strict=False):
             if column not in text_columns:
                 cell = _plain(f"{where}: {column}", _digits(cell), decimals, column in whole_columns)
-                cell = f"{float(cell) * factor:.12g}" if factor != 1 and _NUMBER.fullmatch(cell) else cell
+                if factor != 1:
+                    with contextlib.suppress(ValueError):
+                        cell = f"{float(cell) * factor:.12g}"
             texts[column] = texts.get(column) or cell
         found.append(Cells(where, texts))
     return found
