@@ -78,22 +78,24 @@ class Attempt:
             self.windows = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
             self.window_intervals *= 2
 
-    def add_throughput(self, lines: Sequence[re.Match[bytes]], warmup_steps: int) -> bool:
-        """Take in many lines of throughput at once, provided that nothing happens in them: no start, other rank or impossible
-        rate. Otherwise take in none and return False."""
-        if self.last_step < max(warmup_steps, 1) or label_of(lines[0]) not in (None, self.source):
-            return False
+    def add_throughput(self, lines: Sequence[re.Match[bytes]], warmup_steps: int) -> int | None:
+        """Take in many lines of throughput at once, provided that nothing happens in them: no start, no impossible rate. How
+        many were other ranks', by their labels, and left out; None, with none taken in, where something happens."""
+        own = [match for match in lines if label_of(match) in (None, self.source)] if self.source else lines
+        if self.last_step < max(warmup_steps, 1) or not own or label_of(own[0]) not in (None, self.source):
+            return None
+        others, lines = len(lines) - len(own), own
         texts = [match.groups() for match in lines]
         steps = [self.last_step, *(int(step) for step, _, _ in texts)]
         averages = [float(average) for _, average, _ in texts]
         if not all(map(is_measurable, averages)):
-            return False
+            return None
         averages.insert(0, self.last_average)
         elapsed = [(step - TIMER_START_STEP) / average for step, average in zip(steps, averages, strict=True)]
         intervals = [after - before for before, after in pairwise(steps)]
         times = [after - before for before, after in pairwise(elapsed)]
         if not all(0 < steps_between < time * MOST for steps_between, time in zip(intervals, times, strict=True)):
-            return False
+            return None
         at = 0
         while at < len(times):
             end = min(at + self.window_intervals - self.part[0], len(times))
@@ -102,7 +104,7 @@ class Attempt:
         self.last_step, self.last_average = steps[-1], averages[-1]
         self.interval = min(self.interval, *intervals)
         self.max_memory_gib = max(self.max_memory_gib, *(float(memory or 0) for memory in {text[2] for text in texts}))
-        return True
+        return others
 
     def add_breakdown(self, lines: Sequence[re.Match[bytes]]) -> None:
         for column, texts in enumerate(zip(*(match.groups() for match in lines), strict=True)):
@@ -130,9 +132,12 @@ class Scan:
         lines, damaged = find_lines(without_colours(block))
         self.damaged += damaged
         attempt, steady = self.attempts[-1], lines.get("throughput")
-        if steady and lines.keys() <= {"throughput", "breakdown"} and attempt.add_throughput(steady, self.warmup_steps):
-            attempt.add_breakdown(lines.get("breakdown", []))
-            return
+        if steady and lines.keys() <= {"throughput", "breakdown"}:
+            others = attempt.add_throughput(steady, self.warmup_steps)
+            if others is not None:
+                self.repeated += others
+                attempt.add_breakdown(lines.get("breakdown", []))
+                return
         for kind, match in in_order(lines):
             attempt = self.attempts[-1]
             if kind in ("throughput", "micro_throughput", "pipeline"):

@@ -79,7 +79,7 @@ def run_of(
         memory_peak_gib=memory and memory / 1024**3, **breakdown,
         mfu_model_percent=positive(summary.get("mfu_model_percent")), peak_tflops=positive(summary.get("peak_tflops")),
         time_to_target_s=positive(summary.get("time_to_target_s")), notes="; ".join(notes),
-        config=config, environment=_environment(environment), finished=_text(summary, "finished"),
+        config=_settings(config), environment=_environment(environment), finished=_text(summary, "finished"),
     )  # fmt: skip
 
 
@@ -161,6 +161,18 @@ def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[st
 
 _FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}
 """Types of the fields of `environment.json` that are neither text nor number."""
+
+
+_SECTIONS = ("clap", "bf16", "loss", "bench", "model", "data", "hardware", "zero_optimization")
+"""Fields of `config.json` that hold others."""
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, at any depth, without what should be a section or a number and isn't."""
+    wrong = {name for name in _SECTIONS if not isinstance(values.get(name, {}), dict)}
+    wrong |= {name for name in ("gradient_bucket_mb",) if name in values and not positive(values[name])}
+    known = {name: value for name, value in values.items() if name not in wrong}
+    return {name: _settings(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
 def _environment(values: Mapping[str, Any]) -> dict[str, Any]:

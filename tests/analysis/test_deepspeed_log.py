@@ -81,18 +81,24 @@ def test_prefixes_colours_carriage_returns_merged_lines_and_block_edges_change_n
             assert getattr(found, name) == getattr(plain, name)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_lines_read_many_at_once_give_what_they_give_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     times = [1.0 + 0.001 * (step * 7919 % 101) for step in range(2000)]
-    log = write(tmp_path / "long.log", running_log(times) + running_log(times[:1000]) + throughput_line(2000, -1.0))
+    text = running_log(times) + running_log(times[:1000]) + throughput_line(2000, -1.0)
+    log = write(
+        tmp_path / "long.log", "".join(f"{rank}: {line}\n" for line in text.splitlines() for rank in range(ranks))
+    )
+    monkeypatch.setattr(log_files, "BLOCK_BYTES", 1 << 16)
     scans = [scan_log(log)]
-    monkeypatch.setattr(Attempt, "add_throughput", lambda *_: False)
+    monkeypatch.setattr(Attempt, "add_throughput", lambda *_: None)
     scans.append(scan_log(log))
     together, alone = ([attempt.rates() for attempt in scan.attempts] for scan in scans)
     assert [len(rates) for rates in together] == [124, 123]
     assert together == [pytest.approx(rates) for rates in alone]
-    assert [(scan.unusable, scan.repeated, scan.attempts[1].last_step) for scan in scans] == [(1, 0, 1000)] * 2
+    assert [scan.attempts[1].last_step for scan in scans] == [1000, 1000]
+    assert scans[0].repeated == scans[1].repeated == (ranks - 1) * 2996
 
 
 def test_gzip_is_told_by_content_and_a_truncated_one_keeps_what_it_has(tmp_path: Path) -> None:
