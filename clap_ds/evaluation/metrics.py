@@ -77,6 +77,11 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         return {name: measure.value for task in self.tasks.values() for name, measure in task.measures.items()}
 
+    @property
+    def chances(self) -> dict[str, float]:
+        """What a model that says the same of everything would reach, by metric."""
+        return {name: measure.chance for task in self.tasks.values() for name, measure in task.measures.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """In words of JSON."""
         tasks = {name: asdict(task) for name, task in self.tasks.items()}

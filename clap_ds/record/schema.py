@@ -147,5 +147,7 @@ class StepLine(TypedDict, total=False):
     lr: float
     gradient_norm: float
     logit_scale: float
+    chance: dict[str, float]
+    """Of an evaluation, by metric: what a model that says the same of everything would reach."""
     skipped: bool
     """The weights were left as they were: in 16 bits, a gradient wasn't finite."""

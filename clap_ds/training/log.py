@@ -118,12 +118,12 @@ class TrainingLog:
         )
         record.update_summary(self._position(), loss=loss)
 
-    def evaluated(self, metrics: dict[str, float], seconds: float) -> None:
-        """Note an evaluation of the present weights."""
+    def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:
+        """Note an evaluation of the present weights, and what chance would reach."""
         if not self._is_first:
             return
         step, samples, train_s = self._progress.step, self._progress.samples, self.train_s
-        line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds)
+        line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
         self._append(line, train_s=train_s, **metrics)
         self._publish("evaluation", step, metrics)
         evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}

@@ -109,9 +109,9 @@ def _run(
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
             engine.share_statistics()
-            metrics = _evaluate(evaluator, engine)
+            metrics, chances = _evaluate(evaluator, engine)
             progress.note(metrics, session.run, log.train_s)
-            log.evaluated(metrics, time.monotonic() - begun)
+            log.evaluated(metrics, chances, time.monotonic() - begun)
         is_over = is_last or progress.why_over(session.run) is not None
         if to_save or stopped_by or is_over:
             if engine.is_lost(loss):  # what is saved now, would be resumed for ever
@@ -141,11 +141,13 @@ def _schedule(session: Session) -> Schedule:
     return Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
 
 
-def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> dict[str, float]:
+def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics, and what chance would reach."""
     from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
 
     try:
-        return gather(evaluator.run(engine.model))[0]  # of a mixture of devices, the last bit may differ
+        found = evaluator.evaluate(engine.model)
+        return gather((found.metrics, found.chances))[0]  # of a mixture of devices, the last bit may differ
     except NonFiniteEmbeddingsError as error:
         raise NonFiniteError(f"after step {engine.steps} {error}") from None
 

@@ -278,6 +278,8 @@ def test_ends_at_the_evaluation_that_reaches_the_target(
     # Found when as many batches are through as were planned.
     assert ("of the captions have an equal one in their global batch" in output) == (steps == 6)
     (summary,) = commands.summaries(config)
+    chances = [line["chance"] for line in commands.lines(config, "evaluation")]
+    assert 0 < chances[0]["zero_shot_top1"] < chances[0]["zero_shot_top5"] <= 1
     assert (summary["state"], summary["step"]) == ("completed", steps)
     assert (summary["time_to_target_s"] is None) == (wanted > 0)
     assert wanted or 0 < summary["time_to_target_s"] < commands.TIMEOUT_S
