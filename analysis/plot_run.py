@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import SERIES_STYLES, Picture, check_format, styled
+from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled, unit
 from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import Row
@@ -29,8 +29,8 @@ SMOOTHED = 50
 """Steps in the moving mean that is drawn over noisy curves; at most a tenth of the run."""
 CURVES = {"loss": "loss", "lr": "learning rate", "logit_scale": "logit scale", "gradient_norm": "gradient norm"}
 NOISY = ("loss", "gradient_norm")
-_FACES = ("#b8a100", ""), ("#0b3c6f", ""), ("#8c2d7d", ""), ("#7fa8d1", ""), ("#d1600a", "///"), ("#c9c9c9", "...")
-"""Colour and hatch of each of `STEP_PHASES`."""
+EVALUATED = 4
+"""Metrics of evaluation that are drawn, at most."""
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
@@ -43,9 +43,9 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
     notes: list[str] = []
     summaries = {directory: read_json(directory, "summary", notes) for directory in directories}
     for directory, summary in summaries.items():
-        if not summary:
+        if not summary and not read_steps(directory, "window", "train"):
             raise UserError(f"{directory}: not a readable run directory: {', '.join(notes) or 'no summary.json in it'}")
-    if all(summary.get("command") == "train" for summary in summaries.values()):
+    if all((found.get("command") or _trained(folder)) == "train" for folder, found in summaries.items()):
         picture = draw_training(summaries)
     elif len(directories) == 1:
         picture = draw_benchmark(directories[0])
@@ -54,114 +54,139 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
     picture.save(output, ", ".join(directory.name for directory in directories))
 
 
+def _trained(directory: Path) -> str:
+    """The command of a run whose summary doesn't say, by the steps it left."""
+    return "train" if read_steps(directory, "train") else "bench"
+
+
 @styled
 def draw_benchmark(directory: Path) -> Picture:
     """Draw a run of the benchmark; UserError where it has no timed step."""
+    from matplotlib.transforms import blended_transform_factory
+
     run = read_record(directory)
-    steps = [line for line in read_steps(directory, "warmup", "window") if non_negative(line.get("time_s"))]
+    steps = [line for line in _numbered(read_steps(directory, "warmup", "window")) if non_negative(line.get("time_s"))]
     timed = [line["time_s"] for line in steps if line["phase"] == "window"]
     if not (run.rate and run.step_time_s and timed):
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
-    picture = Picture((1, 3), columns_wide=3, panel_height=2.1)
+    picture = Picture((3, 1), panel_height=1.6)
     table, times, parts = picture.panels
-    picture.figure.suptitle(
-        f"{run.model} on {run.gpus} × {run.device}, {run.precision}, batch per GPU {run.batch_per_gpu}, "
-        f"{run.text_tokens} text tokens"
-    )
+    beside = blended_transform_factory(picture.figure.transFigure, table.transAxes)
+    where = unit(run.device)
+    details = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
+    details += [f"{run.text_tokens} text tokens"] if run.text_tokens else []
+    picture.title(f"{run.model_name} on {run.gpus} × {run.device}, {', '.join(filter(None, details))}")
     facts = {
-        "samples/s/GPU": f"{run.rate:,.2f}",
-        f"  {run.interval_label}": f"{run.interval[0]:,.2f} – {run.interval[1]:,.2f}" if run.interval else "–",
+        f"samples/s/{where.removesuffix('s')}": f"{run.rate:,.2f}",
+        run.interval_label: f"{run.interval[0]:,.2f} – {run.interval[1]:,.2f}" if run.interval else "–",
         "samples/s in all": f"{run.rate * run.gpus:,.2f}",
         "step, median": f"{1000 * run.step_time_s:,.0f} ms",
         "step, 95th percentile": f"{1000 * percentile(timed, 95):,.0f} ms",
         "step, slowest rank": f"{1000 * run.slowest_rank_step_time_s:,.0f} ms" if run.slowest_rank_step_time_s else "–",
         "waiting for data": f"{run.data_wait_percent:.2f} %" if run.data_wait_percent is not None else "–",
-        "peak memory per GPU": f"{run.memory_peak_gib:,.2f} GiB" if run.memory_peak_gib else "–",
+        "peak memory per rank": f"{run.memory_peak_gib:,.2f} GiB" if run.memory_peak_gib else "–",
     }
     table.axis("off")
-    table.text(0, 0.5, "\n".join(facts), va="center", linespacing=2)
-    table.text(1, 0.5, "\n".join(facts.values()), va="center", ha="right", linespacing=2)
-    for phase, color, label in (("warmup", "0.6", "warm-up"), ("window", SERIES_STYLES[0]["color"], "timed")):
+    for at, lines, align in ((0.02, facts, "left"), (0.98, facts.values(), "right")):
+        text = table.text(at, 0.5, "\n".join(lines), va="center", ha=align, linespacing=1.5, transform=beside)
+        text.set_in_layout(False)
+    for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
         chosen = [line for line in steps if line["phase"] == phase]
-        at, seconds = [line["step"] for line in chosen], [line["time_s"] for line in chosen]
-        times.plot(at, seconds, ".", color=color, label=label)
+        numbers, seconds = [line["step"] for line in chosen], [line["time_s"] for line in chosen]
+        times.plot(numbers, seconds, marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
     times.set(xlabel="step", ylabel="step time (s)", ylim=(0, None))
-    times.legend(loc="lower right")
-    _draw_bars(picture, parts, [run])
+    times.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), handlelength=1.5)
     if run.breakdown_s:
-        parts.legend(loc="center right", reverse=True)
+        _draw_parts(picture, parts, [run])
+    else:
+        parts.axis("off")
+        parts.text(0, 0.5, "no breakdown of the step was recorded", va="center")
     return picture
+
+
+def _numbered(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that say which step they are of."""
+    return [line for line in lines if non_negative(line.get("step")) is not None]
 
 
 @styled
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
     """Draw the parts of a step at every scale of one series, of which at least one has a breakdown."""
     picture = Picture(panel_height=2.2)
-    _draw_bars(picture, picture.panels[0], [row for row in rows if row.breakdown_s])
-    picture.figure.legend(loc="outside lower center", ncols=2)
+    _draw_parts(picture, picture.panels[0], [row for row in rows if row.breakdown_s])
     return picture
 
 
-def _draw_bars(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
-    """One stacked bar a row, in milliseconds, labelled with shares where there is only one."""
-    bottoms = [0.0] * len(rows)
-    for part, (color, hatch) in zip(STEP_PHASES, _FACES, strict=True):
-        heights = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
-        if not any(heights):
-            continue
-        shares = [height / 10 / sum(row.breakdown_s.values()) for row, height in zip(rows, heights, strict=True)]
-        name = part.replace("_", " ")
-        face: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": "white"}
-        label = f"{name} {shares[0]:.0f} %" if len(rows) == 1 else name
-        axes.bar(range(len(rows)), heights, 0.62, bottom=bottoms, label=label, **face)
-        for index, (row, height, share) in enumerate(zip(rows, heights, shares, strict=True)):
-            if height:
-                text = f"{row.nodes} nodes, {row.gpus} GPUs\n{name} {height:.3g} ms, {share:.1f} %"
-                picture.hover(axes, index, bottoms[index] + height / 2, text)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_xticks(range(len(rows)), [str(row.gpus) for row in rows])
-    axes.grid(axis="x", visible=False)
-    axes.set(xlabel="GPUs", ylabel="ms a step", xlim=(-0.75, max(len(rows), 3) - 0.25))
+def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
+    """One stacked bar a row, in milliseconds, named with the last one's shares."""
+    parts = {part: [1000 * row.breakdown_s.get(part, 0.0) for row in rows] for part in STEP_PHASES}
+    shares = percents([heights[-1] for heights in parts.values()])
+    labels = {
+        part: f"{part.replace('_', ' ')} {share}\N{NO-BREAK SPACE}%" for part, share in zip(parts, shares, strict=True)
+    }
+
+    def text(part: str, index: int) -> str:
+        row, height = rows[index], parts[part][index]
+        share = 100 * height / sum(1000 * seconds for seconds in row.breakdown_s.values())
+        scale = f"{row.nodes} node{'' if row.nodes == 1 else 's'}, {row.gpus} {unit(row.device)}"
+        return f"{scale}\n{part.replace('_', ' ')} {height:.3g} ms, {share:.1f} %"
+
+    picture.stack(axes, parts, [str(row.gpus) for row in rows], text, labels)
+    axes.set(xlabel=unit(rows[0].device), ylabel="ms a step")
+
+
+def percents(values: Sequence[float]) -> list[str]:
+    """Shares of the sum in percent, to one decimal, that add up to 100.0: what rounding leaves goes where most was cut off."""
+    exact = [1000 * value / sum(values) for value in values] if sum(values) else [0.0] * len(values)
+    tenths = [int(value) for value in exact]
+    most_cut = sorted(range(len(exact)), key=lambda index: tenths[index] - exact[index])
+    for index in most_cut[: round(sum(exact)) - sum(tenths)]:
+        tenths[index] += 1
+    return [f"{tenth / 10:.1f}" for tenth in tenths]
 
 
 @styled
 def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
     """Draw training runs, by their directories; UserError for one without a step."""
-    picture = Picture((2, 3), columns_wide=3, panel_height=2.4)
-    picture.figure.suptitle(_title(list(summaries.values())))
-    handles: list[Any] = []
+    picture = Picture((3, 2), columns_wide=1.5, panel_height=1.6)
+    picture.title(_title(list(summaries.values())))
+    loss, speed, evaluation = picture.panels[0], picture.panels[4], picture.panels[5]
+    ends: dict[str, tuple[float, float, str, Any]] = {}
     for index, (directory, summary) in enumerate(summaries.items()):
         history = summary.get("history") if summary.get("resumed_at_step") else None
-        steps = read_steps(directory, "train", history=history)
+        steps = _numbered(read_steps(directory, "train", history=history))
         if not steps:
             raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
-        color = SERIES_STYLES[index % len(SERIES_STYLES)]["color"]
-        handles += picture.panels[0].plot([], [], color=color)
+        color = COLORS[index % len(COLORS)]
+        loss.plot([], [], color=color, label=" " + directory.name)
         for axes, name in zip(picture.panels, CURVES, strict=False):
             _draw_curve(axes, steps, name, color)
-        _draw_evaluations(
-            picture.panels[4],
-            read_steps(directory, "evaluation", history=history),
-            color if len(summaries) > 1 else None,
-        )
-        timed = [(before, line) for before, line in pairwise(steps) if non_negative(line.get("time_s"))]
-        speed = [(line["samples"] - before["samples"]) / line["time_s"] for before, line in timed]
-        picture.panels[5].plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)
-    for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation", "samples/s, each step"], strict=True):
+        lines = _numbered(read_steps(directory, "evaluation", history=history))
+        ends |= _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
+        _draw_speed(speed, steps, color)
+    for axes, label in zip(
+        picture.panels, [*CURVES.values(), "samples/s, each step", "evaluation, 0 to 1"], strict=True
+    ):
         axes.set(xlabel="step", ylabel=label)
-    picture.panels[3].set_yscale("log")
-    picture.panels[4].set_ylim(0, 1.02)
-    picture.panels[5].set_ylim(bottom=0)
-    if names := [directory.name for directory in summaries if len(summaries) > 1]:
-        picture.figure.legend(handles, names, loc="outside lower center", ncols=2)
+    log_axis(picture.panels[3])
+    picture.panels[1].set_ylim(bottom=0)
+    evaluation.set_ylim(0, 1.02)
+    speed.set_ylim(bottom=0)
+    picture.label_ends(evaluation, ends.values())
+    if not ends:
+        evaluation.text(0.5, 0.5, "nothing evaluated", ha="center", color="0.4", transform=evaluation.transAxes)
+    if len(summaries) > 1:
+        loss.legend(loc="upper right")
     return picture
 
 
 def _title(summaries: Sequence[Mapping[str, Any]]) -> str:
     first, last = summaries[0], summaries[-1]
-    text = f"{first.get('preset')} on {first.get('world_size')} × {first.get('device_name')}, {first.get('precision')}"
-    text += f", global batch {first.get('global_batch')}: {last.get('samples', 0):,} samples"
+    names = ("preset", "world_size", "device_name", "precision", "global_batch")
+    preset, ranks, device, precision, batch = (first.get(name) or "?" for name in names)
+    text = f"{preset} on {ranks} × {device}, {precision}, global batch {batch}"
+    text += f": {non_negative(last.get('samples')) or 0:,.0f} samples"
     if last.get("state") not in ("completed", "running"):  # it draws itself before it is over
         text += f", {last.get('state')}"
     seconds = non_negative(last.get("time_to_target_s"))
@@ -180,18 +205,37 @@ def _draw_curve(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, color
     axes.plot(at, values, color=color)
 
 
-def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
-    """Up to four of what was evaluated, each in a colour of its own where the run has none."""
+def _draw_speed(axes: Axes, steps: Sequence[Mapping[str, Any]], color: str) -> None:
+    known = [line for line in steps if non_negative(line.get("samples")) is not None]
+    timed = [(before, line) for before, line in pairwise(known) if non_negative(line.get("time_s"))]
+    speed = [(line["samples"] - before["samples"]) / line["time_s"] for before, line in timed]
+    axes.plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)
+
+
+def _draw_evaluations(
+    axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None
+) -> dict[str, tuple[float, float, str, Any]]:
+    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach.
+
+    Returns for each metric what `Picture.label_ends` names it by.
+    """
     names = (name for line in lines for name in line if name.startswith(("retrieval_", "zero_shot_")))
-    chosen = [name for name in dict.fromkeys(names) if name.endswith(("_r1", "_top1", "_map"))][:4]
+    chosen = [name for name in dict.fromkeys(names) if name.endswith(("_r1", "_top1", "_map"))][:EVALUATED]
+    ends = {}
     for name, style in zip(chosen, SERIES_STYLES, strict=False):
-        known = [line for line in lines if name in line]
+        known = [line for line in lines if non_negative(line.get(name)) is not None]
         at, values = [line["step"] for line in known], [line[name] for line in known]
-        axes.plot(at, values, color=color or style["color"], marker=style["marker"], markersize=3, label=name)
-    if chosen and color is None:
-        axes.legend()
-    if not chosen:
-        axes.text(0.5, 0.5, "nothing evaluated", ha="center", color="0.5", transform=axes.transAxes)
+        if known:
+            shade = color or style["color"]
+            axes.plot(at, values, color=shade, marker=style["marker"], markersize=3, label=name)
+            words = name.removesuffix("_r1").replace("_", " ") + (" R@1" if name.endswith("_r1") else "")
+            ends[name] = (at[-1], values[-1], words, shade)
+            chances = known[-1].get("chance")
+            chance = non_negative(chances.get(name)) if isinstance(chances, dict) else None
+            if chance is not None:
+                axes.axhline(chance, color=shade, linewidth=0.8, linestyle=":")
+                ends[name] = (*ends[name][:2], f"{words} (chance {chance:.2g})", shade)
+    return ends
 
 
 def main() -> None:

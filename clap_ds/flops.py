@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.flop_count.analytic import CONVENTIONS, STAGE_VIEWS, TextLengths, forward_components, published_flops
@@ -27,9 +27,20 @@ from clap_ds.flop_count.peaks import utilization
 from clap_ds.record.plausible import doubtful_mfu
 
 if TYPE_CHECKING:
+    from clap_ds.analysis.figure import Picture
     from clap_ds.flop_count.counters import Count
 
 COUNTERS = {"deepspeed": "DeepSpeed's profiler, 2 × MACs", "torch": "torch's FlopCounterMode"}
+BARS = [(name, tokens) for name in ("tiny", "base") for tokens in (77, 514)]
+GROUPS: dict[str, tuple[str, ...]] = {
+    "audio: STFT, mel": ("stft_convolution", "fft", "mel", "stretch"),
+    "audio: block linears": ("block_linears",),
+    "audio: window attention": ("window_attention",),
+    "audio: patches, merging, heads": ("patch_embedding", "patch_mergings", "tscam_conv", "audio_projection"),
+    "text: linears": ("text_linears",),
+    "text: attention": ("text_attention", "text_pooler", "text_projection"),
+}
+"""Part of a bar in the picture → components it adds up; all of them together are the forward pass."""
 EXACT = 1e-9
 """Relative difference up to which counters agree: both count whole numbers, held as floats."""
 
@@ -52,14 +63,32 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def draw() -> Picture:
+    """Where the forward cost goes: a bar for each published model at 77 and at 514 text tokens, published convention."""
+    from clap_ds.analysis.figure import Picture
+
+    found = [
+        forward_components(load_preset(f"htsat_{name}_roberta_base"), TextLengths.fixed(tokens), "published")
+        for name, tokens in BARS
+    ]
+    parts = {group: [sum(bar[part] for part in parts) / 1e9 for bar in found] for group, parts in GROUPS.items()}
+    names = [
+        f"{name},\n{tokens} tokens\n{bar['forward'] / 1e9:.2f}" for (name, tokens), bar in zip(BARS, found, strict=True)
+    ]
+    picture = Picture(columns_wide=1.5, panel_height=3.0)
+    (axes,) = picture.panels
+    picture.stack(axes, parts, names, lambda part, bar: f"{part}\n{parts[part][bar]:.2f} GFLOPs")
+    axes.set_ylabel("forward GFLOPs a sample, published convention")
+    return picture
+
+
 def main(argv: list[str] | None = None) -> None:
     """Count and print; a UserError for a bad configuration, caption length or rate."""
     arguments = parse_arguments(argv)
     if arguments.plot is not None:
-        from clap_ds.flop_count.picture import draw
-
+        picture = draw()
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        draw().savefig(arguments.plot, dpi=160)
+        picture.save(arguments.plot, "Forward cost of CLAP")
         print(arguments.plot)
         return
     run = load_run(arguments.deepspeed_config)

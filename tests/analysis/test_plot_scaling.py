@@ -1,12 +1,13 @@
 """Figures of scaling: the data in them is the table's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.plot_scaling import draw, read_curves
-from clap_ds.analysis.table import Row, write_csv
+from clap_ds.analysis.table import Row, read_table, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import BASE, TINY, command
 
@@ -49,14 +50,30 @@ def test_panels_hold_the_tables_numbers(table: Path) -> None:
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
     assert drawn == [[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]
     assert (throughput.get_xscale(), throughput.get_yscale()) == ("log", "log")
-    ideal = next(line for line in throughput.lines if line.get_label() == "ideal")
-    assert ideal.get_xydata().tolist() == [[4, 2800], [16, 11200]]
+    assert throughput.lines[0].get_xydata().tolist() == [[4, 2800], [16, 11200]]
+    assert {text.get_text().replace("\n", "") for text in throughput.texts} == {"ideal", NAME}
+    assert {text.get_text().replace("\n", " ") for text in mfu.texts} == {"514 tokens counted", "the work done"}
+    assert efficiency.get_title(loc="right") == "error bars: 2σ over 3 repeats"
+    assert mfu.get_ylim()[0] == 0
     spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
     assert spread == pytest.approx([2 * 8.0 * gpus for gpus in (4, 8, 16)])
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.1, 92.9], abs=0.05)
     assert [bar[1][1] - bar[0][1] for bar in bars] == pytest.approx([3.0] * 3)
     assert len(mfu.containers) == 2
+
+
+def test_markers_mean_a_series_and_error_bars_stand_side_by_side(table: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    write_csv(other, [replace(row, precision="fp32") for row in read_table(table)])
+    curves = read_curves([table, other])
+    throughput, efficiency, mfu = draw(curves).panels
+    markers = [bars.lines[0].get_marker() for bars in throughput.containers]
+    filled = [bars.lines[0].get_markerfacecolor() for bars in throughput.containers]
+    assert (len(set(markers[:2])), markers[2], filled[2]) == (2, markers[0], "white")  # the published one is open
+    assert all(bars.lines[0].get_marker() == "." for bars in mfu.containers if bars.lines[0].get_linestyle() == ":")
+    first, second = (bars.lines[0].get_xdata() for bars in efficiency.containers[:2])
+    assert min(second / first) > 1.1
 
 
 def test_tables_without_rates_are_refused_and_one_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
