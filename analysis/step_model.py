@@ -3,15 +3,12 @@
 Stated, not fitted: bytes and FLOPs follow from the model and the loss; bandwidths, latency and peaks are the machine's.
 Fitted: the time each rank works by itself, and the scale of the delay that waiting for the slowest rank adds.
 
-Waiting for the slowest of P ranks costs the expected maximum of P independent delays. For delays with a power-law tail of
-index a (the chance of more than t is about (s/t)^a) that is s·Γ(1 - 1/a)·P^(1/a), the mean of Fréchet's law. The index,
-`TAIL_INDEX`, was chosen on the published HTSAT-tiny table alone, all of it.
+How that delay grows with the ranks is in `clap_ds.analysis.growth`. Whatever else grows and isn't stated is counted there.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,18 +17,16 @@ from typing import Literal
 import numpy as np
 
 from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.growth import Floats, drawn_steps, growth, mean_shape, simple_step
 from clap_ds.analysis.table import Row, by_series, read_table_runs
 from clap_ds.config.errors import UserError
 
-TAIL_INDEX = 2.0
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
 LOGIT_PASSES = 8
 """Times the fp32 logits cross the GPU's memory, forward and backward."""
 MATMUL_EFFICIENCY = 0.3
 
-BAND_TAILS = (1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0)
-RESAMPLES = 400
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
 
 
@@ -94,11 +89,6 @@ def all_gather_s(bytes_per_gpu: float, nodes: int, gpus_per_node: int, machine: 
     return inside + (nodes - 1) * gpus_per_node * bytes_per_gpu / machine.node_bytes_per_s
 
 
-def expected_slowest(ranks: int, tail_index: float = TAIL_INDEX) -> float:
-    """Expected maximum of as many power-law delays as there are ranks, in units of their scale."""
-    return math.gamma(1 - 1 / tail_index) * ranks ** (1 / tail_index)
-
-
 @dataclass(frozen=True)
 class StepModel:
     """Step time and efficiency at any number of nodes; zero of what is fitted where nothing has been."""
@@ -108,10 +98,10 @@ class StepModel:
     method: Method
     compute_s: float = 0.0
     delay_s: float = 0.0
-    """Scale of a rank's delay."""
+    """Scale of a rank's delay, and `shape` of its growth."""
     window_s: float = 0.0
     """Time of the backward pass under which gradients can travel."""
-    tail_index: float = TAIL_INDEX
+    shape: float = 0.0
 
     def known_terms_s(self, nodes: int) -> dict[str, float]:
         """Seconds a step of the terms that are not fitted, on all GPUs of the nodes."""
@@ -136,7 +126,7 @@ class StepModel:
 
     def terms_s(self, nodes: int) -> dict[str, float]:
         """Seconds a step by `TERMS`."""
-        waiting = self.delay_s * expected_slowest(nodes * self.workload.gpus_per_node, self.tail_index)
+        waiting = self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
         return {"compute": self.compute_s, **self.known_terms_s(nodes), "waiting for the slowest": waiting}
 
     def step_s(self, nodes: int) -> float:
@@ -163,6 +153,8 @@ class Series:
     rates: tuple[tuple[int, float], ...]
     machine: Machine = Machine()
     method: Method = Method()
+    exposed: tuple[tuple[int, float], ...] = ()
+    """(nodes, seconds a step) of exposed communication, where a breakdown was measured."""
 
     @property
     def name(self) -> str:
@@ -184,54 +176,45 @@ class Series:
         percent = self.efficiency_percent
         return [percent(model.rate(nodes)) - percent(rate) for nodes, rate in self.rates]
 
-    def fit(self, tail_index: float = TAIL_INDEX) -> StepModel:
-        """Least squares on relative step time over the rates, of two node counts or more; no parameter is negative."""
-        node_counts, rates = zip(*self.rates, strict=True)
-        times = self.workload.batch_per_gpu / np.array(rates)
-        window_s = BACKWARD_SHARE * float(times.min())
-        model = StepModel(self.workload, self.machine, self.method, window_s=window_s, tail_index=tail_index)
-        slowest = [expected_slowest(nodes * self.workload.gpus_per_node, tail_index) for nodes in node_counts]
-        a, b, y = 1 / times, slowest / times, 1 - np.array([model.step_s(nodes) for nodes in node_counts]) / times
+    def fit(self, shape: float | None = None) -> StepModel:
+        """Least squares on relative step time over the rates, of two node counts or more; no parameter is negative.
+
+        Delays grow with the `shape` given, else with the one to expect after these rates (`growth.mean_shape`).
+        """
+        model, times, ranks, stated = self._measured()
+        if shape is None:
+            shape = mean_shape(ranks, times, stated)
+        a, b, y = 1 / times, growth(ranks, shape) / times, 1 - stated / times
         compute_s, delay_s = np.linalg.lstsq(np.stack([a, b], axis=1), y, rcond=None)[0]
         if delay_s < 0:
             compute_s, delay_s = a @ y / (a @ a), 0.0
         if compute_s < 0:
             compute_s, delay_s = 0.0, max(b @ y / (b @ b), 0.0)
-        return replace(model, compute_s=float(compute_s), delay_s=float(delay_s))
+        return replace(model, compute_s=float(compute_s), delay_s=float(delay_s), shape=shape)
+
+    def _measured(self) -> tuple[StepModel, Floats, Floats, Floats]:
+        """The model without what is fitted; and of each scale seconds a step, ranks, and seconds of the stated terms."""
+        node_counts, rates = (np.array(values) for values in zip(*self.rates, strict=True))
+        times = self.workload.batch_per_gpu / rates
+        model = StepModel(self.workload, self.machine, self.method, window_s=BACKWARD_SHARE * float(times.min()))
+        stated = np.array([model.step_s(int(nodes)) for nodes in node_counts])
+        return model, times, node_counts * self.workload.gpus_per_node, stated
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """95 % bands of efficiency at each node count, by refitting to the fitted table with its residuals' noise put back.
-
-        Each refit also chooses the tail index anew among `BAND_TAILS`. So the bands hold the parameters' and the index's
-        uncertainty and one measurement's noise, but not the choice of terms. Empty under 4 scales, which are too few.
-        """
-        if len(self.rates) < 4:
+        """95 % bands of the efficiency that would be measured at each node count; empty under 3 scales, which are too few."""
+        if len(self.rates) < 3:
             return {}
-        model = self.fit()
-        noise = math.sqrt(_squares(model, self) / (len(self.rates) - 2))
-        generator = random.Random(0)
-        repeats = {nodes: random.Random(f"0 {nodes}") for nodes in node_counts}
-        drawn: dict[int, list[float]] = {nodes: [] for nodes in node_counts}
-        for _ in range(RESAMPLES):
-            rates = tuple((nodes, model.rate(nodes) * (1 + generator.gauss(0, noise))) for nodes, _ in self.rates)
-            again = replace(self, rates=rates)
-            best = min((again.fit(tail) for tail in BAND_TAILS), key=lambda found: _squares(found, again))
-            for nodes in node_counts:
-                drawn[nodes].append(self.efficiency_percent(best.rate(nodes) * (1 + repeats[nodes].gauss(0, noise))))
-        cut = RESAMPLES // 40
-        return {nodes: (sorted(values)[cut], sorted(values)[-cut - 1]) for nodes, values in drawn.items()}
+        model, times, ranks, stated = self._measured()
+        at = np.array(node_counts) * self.workload.gpus_per_node
+        steps = drawn_steps(ranks, times, stated, at, np.array([model.step_s(nodes) for nodes in node_counts]))
+        low, high = np.percentile(100 * times[0] / steps, (2.5, 97.5), axis=0)
+        return {nodes: (float(a), float(b)) for nodes, a, b in zip(node_counts, low, high, strict=True)}
 
-    def log_linear_efficiency(self, nodes: int) -> float:
-        """The plain rival: step time = a + b·log2(nodes) + c·nodes by least squares, as efficiency in percent at `nodes`."""
-        times = np.array([1 / rate for _, rate in self.rates])
-        columns = np.array([[1.0, math.log2(count), count] for count, _ in self.rates]) / times[:, None]
-        weights, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
-        return self.efficiency_percent(float(1 / (weights @ np.array([1.0, math.log2(nodes), nodes]))))
-
-
-def _squares(model: StepModel, series: Series) -> float:
-    """Sum of squared relative residuals."""
-    return sum((rate / model.rate(nodes) - 1) ** 2 for nodes, rate in series.rates)
+    def simple_efficiency(self, name: str, nodes: int) -> float | None:
+        """Efficiency in percent at `nodes` by one of `growth.SIMPLE_FITS`; None where there are too few scales for it."""
+        node_counts, rates = zip(*self.rates, strict=True)
+        step_s = simple_step(name, node_counts, [1 / rate for rate in rates], nodes)
+        return self.efficiency_percent(1 / step_s) if step_s and step_s > 0 else None
 
 
 def transfer(model: StepModel, series: Series) -> StepModel:
@@ -273,4 +256,6 @@ def series_of(
         raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
     sizes = joint_dim or known.joint_dim, num_parameters or known.num_parameters
     workload = Workload(first.batch_per_gpu, *sizes, int(min(gpus_per_node)))
-    return Series(first.title, workload, tuple((row.nodes, row.rate) for row in rows if row.rate), machine, method)
+    rates = tuple((row.nodes, row.rate) for row in rows if row.rate)
+    exposed = tuple((row.nodes, seconds) for row in rows if (seconds := row.exposed_communication_s) is not None)
+    return Series(first.title, workload, rates, machine, method, exposed)
