@@ -10,84 +10,137 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
-from clap_ds.analysis.figure import Picture, page
+from clap_ds.analysis.figure import Picture, anchor, page, unit
+from clap_ds.analysis.provenance import count_of, gaps, provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Method, Series, series_of
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.places import VERSION
 from clap_ds.record.schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
-PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-def build(runs: Sequence[Run], table: Path, options: argparse.Namespace) -> tuple[str, dict[str, Picture]]:
-    """The whole report, Markdown and the figures it shows by file name, and the runs' scaling table written to `table`."""
-    rows, figures = efficiency.scaling_table(runs, options.baseline_nodes), {}
-    write_csv(table, rows)
+@dataclass
+class Report:
+    """Sections of a report, each as its blocks of Markdown; figures are written to `folder` and kept as SVG by file name."""
 
-    def shown(name: str, alt: str, picture: Picture) -> str:
-        figures[name] = picture
-        return f"![{alt}]({name})"
+    runs: Sequence[Run]
+    rows: Sequence[Scale]
+    folder: Path
+    options: argparse.Namespace
+    drawings: dict[str, str] = field(default_factory=dict)
 
-    blocks = [f"# {TITLE}", headline(runs, rows), "## Efficiency", efficiency.render(rows)]
-    if any(row.rate for row in rows):
-        picture = plot_scaling.draw(plot_scaling.read_curves([table]))
-        blocks.append(shown("scaling.png", "Throughput, efficiency and MFU against GPUs", picture))
-        blocks += ["## Against the published tables", published_comparison(rows)]
-    blocks.append("## Where a step's time goes")
-    blocks.append("From an instrumented pass that synchronises between the parts, after the timed one.")
-    for number, members in enumerate(by_series(rows), start=1):
-        blocks += [step_table(members), changes_with_scale(members)]
-        if any(row.breakdown_s for row in members):
-            picture = plot_run.draw_breakdown(members)
-            blocks.append(shown(f"breakdown-{number}.png", f"Parts of a step, {members[0].title}", picture))
-    blocks.append("## Projection")
-    for number, members in enumerate(by_series(rows), start=1):
-        try:
-            text, picture = _projection(projectable(members, project.machine_of(options)))
-            blocks += [text, shown(f"projection-{number}.png", f"Projection of {members[0].title}", picture)]
-        except UserError as error:
-            blocks += [f"### {members[0].title}", f"{error}."]
-    if options.samples:
-        found = cost.costs(rows, options.samples, options.price_per_gpu_hour)
-        blocks += [f"## Cost of {options.samples:g} samples", cost.render(found, options.deadline_hours)]
-    missing = "\n".join(f"- {gap}" for gap in gaps(rows, runs)) or "Nothing this report looks for."
-    blocks += ["## Runs", provenance(runs), "## What is missing", missing]
-    return "\n\n".join(block.strip() for block in blocks if block) + "\n", figures
+    def markdown(self) -> str:
+        """The whole of it. A part that can't be made is named in its place."""
+        sections: dict[str, Callable[[], Iterable[str]]] = {
+            "Efficiency": self.efficiency,
+            "Against the published tables": lambda: [published_comparison(self.rows)],
+            "Where a step's time goes": self.step_time,
+            "Projection": self.projections,
+            **({f"Cost of {self.options.samples:g} samples": self.cost} if self.options.samples else {}),
+            "Runs": lambda: [provenance(self.runs)],
+            "What is missing": lambda: ["\n".join(f"- {gap}" for gap in gaps(self.rows, self.runs)) or "Nothing."],
+        }
+        made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"
+        blocks = [f"# {TITLE}", made, *attempt("The summary", lambda: [headline(self.runs, self.rows)]), "Contents:"]
+        blocks.append("\n".join(f"- [{heading}](#{anchor(heading)})" for heading in sections))
+        for heading, make in sections.items():
+            blocks += [f"## {heading}", *attempt("This part", make)]
+        return "\n\n".join(block.strip() for block in blocks if block) + "\n"
+
+    def figure(self, name: str, caption: str, draw: Callable[[], Picture]) -> Iterator[str]:
+        def shown() -> Iterator[str]:
+            picture = draw()
+            picture.save(self.folder / name)
+            self.drawings[name] = picture.svg(f"f{len(self.drawings)}-")
+            yield f"![{caption}]({name})"
+
+        return attempt("The picture", shown)
+
+    def efficiency(self) -> Iterator[str]:
+        yield efficiency.render(self.rows)
+        if any(row.rate for row in self.rows):
+            caption = f"Throughput, efficiency and MFU against {_unit(self.rows)}; published values open"
+            table = [self.folder / "table.csv"]
+            yield from self.figure("scaling.png", caption, lambda: plot_scaling.draw(plot_scaling.read_curves(table)))
+
+    def step_time(self) -> Iterator[str]:
+        yield "From an instrumented pass that synchronises between the parts, after the timed one."
+        for number, members in enumerate(by_series(self.rows), start=1):
+            yield from (step_table(members), changes_with_scale(members))
+            if any(row.breakdown_s for row in members):
+                caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
+                yield from self.figure(f"breakdown-{number}.png", caption, partial(plot_run.draw_breakdown, members))
+
+    def projections(self) -> Iterator[str]:
+        yield "Calculated by a model fitted to what was measured; only what is called measured was."
+        for number, members in enumerate(by_series(self.rows), start=1):
+            what = f"The projection of {members[0].title}"
+            yield from attempt(what, partial(self.projection, members, f"projection-{number}.png"))
+
+    def projection(self, members: Sequence[Scale], name: str) -> Iterator[str]:
+        """Up to eight times the GPUs measured."""
+        series = projectable(members, project.machine_of(self.options))
+        largest = max(nodes for nodes, _ in series.rates) * series.workload.gpus_per_node
+        text = project.render(series, gpus=[largest * factor // 2 for factor in (1, 2, 4, 8, 16)])
+        yield re.sub("^##", "###", text, flags=re.MULTILINE)
+        if series.machine == Machine() and "GH200" not in series.title:
+            yield (
+                "Links, latency and peak assumed are those of a GH200 node, which this was not measured on: "
+                "give this machine's (`--node_gbytes_per_s` and so on)."
+            )
+        caption = f"Projection of {series.title}: points measured, dashed extrapolated, with the band described above"
+        yield from self.figure(name, caption, partial(plot_scaling.draw_projection, [series], max_gpus=8 * largest))
+
+    def cost(self) -> Iterator[str]:
+        price = cost.price_of(self.options)
+        yield cost.render(cost.costs(self.rows, self.options.samples, price), self.options.deadline_hours, price)
+
+
+def attempt(what: str, make: Callable[[], Iterable[str]]) -> Iterator[str]:
+    """The blocks that `make` gives, as far as it gets; then that `what` can't be made, and why."""
+    try:
+        yield from make()
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        yield f"**{what} can't be made**: {reason.rstrip('.')}."
 
 
 def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     """What was measured, in a sentence for each series."""
     num_rows = sum(run.kind == "table" for run in runs)
     counts = {"run": len(runs) - num_rows, "table row": num_rows}
-    read = " and ".join(_count(number, noun) for noun, number in counts.items() if number)
-    lines = [f"From {read}, at {_count(len({(row.nodes, row.gpus) for row in rows}), 'scale')}.", ""]
+    read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
+    lines = [f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in rows}), 'scale')}.", ""]
     for members in by_series(rows):
         text = f"- **{members[0].title}**: no rate was measured ({members[0].state})"
         if measured := sorted((row for row in members if row.rate), key=lambda row: (row.nodes, row.gpus)):
             last = max(measured, key=lambda row: row.gpus)
-            scale = f"{_count(last.gpus, 'GPU')} ({_count(last.nodes, 'node')})"
-            text = f"- **{last.title}**: {last.cell('samples_per_s_per_gpu')} samples/s/GPU on {scale}"
+            one = _unit(members).removesuffix("s")
+            scale = f"{count_of(last.gpus, one)} ({count_of(last.nodes, 'node')})"
+            text = f"- **{last.title}**: {last.cell('samples_per_s_per_gpu')} samples/s/{one} on {scale}"
             if len(measured) > 1 and last.scaling_efficiency_percent is not None:
                 spread = last.scaling_efficiency_2sigma_percent
                 percent = f"{last.scaling_efficiency_percent:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
-                text += f", {percent} % of the rate per GPU on {_count(measured[0].gpus, 'GPU')}"
+                text += f", {percent} % of the rate per {one} on {count_of(measured[0].gpus, one)}"
                 text += f" (± from {last.uncertainty_from})" if spread is not None and last.uncertainty_from else ""
         lines.append(f"{text}.")
     return "\n".join(lines)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _unit(rows: Sequence[Row]) -> str:
+    return unit(*(row.device for row in rows))
 
 
 def published_comparison(rows: Sequence[Row]) -> str:
@@ -123,7 +176,16 @@ def _published_cells(row: Row, published: Sequence[Row]) -> list[str]:
 def step_table(rows: Sequence[Row]) -> str:
     """Batch, step time and the parts of a step at every scale of one series."""
     parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in rows)]
-    header = ["nodes", "GPUs", "batch per GPU", "global batch", "runs", "step ms", "slowest rank ms"]
+    what = _unit(rows)
+    header = [
+        "nodes",
+        what,
+        f"batch per {what.removesuffix('s')}",
+        "global batch",
+        "runs",
+        "step ms",
+        "slowest rank ms",
+    ]
     header += [f"{part.replace('_', ' ')} ms" for part in parts]
     body = []
     for row in rows:
@@ -144,22 +206,9 @@ def changes_with_scale(rows: Sequence[Row]) -> str:
     grown = {part: last.breakdown_s.get(part, 0.0) - seconds for part, seconds in first.breakdown_s.items()}
     part = max(grown, key=lambda name: grown[name])
     if grown[part] <= 0:
-        return f"No part of the step grew from {first.gpus} to {last.gpus} GPUs."
+        return f"No part of the step grew from {first.gpus} to {last.gpus} {_unit(rows)}."
     growth = f"{part.replace('_', ' ')} grew most: {1000 * grown[part]:+.1f} ms a step"
-    return f"From {first.gpus} to {last.gpus} GPUs, {growth}."
-
-
-def _projection(series: Series) -> tuple[str, Picture]:
-    """Up to eight times the GPUs measured."""
-    largest = max(nodes for nodes, _ in series.rates) * series.workload.gpus_per_node
-    text = project.render(series, gpus=[largest * factor // 2 for factor in (1, 2, 4, 8, 16)])
-    text = re.sub("^##", "###", text, flags=re.MULTILINE)
-    if series.machine == Machine() and "GH200" not in series.title:
-        text += (
-            "\nLinks, latency and peak assumed are those of a GH200 node, which this was not measured on: "
-            "give this machine's (`--node_gbytes_per_s` and so on)."
-        )
-    return text, plot_scaling.draw_projection([series], max_gpus=8 * largest)
+    return f"From {first.gpus} to {last.gpus} {_unit(rows)}, {growth}."
 
 
 def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
@@ -186,92 +235,18 @@ def method_of(config: Mapping[str, Any]) -> Method:
     )
 
 
-def provenance(runs: Sequence[Run]) -> str:
-    """A table with a line a run, log or table, without empty columns; then each command that is known, once."""
-    by_source: dict[str, list[Run]] = {}
-    for run in runs:
-        by_source.setdefault(run.source, []).append(run)
-    lines: dict[str, dict[str, str]] = {}
-    commands: dict[str, list[str]] = {}
-    for source, members in by_source.items():
-        first, environment = members[0], members[0].environment
-        hosts = [str(host) for host in environment.get("hosts") or ()]
-        versions = environment.get("versions") or {}
-        nodes, gpus = [run.nodes for run in members], [run.gpus for run in members]
-        known = {
-            "state": ", ".join(dict.fromkeys(run.state for run in members)),
-            "nodes": "–".join(map(str, dict.fromkeys((min(nodes), max(nodes))))),
-            "GPUs": "–".join(map(str, dict.fromkeys((min(gpus), max(gpus))))),
-            "device": first.device, **{name: versions.get(name) for name in PACKAGES},
-            "Python": environment.get("python"), "driver": environment.get("driver"), "commit": _commit(first)[:12],
-            "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
-            "finished": first.finished[:19].replace("T", " "),
-        }  # fmt: skip
-        lines[source] = {"run": first.name, **{name: str(value or "") for name, value in known.items()}}
-        if command := environment.get("command"):
-            commands.setdefault(shlex.join(map(str, command)), []).append(first.name)
-    header = [name for name in lines[runs[0].source] if any(line[name] for line in lines.values())]
-    text = markdown_table(header, [[line[name] for name in header] for line in lines.values()])
-    listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
-    return f"{text}\n\nCommands:\n\n{listed}" if listed else text
-
-
-def _commit(run: Run) -> str:
-    return str(run.environment.get("git_commit") or "")
-
-
-def gaps(rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
-    """What a reader would look for and not find, and what should make them doubt."""
-    for members in by_series(rows):
-        title = members[0].title
-        measured = [row for row in members if row.rate]
-        if len({row.gpus for row in measured}) < 2:
-            yield f"{title}: {_count(len(measured), 'scale')} with a rate, so no scaling efficiency"
-        if without := _gpus(row for row in measured if row.samples_per_s_per_gpu_2sigma is None):
-            yield f"{title}: no spread known at {without} GPUs"
-        if single := _gpus(row for row in measured if row.repeats == 1 and row.state != "published"):
-            yield f"{title}: one run only at {single} GPUs, so its spread over repeats is not known"
-        if measured and not any(row.mfu_percent or row.mfu_model_percent for row in measured):
-            yield f"{title}: no MFU; the device's peak or the model's FLOPs are not known"
-        if unbroken := _gpus(row for row in measured if not row.breakdown_s):
-            yield f"{title}: no breakdown of the step at {unbroken} GPUs"
-    for run in runs:
-        if run.state not in ("completed", "published"):
-            reason = f": {' '.join(run.error.split())[:160]}" if run.error else ""
-            yield f"{run.name}: state {run.state}{reason}"
-    if without := _some(run for run in runs if run.kind != "record"):
-        yield f"no record of versions, commit or command: {without}"
-    if uncommitted := _some(run for run in runs if run.kind == "record" and not _commit(run)):
-        yield f"git commit not recorded: {uncommitted}"
-    versions = [
-        str([known.get(name) for name in PACKAGES]) for run in runs if (known := run.environment.get("versions"))
-    ]
-    for what, found in (("commit", map(_commit, runs)), ("versions", versions)):
-        if len(set(filter(None, found))) > 1:
-            yield f"runs differ in {what}: compare them with care"
-
-
-def _gpus(rows: Iterator[Row]) -> str:
-    return ", ".join(str(row.gpus) for row in rows)
-
-
-def _some(runs: Iterator[Run]) -> str:
-    names = list(dict.fromkeys(run.name for run in runs))
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def main() -> None:
     names = ("inputs", "--output", "--baseline_nodes", *COST_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS)
     description = "One page about some runs: efficiency, reasons, projection, provenance."
     options = parse_options(description, *names, output=Path("report"))
     runs = read_runs(options.inputs, options)
     options.output.mkdir(parents=True, exist_ok=True)
-    markdown, figures = build(runs, options.output / "table.csv", options)
-    for name, picture in figures.items():
-        picture.save(options.output / name)
-    drawings = {name: picture.svg(f"f{number}-") for number, (name, picture) in enumerate(figures.items())}
+    rows = efficiency.scaling_table(runs, options.baseline_nodes)
+    write_csv(options.output / "table.csv", rows)
+    report = Report(runs, rows, options.output, options)
+    markdown = report.markdown()
     (options.output / "report.md").write_text(markdown, encoding="utf-8")
-    (options.output / "report.html").write_text(page(TITLE, markdown, drawings), encoding="utf-8")
+    (options.output / "report.html").write_text(page(TITLE, markdown, report.drawings), encoding="utf-8")
     print(f"wrote {options.output / 'report.html'}, report.md and table.csv beside it")
 
 

@@ -149,7 +149,7 @@ INPUT_OPTIONS = ("--nodes", "--gpus", "--model", "--micro_batch", "--peak_tflops
 MACHINE_OPTIONS = (
     "--node_gbytes_per_s", "--gpu_gbytes_per_s", "--latency_us", "--peak_tflops", "--memory_tbytes_per_s",
 )  # fmt: skip
-COST_OPTIONS = ("--samples", "--price_per_gpu_hour", "--deadline_hours")
+COST_OPTIONS = ("--samples", "--price_per_gpu_hour", "--currency", "--price_source", "--deadline_hours")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, sweeps, DeepSpeed logs, tables"},
     "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
@@ -172,7 +172,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--output": {"type": Path, "help": "picture to write: .png, .svg, .pdf or .html"},
     "--no_published": {"action": "store_true", "help": "leave the published curves out"},
     "--samples": {"type": positive_float, "help": "samples to train on, each pass counted"},
-    "--price_per_gpu_hour": {"type": positive_float, "help": "in any unit of money"},
+    "--price_per_gpu_hour": {"type": positive_float, "help": "money for an hour of one GPU"},
+    "--currency": {"help": "of the price: EUR, …"},
+    "--price_source": {"help": "whose price it is, and of when"},
     "--deadline_hours": {"type": positive_float, "help": "name the cheapest scale that meets it"},
     "--fit_nodes": {"type": positive_int, "default": FIT_NODES, "help": "hold-out: largest scale fitted (default 16)"},
     "--project_gpus": {"type": positive_int, "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},

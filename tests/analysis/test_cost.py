@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.analysis import cost
-from clap_ds.analysis.cost import cheapest, costs, render
+from clap_ds.analysis.cost import Price, cheapest, costs, render
 from clap_ds.analysis.table import Row, read_table
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command
@@ -27,16 +27,26 @@ def test_without_a_price_there_is_no_money_and_without_time_no_scale() -> None:
     found = costs(read_table(TINY), 1e9)
     assert "| cost" not in render(found)
     assert "GPU-hours." in render(found)
+    assert "Cheapest: 1 node, 4 GPUs, global batch 2464: " in render(found)
+    unsaid = Price(2.5)
+    assert "currency not given" in render(costs(read_table(TINY), 1e9, unsaid), price=unsaid)
+    assert "within 1 hour:" in render(found, 1)
     assert "No measured scale meets 0.5 hours; the fastest, 512 GPUs, takes 0.9962 hours." in render(found, 0.5)
 
 
 def test_the_command_prints_the_verdict_and_refuses_impossible_sample_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command(monkeypatch, cost.main, TINY, "--samples", "1e9", "--price_per_gpu_hour", "2.5", "--deadline_hours", "5")
+    price = ["--price_per_gpu_hour", "2.5", "--currency", "EUR", "--price_source", "a list price"]
+    command(monkeypatch, cost.main, TINY, "--samples", "1e9", *price, "--deadline_hours", "5")
     printed = capsys.readouterr().out  # 1e9 / 75008 / 3600 hours on 128 GPUs
-    assert "Cheapest within 5 hours: 32 nodes, 128 GPUs: 3.703 hours, 474.0 GPU-hours, 1185.06." in printed
-    assert "|    16 |   64 |     38512 |  7.213 |     461.6 | 1154.04 |      no |" in printed
+    verdict = (
+        "Cheapest within 5 hours: 32 nodes, 128 GPUs, global batch 78848: 3.703 hours, 474.0 GPU-hours, 1185.06 EUR."
+    )
+    assert verdict in printed
+    assert printed.startswith("At 2.5 EUR for a GPU-hour; source: a list price.")
+    assert "| cost EUR |" in printed
+    assert "|    16 |   64 |     38512 |  7.213 |     461.6 |  1154.04 |      no |" in printed
     for samples in ("0", "nan", "inf", "many"):
         with pytest.raises(SystemExit, match="2"):
             command(monkeypatch, cost.main, TINY, f"--samples={samples}")

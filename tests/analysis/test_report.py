@@ -6,15 +6,18 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis import report
-from clap_ds.analysis.report import changes_with_scale, gaps, headline, method_of, projectable, published_comparison
+from clap_ds.analysis import cost, report
+from clap_ds.analysis.provenance import gaps
+from clap_ds.analysis.report import changes_with_scale, headline, method_of, projectable, published_comparison
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Run, Scale
+from clap_ds.analysis.table import Row, Run, Scale, write_csv
 from clap_ds.config.errors import UserError
+from clap_ds.config.places import VERSION
 from clap_ds.config.settings import ClapSettings
 from tests.analysis.samples import DATA, ROOT, TINY, command, record, run
 
@@ -40,10 +43,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    assert re.findall("<h2>(.*?)</h2>", text) == [
+    headings = re.findall('<h2 id="(.*?)">(.*?)</h2>', text)
+    assert [heading for _, heading in headings] == [
         "Efficiency", "Against the published tables", "Where a step's time goes", "Projection",
         "Cost of 1e+09 samples", "Runs", "What is missing",
     ]  # fmt: skip
+    contents = re.findall('<a href="#(.*?)">(.*?)</a>', text)
+    assert contents == headings
+    assert f"{datetime.now(UTC):%Y-%m-%d}" in text
+    assert f"by version {VERSION}" in text
+    assert text.count("<figcaption>") == text.count("<svg")
+    assert "At 2 (currency not given" in text
     references, ids = re.findall(r'\b(?:src|href)="(.*?)"', text), re.findall(r'\bid="(.*?)"', text)
     assert len(ids) == len(set(ids))
     assert set(references) <= {f"#{name}" for name in ids}
@@ -97,6 +107,43 @@ def test_method_follows_the_configuration() -> None:
     assert (found.loss, found.bucket_bytes) == ("exact_local", 5e6)
     older = method_of({"clap": {"loss": {"features": "bf16"}}})
     assert (older.gradient_bytes, older.bucket_bytes) == (4, 1e6 * ClapSettings().gradient_bucket_mb)
+
+
+@pytest.fixture
+def poor(tmp_path: Path) -> Path:
+    """A table that scales poorly: 600, 480, 400 and 330 samples/s in all on 1 to 8 nodes."""
+    totals = {1: 600.0, 2: 480.0, 4: 400.0, 8: 330.0}
+    changes = {"model": "htsat_tiny_roberta_base", "device": "H100", "scaling": "weak", "batch_per_gpu": 64}
+    rows = [Row(nodes, 4 * nodes, total / 4 / nodes, total, **changes) for nodes, total in totals.items()]
+    write_csv(tmp_path / "poor.csv", rows)
+    return tmp_path / "poor.csv"
+
+
+def test_a_table_that_scales_poorly_has_a_whole_report(poor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, report.main, poor, "--output", poor.parent / "out")
+    text = (poor.parent / "out" / "report.md").read_text()
+    (row,) = {line.split("|")[2].strip() for line in text.splitlines() if "can't be" in line}
+    assert row == "can't be: communication and delays alone take longer"
+    assert "## What is missing" in text
+    assert (poor.parent / "out" / "projection-1.png").stat().st_size > 5000
+
+
+def test_a_part_that_cannot_be_made_is_named_in_its_place(poor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    for owner, name in ((cost, "costs"), (report.plot_scaling, "draw"), (report, "published_comparison")):
+        monkeypatch.setattr(owner, name, broken)
+    command(monkeypatch, report.main, poor, "--output", poor.parent / "out", "--samples", "1e9")
+    text = (poor.parent / "out" / "report.md").read_text()
+    for heading, what in (
+        ("Efficiency", "The picture"), ("Against the published tables", "This part"), ("Cost of 1e+09 samples", "This part"),
+    ):  # fmt: skip
+        section = text[text.index(f"## {heading}\n") :].partition("\n## ")[0]
+        assert f"**{what} can't be made**: ZeroDivisionError: of all things." in section
+    assert "| nodes |" in text[text.index("## Efficiency") :].partition("\n## ")[0].replace("  ", " ")
+    assert "projection-1.png" in text
+    assert "**" not in text[text.index("## Runs") :]
 
 
 def test_headline_and_gaps_of_two_scales() -> None:
