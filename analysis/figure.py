@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 def styled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """A function that draws, in this project's style; UserError when called without matplotlib."""
+    """A function that draws, in this project's style; UserError without matplotlib, and for numbers too large to draw."""
 
     @functools.wraps(function)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -59,8 +59,11 @@ def styled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
         except ImportError:
             message = "figures need matplotlib, which is not installed: pip install 'clap-ds[analysis]'"
             raise UserError(message) from None
-        with mpl.rc_context(_STYLE):
-            return function(*args, **kwargs)
+        try:
+            with mpl.rc_context(_STYLE):
+                return function(*args, **kwargs)
+        except (OverflowError, ValueError) as error:
+            raise UserError(f"can't be drawn, its numbers are too large for an axis: {error}") from error
 
     return run
 
