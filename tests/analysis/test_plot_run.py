@@ -45,7 +45,8 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     draw_runs([benchmark(tmp_path / "run")], tmp_path / "run.svg")
     picture = (tmp_path / "run.svg").read_text()
     words = " ".join(" ".join(re.findall(r"<!--(.*?)-->", picture, re.DOTALL)).split())
-    for text in ("10.00", "75 % interval", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB", "backward 66.7 %", "ranks",
+    for text in ("10.00", "75 % interval", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB",
+                 "backward 66.7 %", "ranks",
                  "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"):  # fmt: skip
         assert text in words, text
     assert "1 node, 2 ranks\nforward 100 ms, 33.3 %" in picture
