@@ -20,9 +20,9 @@ SHAPES = tuple(round(-1 + step / 10, 1) for step in range(26))
 """All equally likely before anything is measured."""
 STATED_SHARES = (0.0, 0.5, 1.0, 1.5)
 """What the stated terms of a step may really cost, of what was worked out for them."""
-NOISE, NOISE_WEIGHT = 0.005, 3
+NOISE, NOISE_WEIGHT = 0.01, 3
 """Relative noise of a measurement as it is expected, and how many measurements that expectation weighs."""
-DRIFT = 0.4
+DRIFT = 0.5
 """Relative uncertainty of growth beyond the largest scale, for a doubling: what was fitted need not go on. Chosen by
 simulation (tests/analysis/test_growth.py): bands of sweeps of many kinds hold 9 in 10 of what is held out, or more."""
 DRAWS = 4000
