@@ -54,6 +54,8 @@ class BenchOutput:
         gpus = self.facts.get("world_size") or gpus
         unit = "GPU" if "samples/s/GPU" in self.figures else "rank"
         rate, low, high = self._numbers(f"samples/s/{unit}", 3)
+        if low is None:
+            low, high = self._numbers(next((name for name in self.figures if "% interval of" in name), ""), 2)
         step_s, slowest_s = (self._seconds(f"step time, {name}") for name in ("median", "slowest rank"))
         mfu, peak = self._numbers("MFU, work really done", 2)
         memory = self._numbers("peak memory per rank")[0]

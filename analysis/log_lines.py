@@ -33,7 +33,9 @@ _LINES: dict[bytes, dict[str, bytes]] = {
         "bench_title": rb" on " + _WHOLE + rb" \xc3\x97 ([^\n]{1,200}?), " + _WHOLE + rb" nodes?,\s+(\w+),\s+micro-batch\s+"
         + _WHOLE + rb",\s+" + _WHOLE + rb"\s+text\s+tokens",
     },
-    b"\xe2": {"bench_figure": _BAR + rb" +([A-Za-z][^\xe2\n]{2,80}?) +" + _BAR + rb" +([^\xe2\n]{1,80}?) +" + _BAR},
+    b"\xe2": {
+        "bench_figure": _BAR + rb" +(\w[^\xe2\n]{2,80}?) +" + _BAR + rb" +((?:[^\xe2\n]|\xe2\x80\x93){1,80}?) +" + _BAR,
+    },
     b"time (ms) |": {
         "breakdown": rb"time \(ms\) \| (?:fwd|forward): " + _MS + rb" \| (?:bwd|backward): [0-9.]{1,20} \| (?:bwd|backward)"
         rb"_inner: " + _MS + rb" \| (?:bwd|backward)_allreduce: " + _MS + rb" \| step: " + _MS,

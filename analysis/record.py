@@ -143,7 +143,7 @@ def _json(text: bytes) -> Any:
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
-    fields that are numbers, or true or false. A line that was cut or damaged is left out. Where the file `history` is there,
+    fields that are numbers, true or false, or objects of such. A line that was cut or damaged is left out. Where the file `history` is there,
     its lines instead."""
     file, lines, content = path / "metrics.jsonl", [], b""
     if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
@@ -154,9 +154,14 @@ def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[st
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
             if isinstance(line, dict) and line.get("phase") in phases and _is_number(line.get("step")):
-                known = {name: value for name, value in line.items() if _is_number(value) or isinstance(value, bool)}
-                lines.append(known | {"phase": line["phase"]})
+                lines.append(_numbers(line) | {"phase": line["phase"]})
     return lines
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are numbers, true or false, or an object of such."""
+    known = {name: value for name, value in line.items() if _is_number(value) or isinstance(value, bool)}
+    return known | {name: _numbers(value) for name, value in line.items() if isinstance(value, dict)}
 
 
 _FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}

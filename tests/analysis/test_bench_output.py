@@ -14,7 +14,8 @@ from tests.analysis.samples import throughput_line, write
 SUMMARY: dict[str, Any] = {
     "preset": "htsat_tiny_roberta_base", "num_nodes": 2, "world_size": 8, "micro_batch_per_gpu": 308, "text_tokens": 514,
     "precision": "torch_autocast_bfloat16", "device_name": "NVIDIA GH200 120GB", "device_type": "cuda",
-    "samples_per_s_per_gpu": {"median": 1234.56, "low": 1230.0, "high": 1240.25}, "samples_per_s": 9876.48,
+    "samples_per_s_per_gpu": {"median": 1234.56, "low": 1230.0, "high": 1240.25, "coverage": 0.75,
+                              "windows": [1234.56, 1230.0, 1240.25]}, "samples_per_s": 9876.48,
     "deepspeed_samples_per_s": None, "audio_hours_per_s": 27.4, "data_wait_percent": 0.12, "memory_peak_bytes": 3 * 2**30,
     "step_time_s": {"median": 0.499, "p95": 0.51, "slowest_rank_median": 0.505}, "achieved_tflops": 412.0,
     "breakdown_s": {"data_wait": 0.001, "forward": 0.2, "loss": 0.01, "backward": 0.25, "exposed_communication": 0.03,
@@ -80,6 +81,16 @@ def test_each_run_of_the_benchmark_in_a_file_is_a_run(tmp_path: Path, capsys: py
 def test_windows_printed_too_coarsely_are_left_to_the_tables_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = {"median": 0.76, "low": 0.75, "high": 0.78}
+    rates = {"median": 0.76, "low": 0.75, "high": 0.78, "coverage": 0.5, "windows": [0.75, 0.78]}
     (run,) = read_log(write(tmp_path / "cpu.log", printed(capsys, windows(1.5, 1.5), samples_per_s_per_gpu=rates)))
     assert (run.rate, run.windows, run.interval) == (0.76, (), (0.75, 0.78))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    ["│ samples/s/GPU │ 1,234.56  [1,230.00, 1,240.25] │", "│ samples/s/rank │ 1,234.56 │\n"
+     "│   75 % interval of 3 windows │ 1,230.00 – 1,240.25 │"],
+)  # fmt: skip
+def test_an_interval_is_read_beside_its_rate_and_on_a_line_of_its_own(tmp_path: Path, rows: str) -> None:
+    (run,) = read_log(write(tmp_path / "bench.log", f"run directory: runs/x\n┌──┬──┐\n{rows}\n└──┴──┘\n"))
+    assert (run.rate, run.interval) == (1234.56, (1230.0, 1240.25))
