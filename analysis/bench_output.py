@@ -28,6 +28,11 @@ class BenchOutput:
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the title over it, as in a summary."""
 
+    @property
+    def has_table(self) -> bool:
+        """Whether the final table was printed; others in the same log (of an evaluation) have no rate."""
+        return any(name.startswith("samples/s/") for name in self.figures)
+
     def add(self, kind: str, match: re.Match[bytes]) -> None:
         """Take in a line of a kind that begins with `bench_`."""
         if kind == "bench_window":
@@ -46,7 +51,7 @@ class BenchOutput:
     def begins_anew(self, kind: str, match: re.Match[bytes]) -> bool:
         """Whether a line can only be another run's."""
         if kind == "bench_window":
-            return bool(self.figures) or int(match[1]) <= len(self.windows)
+            return self.has_table or int(match[1]) <= len(self.windows)
         return kind == "bench_title" and bool(self.facts)
 
     def summary(self, gpus: int, accumulation: int | None) -> dict[str, Any]:

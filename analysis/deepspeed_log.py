@@ -64,7 +64,7 @@ class Attempt:
 
     @property
     def is_bench(self) -> bool:
-        return bool(self.bench.windows or self.bench.figures)
+        return bool(self.bench.windows or self.bench.has_table)
 
     def add(self, steps: int, time: float, intervals: int = 1) -> None:
         """Take in what lies between printed lines, `intervals` of them. Windows grow with the log: two full ones make one."""
@@ -176,7 +176,7 @@ class Scan:
         if attempt.bench.begins_anew(kind, match):
             attempt = self._restart()
         attempt.bench.add(kind, match)
-        if attempt.bench.figures:
+        if attempt.bench.has_table:
             attempt.state = max(attempt.state, "completed", key=_STATES.index)
 
     def _throughput(self, kind: str, match: re.Match[bytes]) -> None:
@@ -292,5 +292,7 @@ def _bench_run(path: Path, attempt: Attempt, given_gpus: int) -> Run:
     known = {"world_size": shape.get("gpus"), "num_nodes": shape.get("nodes"), "precision": attempt.precision,
              "micro_batch_per_gpu": shape.get("micro_batch"), "state": attempt.state}  # fmt: skip
     printed = attempt.bench.summary(shape.get("gpus", given_gpus), shape.get("accumulation"))
-    notes = [] if attempt.bench.figures else ["no table: rates of windows, as the benchmark printed them while it ran"]
+    notes = (
+        [] if attempt.bench.has_table else ["no table: rates of windows, as the benchmark printed them while it ran"]
+    )
     return replace(run_of(str(path), known | printed, {}, {}, notes), kind="log")

@@ -83,7 +83,7 @@ _MICRO_THROUGHPUT = re.compile(
     + rb"(?:" + _CURRENT + _ANY_NUMBER + rb")?(?=[,\s])" + _MEMORY
 )  # fmt: skip
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-_LABEL = re.compile(rb"(?:\d+|\[\w*?\d+(?:,\d+)?\](?:<\w+>)?|[\w.-]+): ?")
+_LABEL = re.compile(rb" *(?:\d+|\[\w*?\d+(?:,\d+)?\](?:<\w+>)?|[\w.-]+): ?")
 """What srun --label, mpirun, torchrun and pdsh write before each line."""
 LONGEST_LABEL = 64
 _WORD = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"

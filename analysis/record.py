@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
@@ -19,6 +19,9 @@ from clap_ds.analysis.table import MOST, Run, is_measurable
 from clap_ds.config.errors import UserError
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import window_interval
+
+DEEPEST = 30
+"""Levels of a file's fields within fields; no record has ten."""
 
 
 def is_record(path: Path) -> bool:
@@ -137,8 +140,19 @@ def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _json(text: bytes) -> Any:
-    """What JSON says, its texts such as can be printed: half of a surrogate pair is no character."""
-    return json.loads(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
+    """What JSON says, its texts such as can be printed: half of a surrogate pair is no character. ValueError where it is nested
+    deeper than `DEEPEST`."""
+    value = json.loads(text)
+    inside = [value]
+    for _ in range(DEEPEST):
+        inside = [inner for each in inside if isinstance(each, dict | list) for inner in _members(each)]
+    if inside:
+        raise ValueError(f"nested deeper than {DEEPEST}")
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+
+
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:

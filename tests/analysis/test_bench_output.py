@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis.deepspeed_log import read_log
+from clap_ds.config.errors import UserError
 from clap_ds.record.schema import Summary
 from clap_ds.record.terminal import print_summary
 from tests.analysis.samples import throughput_line, write
@@ -94,3 +95,8 @@ def test_windows_printed_too_coarsely_are_left_to_the_tables_interval(
 def test_an_interval_is_read_beside_its_rate_and_on_a_line_of_its_own(tmp_path: Path, rows: str) -> None:
     (run,) = read_log(write(tmp_path / "bench.log", f"run directory: runs/x\n┌──┬──┐\n{rows}\n└──┴──┘\n"))
     assert (run.rate, run.interval) == (1234.56, (1230.0, 1240.25))
+
+
+def test_a_table_of_something_else_is_no_run_of_the_benchmark(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no table and no window of the benchmark"):
+        read_log(write(tmp_path / "evaluation.log", "┌──┬──┐\n│ retrieval, R@1 │ 12.5 % │\n└──┴──┘\n"))

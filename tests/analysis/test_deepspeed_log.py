@@ -251,7 +251,7 @@ def test_damaged_memory_costs_nothing_else(tmp_path: Path, memory: str, found: f
     assert (run.rate, run.memory_peak_gib, run.breakdown_s) == (pytest.approx(64.0), found, {})
 
 
-@pytest.mark.parametrize("label", ["{}: ", "[{}]: ", "[default{}]:", "[1,{}]<stdout>:"])
+@pytest.mark.parametrize("label", ["{}: ", "{:3d}: ", "[{}]: ", "[default{}]:", "[1,{}]<stdout>:"])
 def test_of_several_ranks_that_print_one_is_read(tmp_path: Path, label: str) -> None:
     ranks = [running_log([1.0 + 0.1 * rank] * 40).splitlines(keepends=True) for rank in range(3)]
     mixed = [label.format(rank) + line for lines in zip(*ranks, strict=True) for rank, line in enumerate(lines)]

@@ -202,7 +202,7 @@ def test_tables(content: bytes) -> None:
         ends_well(compare.main, table, TINY)
 
 
-@settings(fuzzed, max_examples=EXAMPLES // 10 or 4, phases=[Phase.generate])
+@settings(fuzzed, max_examples=EXAMPLES // 10 or 6, phases=[Phase.generate])
 @given(tables(), st.randoms(use_true_random=False), ODD, VALUES)
 def test_what_draws(content: bytes, generator: random.Random, odd: str, value: Any) -> None:
     """The commands that take a second each."""

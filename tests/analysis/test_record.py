@@ -91,7 +91,18 @@ def test_a_torn_summary_is_noted_and_the_rest_is_read(record: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary", "config", "environment"])
-@pytest.mark.parametrize("content", [b"", b"null", b"[" * 10_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"cut": "', None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"null",
+        b"[" * 10_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' * 500 + b"1" + b"}" * 500,
+        b'{"cut": "',
+        None,
+    ],
+)
 def test_one_damaged_file_costs_its_own_content(record: Path, name: str, content: bytes | None) -> None:
     file = record / f"{name}.json"
     file.unlink()
