@@ -72,6 +72,7 @@ setup(
         "torch>=2.11,<2.14",
         "torchaudio>=2.11,<2.14",
         "transformers>=5.17,<5.24",
+        "huggingface_hub",
         "tokenizers>=0.22",
         "safetensors>=0.6",
         "deepspeed>=0.19.8,<0.20",

@@ -266,14 +266,14 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 
 def main() -> None:
-    names = ("tables", "--fit_nodes", "--project_gpus", "--output", "--markdown", "--faster_rate", "--num_parameters",
-             "--joint_dim", *MACHINE_OPTIONS, "--gradient_bytes", "--no_overlap", "--loss")  # fmt: skip
+    names = ("tables", "--series", "--fit_nodes", "--project_gpus", "--output", "--markdown", "--faster_rate",
+             "--num_parameters", "--joint_dim", *MACHINE_OPTIONS, "--gradient_bytes", "--no_overlap", "--loss")  # fmt: skip
     options = parse_options("Project scaling tables to more GPUs: the first is fitted, the others tried.", *names)
     if options.output:
         check_format(options.output)
     method = Method(not options.no_overlap, options.gradient_bytes, 2, options.loss)
     sizes = options.num_parameters or 0, options.joint_dim or 0
-    found = [read_series(path, machine_of(options), method, *sizes) for path in options.tables]
+    found = [read_series(path, machine_of(options), method, *sizes, name=options.series) for path in options.tables]
     text = render(found[0], found[1:], options.fit_nodes, options.project_gpus, options.faster_rate)
     print(text, end="")
     if options.markdown:

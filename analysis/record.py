@@ -157,8 +157,8 @@ def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
-    fields that are numbers, true or false, or objects of such. A line that was cut or damaged is left out. Where the file `history` is there,
-    its lines instead."""
+    fields that are numbers, true or false, or objects of such. A line that was cut or damaged is left out. Where the file
+    `history` is there, its lines instead."""
     file, lines, content = path / "metrics.jsonl", [], b""
     if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
         file = Path(history)
@@ -175,7 +175,8 @@ def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[st
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are numbers, true or false, or an object of such."""
     known = {name: value for name, value in line.items() if _is_number(value) or isinstance(value, bool)}
-    return known | {name: _numbers(value) for name, value in line.items() if isinstance(value, dict)}
+    inner = {name: _numbers(value) for name, value in line.items() if isinstance(value, dict)}
+    return known | {name: numbers for name, numbers in inner.items() if numbers}
 
 
 _FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}

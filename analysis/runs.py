@@ -76,7 +76,10 @@ def _content(source: Path, runs: Sequence[Run]) -> object:
     bytes of a file. A killed run without either is like no other."""
     if all(run.windows or run.finished for run in runs):
         return repr([replace(run, source="") for run in runs])
-    return source.resolve() if source.is_dir() else hashlib.sha256(source.read_bytes()).digest()
+    if source.is_dir() or not source.is_file():  # a pipe can't be read twice
+        return source.resolve()
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _say_same(groups: Sequence[Sequence[Path]]) -> str:
@@ -176,6 +179,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--currency": {"help": "of the price: EUR, …"},
     "--price_source": {"help": "whose price it is, and of when"},
     "--deadline_hours": {"type": positive_float, "help": "name the cheapest scale that meets it"},
+    "--series": {
+        "metavar": "NAME",
+        "help": "of the series in a table that holds several: its model, or part of its title",
+    },
     "--fit_nodes": {"type": positive_int, "default": FIT_NODES, "help": "hold-out: largest scale fitted (default 16)"},
     "--project_gpus": {"type": positive_int, "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},
     "--faster_rate": {"type": positive_float, "help": "samples/s/GPU of a faster step (default: 5 times)"},

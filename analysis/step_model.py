@@ -18,7 +18,7 @@ import numpy as np
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.growth import Floats, drawn_steps, growth, mean_shape, simple_step
-from clap_ds.analysis.table import Row, by_series, read_table_runs
+from clap_ds.analysis.table import Row, by_series, choose_series, read_table_runs
 from clap_ds.config.errors import UserError
 
 BACKWARD_SHARE = 0.6
@@ -226,13 +226,20 @@ def transfer(model: StepModel, series: Series) -> StepModel:
     return moved.with_step(step_s, nodes)
 
 
-def read_series(path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0) -> Series:
-    """The weak-scaling series of a table, errors as of `series_of`; sizes are for models that are not published."""
-    rows = scaling_table(read_table_runs(path))
-    series = by_series([row for row in rows if row.rate and row.scaling != "strong"])
-    if len(series) > 1:
-        titles = ", ".join(members[0].title for members in series)
-        raise UserError(f"{path}: holds {len(series)} series ({titles}); give one each")
+def read_series(
+    path: Path,
+    machine: Machine,
+    method: Method,
+    num_parameters: float = 0,
+    joint_dim: int = 0,
+    name: str | None = None,
+) -> Series:
+    """The weak-scaling series of a table, or that of this `name` where it holds several; errors as of `series_of`. Sizes are
+    for models that are not published."""
+    rows: Sequence[Row] = scaling_table(read_table_runs(path))
+    weak = [row for row in rows if row.rate and row.scaling != "strong"]
+    if len(by_series(weak)) > 1:
+        rows = choose_series(weak, name, path)
     return series_of(str(path), rows, machine, method, num_parameters, joint_dim)
 
 
