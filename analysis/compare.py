@@ -18,7 +18,7 @@ from statistics import fmean
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.table import Run, Scale, markdown_table
+from clap_ds.analysis.table import Run, Scale, count_of, markdown_table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.statistics import median_variance, student_t, window_interval
 
@@ -83,7 +83,9 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run], run_spread: float | No
         found += [_ratio(a, b, run_spread) for b in partners[:1]]
     if not found:
         a_scales, b_scales = (
-            ", ".join(f"{row.model or 'model not stated'} on {row.nodes} nodes × {row.gpus} GPUs" for row in rows)
+            ", ".join(
+                f"{row.model or 'model not stated'} on {count_of(row.nodes, 'node')} × {row.gpus} GPUs" for row in rows
+            )
             for rows in (a_rows, b_rows)
         )
         raise UserError(f"A has {a_scales} and B has {b_scales}: no model and scale in common")
@@ -177,7 +179,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
     parts = []
     for comparison in comparisons:
         a, b = comparison.a, comparison.b
-        titles = dict.fromkeys(f"{row.title}, {row.nodes} nodes × {row.gpus} GPUs" for row in (a, b))
+        titles = dict.fromkeys(f"{row.title}, {count_of(row.nodes, 'node')} × {row.gpus} GPUs" for row in (a, b))
         cells = ([label, a.cell(column), b.cell(column)] for column, label in _FACTS.items())
         facts = [row for row in cells if row[1] or row[2]]
         blocks = [f"### {' and '.join(titles)}", comparison.verdict, markdown_table(("", "A", "B"), facts)]

@@ -5,13 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from clap_ds.analysis.table import Row, Run, by_series, markdown_table
+from clap_ds.analysis.table import Row, Run, by_series, count_of, markdown_table
 
 PACKAGES = ("torch", "deepspeed", "transformers")
-
-
-def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def provenance(runs: Sequence[Run]) -> str:
@@ -31,7 +27,7 @@ def provenance(runs: Sequence[Run]) -> str:
             "nodes": "–".join(map(str, dict.fromkeys((min(nodes), max(nodes))))),
             "GPUs": "–".join(map(str, dict.fromkeys((min(gpus), max(gpus))))),
             "device": first.device, **{name: versions.get(name) for name in PACKAGES},
-            "Python": environment.get("python"), "driver": environment.get("driver"), "commit": _commit(first)[:12],
+            "Python": environment.get("python"), "driver": environment.get("driver"), "commit": _short(_commit(first)),
             "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
             "finished": first.finished[:19].replace("T", " "),
         }  # fmt: skip
@@ -42,6 +38,11 @@ def provenance(runs: Sequence[Run]) -> str:
     text = markdown_table(header, [[line[name] for name in header] for line in lines.values()])
     listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
     return f"{text}\n\nCommands:\n\n{listed}" if listed else text
+
+
+def _short(commit: str) -> str:
+    """The beginning of a commit, with the + of files that differ from it."""
+    return commit[:12] + "+" * (len(commit) > 12 and commit.endswith("+"))
 
 
 def _commit(run: Run) -> str:

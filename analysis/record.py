@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ from clap_ds.record.statistics import window_interval
 
 DEEPEST = 30
 """Levels of a file's fields within fields; no record has ten."""
+
+
+SILENT_S = 1800.0
+"""A run that is said to be running and has written nothing for so long was killed, most likely."""
 
 
 def is_record(path: Path) -> bool:
@@ -39,6 +44,8 @@ def read_record(path: Path) -> Run:
     summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
+    if summary.get("state") == "running" and (silent_s := _silent_s(path)) > SILENT_S:
+        summary = summary | {"state": f"running, silent for {silent_s / 3600:,.1f} h"}
     run = run_of(str(path), summary, config, environment, notes)
     if run.rate or not run.batch_per_gpu:
         return run
@@ -49,6 +56,14 @@ def read_record(path: Path) -> Run:
     notes.append(f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up")
     measured = {"samples_per_s_per_gpu": {"windows": list(windows)}, "step_time_s": step}
     return run_of(str(path), summary | measured, config, environment, notes)
+
+
+def _silent_s(path: Path) -> float:
+    """Seconds since anything was written there; 0 where that can't be told."""
+    times = [0.0]
+    with contextlib.suppress(OSError):
+        times += [file.stat().st_mtime for file in path.iterdir()]
+    return time.time() - max(times) if max(times) else 0.0
 
 
 def run_of(

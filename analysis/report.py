@@ -19,11 +19,11 @@ from typing import Any
 
 from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
 from clap_ds.analysis.figure import Picture, anchor, page, unit
-from clap_ds.analysis.provenance import count_of, gaps, provenance
+from clap_ds.analysis.provenance import gaps, provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Method, Series, series_of
-from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
 from clap_ds.record.schema import STEP_PHASES

@@ -23,7 +23,7 @@ from typing import Any
 
 from clap_ds.analysis.deepspeed_log import read_log
 from clap_ds.analysis.record import is_record, read_record
-from clap_ds.analysis.table import Run, read_table_runs
+from clap_ds.analysis.table import Run, count_of, read_table_runs
 from clap_ds.config.errors import UserError, run_alone
 
 DEPTH = 4
@@ -212,7 +212,9 @@ def parse_options(description: str, *names: str, required: str = "", **defaults:
 def main() -> None:
     options = parse_options("List the runs found in run directories, logs and tables.", "inputs", *INPUT_OPTIONS)
     for run in read_runs(options.inputs, options):
-        print(f"{run.source}: {run.model or 'model not stated'}, {run.nodes} nodes × {run.gpus} GPUs, {run.state}")
+        print(
+            f"{run.source}: {run.model or 'model not stated'}, {count_of(run.nodes, 'node')} × {run.gpus} GPUs, {run.state}"
+        )
         if run.rate is not None:
             low, high = run.interval or (0.0, 0.0)
             between = f" ({low:.5g}–{high:.5g}, {run.uncertainty_from})" if run.interval else ""

@@ -189,6 +189,11 @@ def choose_series(rows: Sequence[_Row], name: str | None, where: object) -> list
     raise UserError(f"{where}: --series {name} is in the titles of {len(found)} of its series; there are: {there}")
 
 
+def count_of(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def significant(value: float, least_decimals: int = 0) -> str:
     """A number with at least four significant digits and `least_decimals` decimals, without exponent."""
     assert math.isfinite(value), value

@@ -8,9 +8,11 @@ import platform
 import resource
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from clap_ds.config import places
@@ -50,8 +52,20 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
         "git_commit": places.commit(),
-        "command": [sys.executable, *sys.argv],
+        "command": _command(),
     }
+
+
+def _command() -> list[str]:
+    """What was typed to start this, as far as the processes above tell: a launcher's command, which names this one's script."""
+    own = [sys.executable, *sys.argv]
+    with suppress(psutil.Error, IndexError):
+        for parent in reversed(psutil.Process().parents()):
+            command = parent.cmdline()
+            # Not a shell's line, which may hold anything, nor the launcher's own helper on this host.
+            if sys.argv[0] in command[1:] and "deepspeed.launcher.launch" not in command:
+                return command
+    return own
 
 
 def _version(package: str) -> str | None:

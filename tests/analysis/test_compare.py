@@ -131,7 +131,7 @@ def test_tables_are_compared_scale_by_scale() -> None:
     tiny = read_table_runs(TINY)
     found = compare(tiny[:4], tiny[2:])
     assert [(comparison.a.gpus, comparison.ratio) for comparison in found] == [(16, 1.0), (32, 1.0)]
-    with pytest.raises(UserError, match=r"A has htsat_tiny_roberta_base on 1 nodes × 4.*no model and scale in common"):
+    with pytest.raises(UserError, match=r"A has htsat_tiny_roberta_base on 1 node × 4.*no model and scale in common"):
         compare(tiny[:2], tiny[2:])
     with pytest.raises(UserError, match=r"B: no rate was measured \(state: out_of_memory\)"):
         compare(tiny, [run(1, None, state="out_of_memory")])

@@ -1,7 +1,9 @@
 """Run directories, whole and broken."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from clap_ds.analysis.record import read_record, read_steps
 from clap_ds.config.errors import UserError
 from clap_ds.record.statistics import window_interval
+from tests.analysis import samples
 from tests.analysis.samples import DATA, write
 
 RECORD = DATA / "record_2ranks"
@@ -138,3 +141,11 @@ def test_damaged_lines_of_steps_are_left_out_and_damaged_fields_of_the_others(tm
     first = {"step": 1, "skipped": True, "samples": 8, "phase": "train"}
     assert read_steps(tmp_path, "train") == [first, {"step": 2, "loss": -0.5, "phase": "train"}]
     assert read_steps(tmp_path / "gone", "train", history="\0") == []
+
+
+def test_a_run_that_was_killed_is_known_by_its_silence(tmp_path: Path) -> None:
+    samples.record(tmp_path / "run", [], state="running")
+    assert read_record(tmp_path / "run").state == "running"
+    for file in (tmp_path / "run").iterdir():
+        os.utime(file, (time.time() - 9000,) * 2)
+    assert read_record(tmp_path / "run").state == "running, silent for 2.5 h"

@@ -55,9 +55,7 @@ def test_an_input_without_a_run_is_named_and_the_rest_goes_on(
     printed = capsys.readouterr()
     assert printed.err.count("warning") == 3
     assert all(f"{tmp_path}/{reason}" in printed.err for reason in reasons)
-    assert printed.out.endswith(
-        "run-1: model not stated, 1 nodes × 4 GPUs, failed\n  no complete window was measured\n"
-    )
+    assert printed.out.endswith("run-1: model not stated, 1 node × 4 GPUs, failed\n  no complete window was measured\n")
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_its_neighbours_are_read(
@@ -143,7 +141,7 @@ def test_a_folder_and_what_is_in_it_are_the_same_runs(tmp_path: Path, capsys: py
 def test_the_command_works_as_script_and_module_without_torch(how: list[str], tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", *how, LOG]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    expected = "1 nodes × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95.7 % interval of 30 windows"
+    expected = "1 node × 2 GPUs, completed\n  9753.8 samples/s/GPU (8315.8–10691, 95.7 % interval of 30 windows"
     assert expected in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported

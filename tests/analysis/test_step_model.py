@@ -159,3 +159,18 @@ def test_sizes_can_be_given(tmp_path: Path) -> None:
     rows = [Row(n, 2 * n, 9.0 - n, 2 * n * (9.0 - n), model="micro", batch_per_gpu=8) for n in (1, 2)]
     write_csv(tmp_path / "t.csv", rows)
     assert read_series(tmp_path / "t.csv", Machine(), Method(), 1e6, 64).workload == Workload(8, 64, 1e6, 2)
+
+
+def test_a_series_is_chosen_of_a_table_that_holds_several(tmp_path: Path) -> None:
+    table = tmp_path / "both.csv"
+    models = {"htsat_tiny_roberta_base": (600, 590, 570), "htsat_base_roberta_base": (500, 490, 480)}
+    rows = [
+        f"{model},{nodes},{4 * nodes},{rate},416"
+        for model, rates in models.items()
+        for nodes, rate in zip((1, 2, 4), rates, strict=True)
+    ]
+    table.write_text("\n".join(["model,nodes,gpus,samples_per_s_per_gpu,batch_per_gpu", *rows]) + "\n")
+    with pytest.raises(UserError, match=r"holds 2 series; choose one with --series NAME: "):
+        read_series(table, Machine(), Method())
+    chosen = read_series(table, Machine(), Method(), name="htsat_base")
+    assert [rate for _, rate in chosen.rates] == [500, 490, 480]
