@@ -35,7 +35,7 @@ from clap_ds.weights import checkpoint_files as files
 TRAIN = str(Path(files.__file__).parents[1] / "train.py")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
-LONGEST_S = 15.0  # that a run is left alone
+LONGEST_S = 8.0  # that a run is left alone: into its first steps and some checkpoints
 FAILING = """
 import errno, os, runpy, sys
 folder, number = sys.argv[1], int(sys.argv[2])
@@ -142,7 +142,7 @@ def kills(folder: Path, number: int, num_ranks: int) -> list[dict[str, Any]]:
         before = found
     whole = folder / "whole"
     whole.mkdir()
-    finish(write_run(whole, before * 2 * num_ranks), num_ranks)
+    finish(write_run(whole, before * 2 * num_ranks, 1000), num_ranks)
     losses = [losses_of(path, before) for path in (folder, whole)]
     same = losses[0] == losses[1] and len(losses[0]) == before
     names = ("lost", "hung", "resumed", "silently anew", "amid a checkpoint", *(which.name for which in SIGNALS))
