@@ -79,7 +79,8 @@ def training(config: Path, num_ranks: int, *before: str) -> Iterator[list[subpro
         ranks = []
         for rank in range(num_ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
-            env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                   "CLAP_START_LIMIT_S": "15"}  # fmt: skip
             to = output if rank == 0 else subprocess.DEVNULL
             command = [sys.executable, "-u", *before, TRAIN, "--deepspeed_config", str(config)]
             ranks.append(subprocess.Popen(command, env=env, stdout=to, stderr=subprocess.STDOUT, text=True))

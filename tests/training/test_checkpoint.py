@@ -74,7 +74,7 @@ def test_the_estimate_is_near_what_is_written(one_rank: RankPool, tmp_path: Path
     assert num_bytes == pytest.approx(saved.bytes, rel=0.15)
     assert 0 < seconds < 60
     assert not warnings
-    assert "5 of 0.00 GB each can be there at a time" in of_little_room[0]
+    assert "5 of 1.2 MB each can be there at a time" in of_little_room[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]  # no probe is left
 
 
