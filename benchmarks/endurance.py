@@ -83,7 +83,13 @@ def training(config: Path, num_ranks: int, *before: str) -> Iterator[list[subpro
                    "CLAP_START_LIMIT_S": "15"}  # fmt: skip
             to = output if rank == 0 else subprocess.DEVNULL
             command = [sys.executable, "-u", *before, TRAIN, "--deepspeed_config", str(config)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=to, stderr=subprocess.STDOUT, text=True))
+            pipes: dict[str, Any] = {"stdout": to, "stderr": subprocess.STDOUT, "text": True}
+            # Background jobs of a shell ignore SIGINT, and what they start does, too.
+            ranks.append(
+                subprocess.Popen(
+                    command, env=env, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+                )
+            )
         try:
             yield ranks
         finally:
