@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_two_runs_in_one_allocation(cluster: SlurmCluster, tmp_path: Path) -> No
     cluster.wait_until_idle()
     site = site_file(tmp_path)
     (tmp_path / "micro.json").write_text(json.dumps(micro_run(clap={"output": {"root": str(tmp_path / "runs")}})))
-    run = f"{sys.executable} launch/job.py --site {site} --launcher ssh --folder {tmp_path}/$n"
+    run = f"{shlex.quote(sys.executable)} launch/job.py --site {site} --launcher ssh --folder {tmp_path}/$n"
     run += f" -- clap_ds/bench.py --deepspeed_config {tmp_path}/micro.json"
     both = f"for n in 1 2; do {run} > {tmp_path}/$n.out 2>&1 & done; wait"
     cluster.run(
