@@ -35,7 +35,7 @@ from clap_ds.weights import checkpoint_files as files
 TRAIN = str(Path(files.__file__).parents[1] / "train.py")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
-LONGEST_S = 8.0  # that a run is left alone: into its first steps and some checkpoints
+BEYOND_S = 4.0  # the time until some checkpoints are there: a run is left alone up to so long
 FAILING = """
 import errno, os, runpy, sys
 folder, number = sys.argv[1], int(sys.argv[2])
@@ -128,7 +128,7 @@ def kills(folder: Path, number: int, num_ranks: int) -> list[dict[str, Any]]:
             if kill == 0:  # how long a start and some checkpoints take here
                 while last_saved(said(config)) < 20 and time.monotonic() - begin < LIMIT_S:
                     time.sleep(0.05)
-                longest_s = min(LONGEST_S, time.monotonic() - begin)
+                longest_s = time.monotonic() - begin + BEYOND_S
             else:
                 time.sleep(chance.uniform(0.0, longest_s))
             chance.choice(ranks).send_signal(which)
