@@ -129,10 +129,6 @@ class Evaluator:
         """Micro-batches of clips that the rank with most has, rank 0."""
         return -(-len(self._clips) // (self.ranks.world_size * self.micro_batch))
 
-    def run(self, model: ClapModel) -> dict[str, float]:
-        """The metrics that `evaluate` finds, 0 to 1."""
-        return self.evaluate(model).metrics
-
     @doing("evaluating")
     def evaluate(
         self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None

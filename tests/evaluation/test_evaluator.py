@@ -54,7 +54,7 @@ def make(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALO
 
 def metrics_on_ranks(shards: list[str], tokenizer: str) -> dict[str, float]:
     with mock.patch.object(ranking, "SCORES_HELD", 8):  # of which every rank has some to rank
-        return make(settings_for(shards), tokenizer, ranks_here()).run(micro_model())
+        return make(settings_for(shards), tokenizer, ranks_here()).evaluate(micro_model()).metrics
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(2, (4, 5)), (3, (2,)), (3, (7, 3))])
@@ -63,7 +63,7 @@ def test_any_number_of_ranks_finds_the_same(
     world_size: int, sizes: tuple[int, ...],
 ) -> None:  # fmt: skip
     shards = write_clips(*sizes)
-    alone = make(settings_for(shards), clip_tokenizer).run(micro_model())
+    alone = make(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
     found = on_ranks(eight_processes, world_size, tmp_path, metrics_on_ranks, shards, clip_tokenizer)
     loss = alone.pop(LOSS)
     for metrics in found:  # features of other micro-batches are rounded otherwise, which ranks don't show
@@ -100,7 +100,7 @@ def test_a_mistake_on_one_rank_is_every_ranks(
 def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: str) -> None:
     shards = write_clips(9)
     model = micro_model()
-    found = make(settings_for(shards, templates=["{}", "a {}"]), clip_tokenizer).run(model)
+    found = make(settings_for(shards, templates=["{}", "a {}"]), clip_tokenizer).evaluate(model).metrics
     model.eval()
     audio = model.encode_audio(torch.stack([torch.from_numpy(tone(number)) for number in range(9)]))
     tokenizer = load_tokenizer(clip_tokenizer, vocab_size=512)
@@ -133,7 +133,7 @@ def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClip
         return modes, numbers, random.getstate(), np.random.get_state()[1].tolist(), torch.is_grad_enabled()
 
     before = state()
-    assert evaluator.run(model) == evaluator.run(model)
+    assert evaluator.evaluate(model).metrics == evaluator.evaluate(model).metrics
     assert state() == before
 
 
@@ -144,7 +144,7 @@ def test_broken_clips_are_counted_and_named(
     extra += clip_members(1001, {"kind": "hum", "caption": " "}) + clip_members(1002, {"caption": "no class"})
     evaluator = make(settings_for(write_clips(4, extra=extra)), clip_tokenizer)
     evaluation = evaluator.evaluate(micro_model())
-    evaluator.run(micro_model())
+    evaluator.evaluate(micro_model())
     assert evaluation.tasks["retrieval"].counts == {"clips": 5, "captions": 7}
     assert evaluation.tasks["zero_shot"].counts == {"clips": 5, "classes": 3}
     reasons = {broken.name.rsplit(" ", 1)[1]: broken.reason for broken in evaluation.broken}
