@@ -18,7 +18,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from clap_ds.model.window_attention import Kernel
+from clap_ds.model.window_attention import AskedKernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
 from clap_ds.native.library import unavailable
@@ -127,11 +127,12 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def our_model(
-    config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, attention: Kernel = "auto"
+    config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, attention: AskedKernel = "auto"
 ) -> ClapModel:
     """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
     torch.manual_seed(0)
-    model = ClapModel(config, drop_path=noise, text_dropout=noise, spec_augment=noise > 0, attention=attention)
+    options: dict[str, Any] = {"drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
+    model = ClapModel(config, **options, attention=attention, device=device)
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)

@@ -178,7 +178,7 @@ def evaluate_checkpoint(
         device=device,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention="auto").to(device, getattr(torch, DTYPES[precision]))
+    model = checkpoint.build(attention="auto", device=device).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
     every = max(1, evaluator.num_batches // NUM_ADVANCES)

@@ -37,8 +37,8 @@ class ModelSettings(Section):
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: on a CPU `clap.cpu_kernels`' where they run and otherwise `matmul`,
-    elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
+    place where they run), elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""

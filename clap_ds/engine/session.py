@@ -70,13 +70,13 @@ class Session:
 class Start:
     """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another."""
 
-    def build_model(self, run: RunSettings) -> ClapModel:
+    def build_model(self, run: RunSettings, device: torch.device) -> ClapModel:
         """The model before it is wrapped; the same on every rank.
 
         Raises:
             ValueError: it can't be had as the settings want it.
         """
-        return build_model(run)
+        return build_model(run, device)
 
     def prepare(self, engine: ClapEngine, record: RunDirectory) -> dict[str, Any] | None:
         """Called on all ranks once the model is wrapped: where this rank's data resumes (`BatchSource.state()`), None for the
@@ -118,7 +118,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         together(lambda: hub_files.fetch(run, ranks))
         torch.manual_seed(run.clap.seed)
         # The profiler would time and synchronise every step; `measuring.flops_profile` runs it outside the timed windows.
-        model = together(lambda: start.build_model(run))
+        model = together(lambda: start.build_model(run, device))
         engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
         # Weights are the same on every rank, dropout and augmentation are not.
         torch.manual_seed(run.clap.seed + 1 + ranks.rank)
@@ -204,8 +204,8 @@ def _make_folder(run: RunSettings) -> Path:
         raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
 
 
-def build_model(run: RunSettings) -> ClapModel:
-    """A fresh model as `clap.model` describes it.
+def build_model(run: RunSettings, device: torch.device) -> ClapModel:
+    """A fresh model as `clap.model` describes it, to be run on the device.
 
     Raises:
         ValueError: its text tower's pretrained weights can't be had.
@@ -219,6 +219,7 @@ def build_model(run: RunSettings) -> ClapModel:
         text_from_hub=options.text_from_hub,
         sigmoid=run.clap.loss.kind == "sigmoid",
         attention=options.attention,
+        device=device,
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
 

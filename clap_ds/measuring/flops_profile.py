@@ -84,8 +84,9 @@ def _executed_lengths(session: Session) -> TextLengths:
 
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count:
     """One micro-batch through a fresh model, in the dtype of the engine's."""
-    model = ClapModel(session.run.clap.preset(), attention=session.run.clap.model.attention).eval()
-    model.requires_grad_(False).to(session.device, session.engine.model.audio.norm.weight.dtype)
+    attention, device = session.run.clap.model.attention, session.device
+    model = ClapModel(session.run.clap.preset(), attention=attention, device=device).eval()
+    model.requires_grad_(False).to(device, session.engine.model.audio.norm.weight.dtype)
     # With an engine whose phases are timed the report would divide by times of a whole step, which this pass isn't.
     shown = None if session.engine.deepspeed.wall_clock_breakdown() else session.engine.deepspeed
     profiler = FlopsProfiler(model, shown, section.recompute_fwd_factor)

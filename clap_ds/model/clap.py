@@ -21,7 +21,7 @@ from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.text import TextAttention, TextTower
-from clap_ds.model.window_attention import Kernel
+from clap_ds.model.window_attention import AskedKernel, resolve_kernel
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 
@@ -49,8 +49,9 @@ class ClapModel(nn.Module):
         text_dropout: dropout of RoBERTa's hidden states and attention weights.
         spec_augment: mask stripes of the spectrogram while training.
         text_from_hub: start RoBERTa from pretrained weights.
-        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`). With `sdpa` RoBERTa goes
-            through SDPA, with the others through `clap_ds.model.text_attention`, which packed captions need.
+        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention.resolve_kernel`). With `sdpa`
+            RoBERTa goes through SDPA, with the others through `clap_ds.model.text_attention`, which packed captions need.
+        device: where the model will run, which `attention` "auto" goes by; None: on a CPU.
         checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
         sigmoid: start from SigLIP's scale of 10 and learn its logit bias, from -10 (arXiv 2303.15343).
 
@@ -59,7 +60,7 @@ class ClapModel(nn.Module):
         logit_scale_text: the other one: loaded and saved, never computed with.
 
     Raises:
-        ValueError: `text_from_hub`, and the weights can't be had or don't fit.
+        ValueError: `text_from_hub`, and the weights can't be had or don't fit; `attention` can't run here.
     """
 
     logit_scale_text: Tensor
@@ -73,13 +74,15 @@ class ClapModel(nn.Module):
         spec_augment: bool = True,
         text_from_hub: bool = False,
         sigmoid: bool = False,
-        attention: Kernel = "sdpa",
+        attention: AskedKernel = "sdpa",
+        device: torch.device | None = None,
         checkpoint_activations: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.mel = LogMel(config.audio)
-        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=attention)
+        kernel = resolve_kernel(attention, device or torch.device("cpu"))
+        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=kernel)
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
         text_attention: TextAttention = "sdpa" if attention == "sdpa" else "auto"
         self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub, attention=text_attention)

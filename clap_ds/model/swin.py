@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import AudioConfig
+from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.window_attention import Kernel, attend_windows
 from clap_ds.model.windows import relative_position_index, shifted_window_mask
 
@@ -34,13 +35,17 @@ class DropPath(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Multi-head attention inside windows, with a learned bias for each relative position."""
+    """Multi-head attention inside windows, with a learned bias for each relative position.
+
+    Attributes:
+        kernel: what computes it.
+    """
 
     relative_position_index: Tensor
 
     def __init__(self, dim: int, window: int, num_heads: int, kernel: Kernel) -> None:
         super().__init__()
-        self.window, self.kernel = window, kernel
+        self.window, self.kernel = window, KernelChoice(kernel)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))

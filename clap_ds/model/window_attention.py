@@ -1,12 +1,12 @@
 """Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
-projection takes: the same result by several kernels. `auto` is `matmul` on a CPU and `sdpa` elsewhere.
+projection takes: the same result by several kernels.
 
 - `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
   and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
 - `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
   matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
 - `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
-  (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU, so not what `auto` picks.
+  (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU.
 
 Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, D head dim,
 C = A·D.
@@ -22,13 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
+from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.windows import merge_windows, partition_windows
 
-Kernel = Literal["auto", "sdpa", "matmul", "triton"]
+Kernel = Literal["sdpa", "matmul", "triton"]
+AskedKernel = Kernel | Literal["auto"]
 
 
-def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
-    """The kernel that `auto` stands for on the device; others are themselves.
+def resolve_kernel(kernel: AskedKernel, device: torch.device) -> Kernel:
+    """The kernel that a model for the device is built with where `auto` is asked for; others are themselves.
 
     Raises:
         ValueError: `triton` asked for where it is not installed.
@@ -41,7 +43,7 @@ def resolve_kernel(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 def attend_windows(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: Kernel
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: KernelChoice
 ) -> Tensor:
     """Softmax attention of every token over its window's tokens.
 
@@ -54,19 +56,15 @@ def attend_windows(
 
     Returns:
         (B, H, W, A·D) in the dtype of `qkv_BHWE`.
-
-    Raises:
-        ValueError: the kernel can't run here (`resolve_kernel`).
     """
     assert shift == 0 or mask_GNN is not None
-    kernel = resolve_kernel(kernel, qkv_BHWE.device)
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
     mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
-    if kernel == "triton":
+    if kernel.name == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 
         return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
-    if kernel == "matmul":
+    if kernel.name == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     if shift:
         qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))

@@ -109,11 +109,11 @@ class NativePatchMerging(NativeModule, PatchMerging):
 
 class NativeSwinBlock(NativeModule, SwinBlock):
     def fits(self) -> bool:
-        """Not where a kernel of the window attention has been asked for by name."""
+        """Not where the window attention is to be another kernel than what CPUs have without these."""
         attention, channels = self.attention, self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
-            attention.kernel == "auto"
+            attention.kernel.name == "matmul"
             and fits_norm(channels)
             and fits_linears(attention.proj, self.mlp.fc1)
             and fits_windows(attention.window, channels // num_heads)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from clap_ds.config.metrics import best_metric
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
@@ -60,14 +62,14 @@ class TrainingStart(session.Start):
         self._run, self._ranks, self.choices = run, ranks, choices
         self.progress = TrainingProgress()
 
-    def build_model(self, run: RunSettings) -> ClapModel:
+    def build_model(self, run: RunSettings, device: torch.device) -> ClapModel:
         """A model with the weights of `clap.train.initial_weights`, if any, its frozen towers frozen; raises ValueError where
         there are no such weights, they are another model's or for another tokenizer, or `sync_to` can't be written. A
         collective."""
         sync_to = run.clap.checkpoint.sync_to
         if sync_to is not None:  # found here, before the work of building a model
             on_first(lambda: try_target(sync_to))
-        model = session.build_model(run)
+        model = session.build_model(run, device)
         weights = run.clap.train.initial_weights
         if weights is not None:
             try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.window_attention import Kernel, attend_windows
 from clap_ds.model.windows import merge_windows, partition_windows, shifted_window_mask
 
@@ -42,7 +43,7 @@ def by(kernel: Kernel) -> Attend:
     """By the model's own function."""
 
     def attend(qkv: Tensor, bias: Tensor, mask: Tensor | None, shift: int) -> Tensor:
-        return attend_windows(qkv, bias, mask, window=8, shift=shift, kernel=kernel)
+        return attend_windows(qkv, bias, mask, window=8, shift=shift, kernel=KernelChoice(kernel))
 
     return attend
 

@@ -13,7 +13,7 @@ from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.training.changes import compare, tokenizer_problem
 from clap_ds.training.start import Choices, TrainingStart
 from clap_ds.weights.checkpoint_files import Manifest
-from tests.training.reference_steps import run_settings
+from tests.training.reference_steps import CPU, run_settings
 from tests.weights.fake_checkpoints import checkpoint_of
 
 MICRO = load_preset("micro")
@@ -68,7 +68,7 @@ def test_weights_start_with_the_tokenizer_they_were_trained_with(
     alone = Ranks(0, 1, 0, 1)
     for tokenizer, choices in ((tokenizers[0], Choices()), (tokenizers[1], Choices(accept_changes=True))):
         run = _run(tokenizer, checkpoint)
-        assert TrainingStart(run, alone, choices).build_model(run).config == run.clap.preset()
+        assert TrainingStart(run, alone, choices).build_model(run, CPU).config == run.clap.preset()
     run = _run(tokenizers[1], checkpoint)
     with pytest.raises(ValueError, match=r"clap.train.initial_weights: .* other token ids .* by --accept_changes"):
-        TrainingStart(run, alone).build_model(run)
+        TrainingStart(run, alone).build_model(run, CPU)

@@ -32,7 +32,7 @@ def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> l
     run = reference.settings(train={"freeze": towers}, optimizer=adam, bf16=bf16, model=noise)
     run.clap = run.clap.model_copy(update={"gradient_sync": sync})
     torch.manual_seed(3)
-    engine = ClapEngine(run, TrainingStart(run, ALONE).build_model(run), reference.CPU)
+    engine = ClapEngine(run, TrainingStart(run, ALONE).build_model(run, reference.CPU), reference.CPU)
     batches = iter(reference.micro_batches(run, dist.get_rank(), dist.get_world_size(), 4))
     before = copy.deepcopy(engine.model.state_dict())
     for _ in range(4):
@@ -82,9 +82,9 @@ def test_a_sync_target_that_cannot_be_written_is_found_before_the_model_is_built
 ) -> None:
     (tmp_path / "file").touch()
     run = reference.settings(checkpoint={"sync_to": str(tmp_path / "file" / "run")})
-    monkeypatch.setattr(session, "build_model", lambda run: pytest.fail("a model was built"))
+    monkeypatch.setattr(session, "build_model", lambda run, device: pytest.fail("a model was built"))
     with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*can't be written"):
-        TrainingStart(run, ALONE).build_model(run)
+        TrainingStart(run, ALONE).build_model(run, reference.CPU)
 
 
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
     model, path = ClapModel(load_preset("micro")), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     run = reference.settings(train={"initial_weights": str(path)})
-    taken = TrainingStart(run, ALONE).build_model(run).state_dict()
+    taken = TrainingStart(run, ALONE).build_model(run, reference.CPU).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
     other = reference.settings(train={"initial_weights": str(path)}, model={"preset": "demo"})
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* holds model micro, this run has demo"):
-        TrainingStart(other, ALONE).build_model(other)
+        TrainingStart(other, ALONE).build_model(other, reference.CPU)
     path.unlink()
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .*weights\.safetensors: no such file"):
-        TrainingStart(run, ALONE).build_model(run)
+        TrainingStart(run, ALONE).build_model(run, reference.CPU)
