@@ -28,6 +28,11 @@ from clap_ds.model.windows import merge_windows, partition_windows
 Kernel = Literal["sdpa", "matmul", "triton"]
 AskedKernel = Kernel | Literal["auto"]
 
+MOST_BATCHED = 65_535
+"""Largest batch that `_sdpa` hands to PyTorch: the third dimension of a CUDA grid, which the batch is for its memory-efficient
+kernels, forward and backward (heads are the second). PyTorch splits a larger one itself, but adds each part's gradient of the
+bias to one of the whole batch's shape, which fails (`_scaled_dot_product_efficient_attention_backward_cuda`)."""
+
 
 def resolve_kernel(kernel: AskedKernel, device: torch.device) -> Kernel:
     """The kernel that a model for the device is built with where `auto` is asked for; others are themselves.
@@ -75,6 +80,8 @@ def attend_windows(
 
 def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tensor:
     B, G, N, _, A, D = qkv_BGN3AD.shape
+    if mask_GNN is None and B * G > MOST_BATCHED:
+        return torch.cat([_sdpa(part, bias_ANN, None) for part in qkv_BGN3AD.split(MOST_BATCHED // G)])
     qkv = qkv_BGN3AD.permute(3, 0, 1, 4, 2, 5)
     if mask_GNN is None:
         (q, k, v), bias = qkv.flatten(1, 2), bias_ANN  # (B·G, A, N, D): one bias for every window

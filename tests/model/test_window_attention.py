@@ -21,6 +21,22 @@ def test_kernels_agree_with_the_eager_form(kernel: str, dtype: torch.dtype, case
     assert largest_error(by(kernel), case, dtype) < TOLERANCE[dtype]
 
 
+def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = cases.draw(CASES[0])  # 3 clips of 4 windows
+    expected = cases.results(by("sdpa"), inputs, 0, torch.float64)
+    batches, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        batches.append(len(q))
+        return attend(q, *others)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
+    got = cases.results(by("sdpa"), inputs, 0, torch.float64)
+    assert batches == [8, 4]
+    assert max(cases.errors(got, expected).values()) < TOLERANCE[torch.float64]
+
+
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_the_eager_form_is_attention_by_definition(case: cases.Case) -> None:
     """Oracle: each token over the whole grid, less the tokens of other shifted windows and those a window or more away."""
@@ -53,6 +69,17 @@ def test_the_triton_kernel_agrees_under_the_interpreter() -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "triton"])
 def test_kernels_agree_with_the_eager_form_on_a_gpu(kernel: str, dtype: torch.dtype, case: cases.Case) -> None:
     assert largest_error(by(kernel), case, dtype, "cuda") < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_sdpa_takes_a_micro_batch_of_1024_on_a_gpu() -> None:
+    """HTSAT-tiny's first stage, 65,536 windows; the last clips against the same ones alone."""
+    inputs = [torch.randn(1024, 64, 64, 3 * 96, device="cuda").bfloat16(), *cases.draw((64, 4, 24, 0), 1)[1:]]
+    inputs[2] = inputs[2].expand(1024, -1, -1, -1)
+    whole = cases.results(by("sdpa"), tuple(inputs), 0, torch.bfloat16, "cuda")
+    alone = cases.results(by("sdpa"), (inputs[0][-2:], inputs[1], inputs[2][-2:]), 0, torch.bfloat16, "cuda")
+    for name in ("output", "q", "k", "v"):
+        torch.testing.assert_close(whole[name][-2:], alone[name], rtol=0, atol=0)
 
 
 def test_auto_is_what_was_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
