@@ -34,6 +34,7 @@ OLDEST_DRIVER = {
     12: 525,
     13: 580,
 }  # by major version of CUDA (its release notes, "minor version compatibility")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def choose_accelerator() -> Literal["cuda", "cpu"]:
@@ -59,6 +60,22 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
         f"this machine has a GPU that torch can't use: {_why(torch.__version__, torch.version.cuda)}."
         " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
     )
+
+
+def set_up_cuda(*, cuda_graphs: bool = False) -> None:
+    """Set what this project wants otherwise than torch does. Call before anything is allocated on a GPU.
+
+    - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it takes
+      a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
+    - The allocator's segments grow (`expandable_segments`) where they would otherwise be joined by others: less memory is lost
+      between tensors as caption lengths change. Not with CUDA graphs, with which NCCL's registration of buffers hung (pytorch
+      issue 158029), and not where the user has set the allocator by a variable of torch's.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if not cuda_graphs and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def are_hidden() -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.dist import progress
-from clap_ds.dist.accelerator import choose_accelerator
+from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.dist.hostfile import read_hostfile
 from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, adopt_slurm_step, free_port, meet
 
@@ -94,17 +94,22 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
 
 
 def initialize(
-    ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
+    ranks: Ranks,
+    *,
+    compile_cpu_collective: bool,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    cuda_graphs: bool = False,
 ) -> torch.device:
     """Join the process group and choose this rank's device.
 
     Args:
         compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
+        cuda_graphs: the run will record some.
 
     Raises:
         UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
-    device = _choose_device(ranks)
+    device = _choose_device(ranks, cuda_graphs)
 
     import deepspeed
     import torch
@@ -144,7 +149,7 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
-def _choose_device(ranks: Ranks) -> torch.device:
+def _choose_device(ranks: Ranks, cuda_graphs: bool) -> torch.device:
     import torch
 
     if choose_accelerator() == "cpu":
@@ -154,6 +159,7 @@ def _choose_device(ranks: Ranks) -> torch.device:
             f"rank {ranks.rank} is number {ranks.local_rank} on {socket.gethostname()}, which has"
             f" {torch.cuda.device_count()} visible GPUs; the hostfile promises more slots than there are"
         )
+    set_up_cuda(cuda_graphs=cuda_graphs)
     torch.cuda.set_device(ranks.local_rank)
     return torch.device("cuda", ranks.local_rank)
 

@@ -105,6 +105,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
+        cuda_graphs=run.clap.cuda_graphs,
     )
     quiet_deepspeed()
     together(lambda: _check_deepspeed_sections(run))

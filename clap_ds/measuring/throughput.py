@@ -89,13 +89,11 @@ def measure(session: Session) -> Summary:
                 session.record.add_scalars(session.engine.steps, bench__samples_per_s=samples_per_s)
         breakdown = _measure_breakdown(session, protocol.breakdown_steps)
         progress.advance(protocol.breakdown_steps, "breakdown")
-    memory_peak_bytes = hardware.peak_memory_bytes(session.device)
+    peak_memory = hardware.peak_memory(session.device)
     utilized = _measure_utilization(session, statistics.median(measurement.samples_per_s_per_gpu))
     if not session.ranks.is_first:
         return {}
-    summary = session.record.update_summary(
-        _summarize(session, measurement, breakdown), utilized, memory_peak_bytes=memory_peak_bytes
-    )
+    summary = session.record.update_summary(_summarize(session, measurement, breakdown), utilized, peak_memory)
     print_summary(summary)
     return summary
 

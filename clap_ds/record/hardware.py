@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from clap_ds.config import places
+from clap_ds.record.schema import Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
@@ -37,6 +38,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_memory(device: torch.device) -> Summary:
+    """`memory_peak_bytes`, and of a GPU also what its allocator held at most, which is what must fit."""
+    peak = Summary(memory_peak_bytes=peak_memory_bytes(device))
+    if device.type == "cuda":
+        peak["memory_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
+    return peak
+
+
 def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
     """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
     return {
@@ -47,6 +56,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "driver": _driver() if device.type == "cuda" else None,
         "device_name": device_name(device),
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "allocator": _allocator_settings() if device.type == "cuda" else None,
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
@@ -54,6 +64,12 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "git_commit": places.commit(),
         "command": _command(),
     }
+
+
+def _allocator_settings() -> str | None:
+    """None from a torch that doesn't tell."""
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return tell() if tell else None
 
 
 def _command() -> list[str]:

@@ -67,6 +67,9 @@ class Summary(TypedDict, total=False):
     breakdown_s: dict[str, float] | None
     """Seconds a step by `STEP_PHASES`, of an instrumented pass."""
     memory_peak_bytes: int
+    """Of tensors on a GPU, of the whole process on a CPU; on rank 0."""
+    memory_reserved_peak_bytes: int
+    """Of a GPU alone: the most that torch's allocator held, gaps between tensors included."""
     skipped_steps: int
     data: dict[str, Any]
     compile: dict[str, Any]
@@ -118,6 +121,8 @@ class Environment(TypedDict, total=False):
     driver: str | None
     device_name: str
     device_memory_bytes: int | None
+    allocator: str | None
+    """Settings of torch's allocator for GPUs; empty where they are torch's defaults."""
     device_names: list[str]
     host: str
     hosts: list[str]

@@ -95,7 +95,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("step time, 95th percentile", _seconds(step["p95"])),
         ("step time, slowest rank", _seconds(step["slowest_rank_median"])),
         ("waiting for data", f"{summary['data_wait_percent']:.2f} %"),
-        ("peak memory per rank", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB"),
+        ("peak memory per rank", _memory(summary)),
         *_utilization_rows(summary),
     ]
     breakdown = summary["breakdown_s"] or {}
@@ -135,6 +135,12 @@ def _utilization_rows(summary: Summary) -> list[tuple[str, str]]:
         share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
         lines.append(("of what matrix products achieve here", share))
     return lines
+
+
+def _memory(summary: Summary) -> str:
+    reserved = summary.get("memory_reserved_peak_bytes")
+    held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
+    return f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
 
 
 def _seconds(value: float) -> str:

@@ -159,7 +159,7 @@ class TrainingLog:
                 "samples_per_s": found["median"] * world_size,
                 "step_time_s": {"median": statistics.median(step_s), "p95": percentile(step_s, 95)},
                 "data_wait_percent": 100 * waited_s / window_s,
-                "memory_peak_bytes": hardware.peak_memory_bytes(self._session.device),
+                **hardware.peak_memory(self._session.device),
             }
         self._session.record.update_summary(self._position(), **fields)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist import accelerator
+from clap_ds.dist import accelerator, distributed
 from clap_ds.dist.accelerator import choose_accelerator
 from tests.ranks import free_port
 
@@ -97,6 +97,31 @@ def test_a_gpu_that_works_is_taken_unless_the_cpus_are_asked_for(machine: Machin
     assert machine.choice() == "cuda"
     machine.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_accelerator() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("variable", "cuda_graphs", "expected"),
+    [("", False, ["expandable_segments:True"]), ("PYTORCH_ALLOC_CONF", False, []), ("", True, [])]
+    + [("PYTORCH_CUDA_ALLOC_CONF", False, [])],
+)
+def test_cuda_is_set_up_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, variable: str, cuda_graphs: bool, expected: list[str]
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    for name in accelerator.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "garbage_collection_threshold:0.8" if name == variable else "")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        monkeypatch.setattr(distributed, "choose_accelerator", lambda: "cuda")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: given.append(f"device {number}"))
+        distributed._choose_device(distributed.Ranks(0, 1, 0, 1), cuda_graphs)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert given == [*expected, "device 0"]
 
 
 BUILT = "torch 2.13.0 is built for CUDA 13.0, which needs driver ≥ 580."

@@ -79,9 +79,11 @@ def test_each_mfu_by_hand_and_in_the_table() -> None:
         "device_type": "cuda", "samples_per_s_per_gpu": rates([490.0, 510.0]),
         "step_time_s": {"median": 1.0, "p95": 1.0, "slowest_rank_median": 1.0}, "samples_per_s": 500.0,
         "deepspeed_samples_per_s": None, "audio_hours_per_s": 1.0, "data_wait_percent": 0.0, "memory_peak_bytes": 2**30,
+        "memory_reserved_peak_bytes": 3 * 2**29,
         "breakdown_s": None, "flops": {**flops, "deepspeed_unseen_gflops": {}}, "warnings": ["they differ"], **found,
     }  # fmt: skip
     shown = {
+        "peak memory per rank": "1.00 GiB of tensors, 1.50 GiB reserved",
         "  50 % interval of 2 windows": "490.00 – 510.00",
         "  with recomputation": "3.750 (1.5000 GFLOPs a sample done twice)",
         "  with recomputation (HFU)": "31.25 % of 12 TFLOPS",
