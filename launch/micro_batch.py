@@ -3,7 +3,8 @@
     python launch/micro_batch.py 8:1024:8 --config C --folder F -- python launch/job.py …      (as launch/bench.sbatch does)
 
 `auto` looks for the largest multiple of 8 that fits, by doubling and then bisection. A micro-batch that exhausts the
-memory is a row like any other. `micro_batch.json` in the folder holds the rows so far. No torch.
+memory is a row like any other, and so is one that fails in another way where a smaller one completed: a kernel that can't be
+launched at that size shows as some CUDA error. `micro_batch.json` in the folder holds the rows so far. No torch.
 """
 
 from __future__ import annotations
@@ -81,14 +82,17 @@ class Trials:
             self._child.send_signal(number)
 
     def fits(self, micro_batch: int) -> bool:
-        """Run a micro-batch, unless it was before; False when it exhausts the memory, a RuntimeError for other failures."""
+        """Run a micro-batch, unless it was before: whether it completed. A RuntimeError for a signal, and for one that failed
+        otherwise than for want of memory where no smaller one completed, so that its size can't be why."""
         if micro_batch not in self.rows:
             self.rows[micro_batch] = self._run(micro_batch)
             write_object(self.folder / "micro_batch.json", list(self.rows.values()))
         row = self.rows[micro_batch]
         if self.stopped:
             raise RuntimeError(f"stopped by {self.stopped.name}")
-        if row["state"] not in ("completed", "out_of_memory"):
+        completed = [size for size, each in self.rows.items() if each["state"] == "completed"]
+        is_too_large = row["state"] == "failed" and min(completed, default=micro_batch) < micro_batch
+        if row["state"] not in ("completed", "out_of_memory") and not is_too_large:
             raise RuntimeError(f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
         return bool(row["state"] == "completed")
 
@@ -103,6 +107,11 @@ class Trials:
         self._child.wait()
         path = folder / "job.json"
         return row_of(micro_batch, read_object(path) if path.exists() else {"error": "the job left no job.json"})
+
+    def _why_no_larger(self, largest: int) -> str:
+        """What ended the next larger one that was tried, where that wasn't want of memory."""
+        row = self.rows.get(min((size for size in self.rows if size > largest), default=0))
+        return f" ({row['micro_batch']} {row['state']}: {row['note']})" if row and row["state"] == "failed" else ""
 
     def run(self, sizes: str) -> int:
         """Try `FIRST:LAST:STEP` or `auto`; show and record what came of it. The exit code."""
@@ -119,8 +128,8 @@ class Trials:
             job = {"state": ended if self.stopped else "failed", "error": str(error)}
         write_object(self.folder / "job.json", job)
         show_table(self.rows.values())
-        if job.get("largest_micro_batch"):
-            print(f"largest micro-batch that fits: {job['largest_micro_batch']}")
+        if largest := job.get("largest_micro_batch"):
+            print(f"largest micro-batch that fits: {largest}{self._why_no_larger(largest)}")
         if job["error"]:
             print(f"error: {job['error']}", file=sys.stderr)
         return 128 + self.stopped if self.stopped else int(job["state"] != "completed")

@@ -32,10 +32,12 @@ import json, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
 size = json.loads((folder / "run.json").read_text())["train_micro_batch_size_per_gpu"]
-if size == 40 and len(sys.argv) > 2:
+kind = sys.argv[2] if len(sys.argv) > 2 else ""
+if size == 40 and kind == "fail":
     sys.exit(7)
-state = "completed" if size <= 43 else "out_of_memory"
-(folder / "run").mkdir()
+larger = {"launch": "failed", "stop": "timeout"}.get(kind, "out_of_memory")
+state = "completed" if size <= 43 else larger
+(folder / "run").mkdir(exist_ok=True)
 summary = {"samples_per_s_per_gpu": {"median": size * 2.0}, "memory_peak_bytes": size * 10**9, "achieved_tflops": 5.5}
 (folder / "run" / "summary.json").write_text(json.dumps(summary))
 (folder / "job.json").write_text(json.dumps({"state": state, "error": "why", "run_directory": str(folder / "run")}))
@@ -66,12 +68,24 @@ def test_auto_finds_the_largest(tmp_path: Path, command: list[str], capfd: pytes
     assert last == "largest micro-batch that fits: 40"
 
 
-def test_range_keeps_rows_that_do_not_fit_and_other_failures_end_it(
+def test_any_failure_above_a_size_that_completed_is_too_large(
+    tmp_path: Path, command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["auto", *command, "launch"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "largest micro-batch that fits: 40 (48 failed: why)"
+    assert main(["auto", *command, "stop"]) == 1
+    assert "error: micro-batch 64: timeout: why" in capfd.readouterr().err
+
+
+def test_range_keeps_rows_that_do_not_fit_and_a_failure_at_the_smallest_ends_it(
     tmp_path: Path, command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["24:56:32", *command]) == 0
     rows = json.loads((tmp_path / "micro_batch.json").read_text())
     assert [(row["micro_batch"], row["state"]) for row in rows] == [(24, "completed"), (56, "out_of_memory")]
-    assert main(["8:56:32", *command, "fail"]) == 1
+    assert main(["8:56:32", *command, "fail"]) == 0
+    rows = json.loads((tmp_path / "micro_batch.json").read_text())
+    assert [(row["micro_batch"], row["state"]) for row in rows] == [(8, "completed"), (40, "failed")]
+    assert main(["40:56:8", *command, "fail"]) == 1
     assert json.loads((tmp_path / "job.json").read_text())["state"] == "failed"
     assert "error: micro-batch 40: failed: the job left no job.json" in capfd.readouterr().err
