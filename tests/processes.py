@@ -35,6 +35,8 @@ def warm_context() -> ForkServerContext:
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        # DeepSpeed looks for GPUs while it is imported, and CUDA once used is of no use to a fork.
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         forkserver.ensure_running()
     return context
 

@@ -3,6 +3,7 @@
 import os
 import traceback
 from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,12 +17,12 @@ class RankPool:
     """`world_size` processes that run a function together and return each rank's result.
 
     Args:
-        gpu: let them see the machine's GPUs.
+        gpu: let them see the machine's GPUs; they start from nothing, for the others' parent sees none.
         grouped: join them by DeepSpeed; otherwise `in_group_of` joins some of them for one call, without loading DeepSpeed.
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
-        port, context = free_port(), warm_context()
+        port, context = free_port(), get_context("spawn") if gpu else warm_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -40,6 +40,9 @@ def _bench(config: Path, launcher: str = "one rank", *options: str) -> subproces
     arguments = [BENCH, "--deepspeed_config", str(config), *options]
     if launcher == "one rank":
         return run(arguments, env=environment())
+    if launcher == "one GPU":
+        seen = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=seen)
     if launcher == "two ranks":
         ranks = RunningRanks(config, 2, file=BENCH)
         codes = ranks.wait()
@@ -144,17 +147,14 @@ def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> Non
     assert "step 2" in summary["error"]
 
 
-ON_GPU = {"clap": {"data": {"source": "synthetic", "placement": "device", "num_batches": 1}}}
-
-
 @pytest.mark.parametrize(
-    ("micro_batch", "changes"), [(10**12, {}), pytest.param(10**6, ON_GPU, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
+    ("launcher", "micro_batch"), [("one rank", 10**12), pytest.param("one GPU", 10**7, marks=pytest.mark.gpu)]
 )
 def test_exhausted_memory_is_recorded_with_the_micro_batch(
-    write_run: WriteRun, micro_batch: int, changes: dict[str, Any]
+    write_run: WriteRun, launcher: str, micro_batch: int
 ) -> None:
-    config = write_run(train_micro_batch_size_per_gpu=micro_batch, **changes)
-    assert _bench(config).returncode == 1
+    config = write_run(train_micro_batch_size_per_gpu=micro_batch)
+    assert _bench(config, launcher).returncode == 1
     assert _summary(config)["state"] == "out_of_memory"
     assert f"micro-batch {micro_batch}" in _summary(config)["error"]
 
