@@ -5,7 +5,7 @@
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
 # make lint        ruff, mypy, and that rooms import one way
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
-# make gpu-check   GPU tests and benchmarks of one GPU, kept under results/
+# make gpu-check   what this machine's GPUs do with this project, in 8 minutes, kept under results/
 # make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one
 # Each sets up .venv by itself. PYTHON=… uses another interpreter's packages instead, installing nothing.
 

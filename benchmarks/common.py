@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically
 from clap_ds.config.places import work_folder
-from clap_ds.dist.distributed import choose_accelerator, keep_freed_memory
+from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.dist.distributed import keep_freed_memory
+from clap_ds.launch.host_processes import LAST_WORDS_S, end_all
 
 if TYPE_CHECKING:
     import torch
@@ -37,23 +40,30 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
-    """Print the text; to a file, where one is given, with the command that made it, and the figures to a JSON beside it."""
+    """Print the text, and keep it where there is a file for it."""
     print(text, flush=True)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python", *sys.orig_argv[1:]])
-        write_atomically(output, f"`{command}`\n\n{text}\n")
-        write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
+        keep(output, text, figures)
+
+
+def keep(output: Path, text: str, figures: Any) -> None:
+    """Write the text, with the command that made it, and the figures to a JSON beside it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", *sys.orig_argv[1:]])
+    write_atomically(output, f"`{command}`\n\n{text}\n")
+    write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
 
 
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """Markdown of columns given as `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`: a row's fields go into the
-    format strings, with `memory_gb` of its `memory_peak_bytes`; a cell whose field a row lacks is empty."""
+    format strings, with `memory_gb` of its `memory_peak_bytes`, `reserved_gb` of its `memory_reserved_peak_bytes`; a cell whose
+    field a row lacks is empty."""
     cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
-        if row.get("memory_peak_bytes"):
-            row = {**row, "memory_gb": row["memory_peak_bytes"] / 1e9}
+        for name, field in {"memory_gb": "memory_peak_bytes", "reserved_gb": "memory_reserved_peak_bytes"}.items():
+            if row.get(field):
+                row = {**row, name: row[field] / 1e9}
         try:
             return template.format_map(row)
         except (KeyError, TypeError):
@@ -63,12 +73,14 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def choose_device(*, plain_allocator: bool = False) -> torch.device:
-    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it; its memory is then allocated as by CPU
-    ranks, unless `plain_allocator`. A UserError where there is a GPU that torch can't use."""
+    """The first GPU, set up as for ranks, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it; its memory is then
+    allocated as by CPU ranks, unless `plain_allocator`. A UserError where there is a GPU that torch can't use."""
     import torch
 
     device = torch.device(choose_accelerator())
-    if device.type == "cpu" and not plain_allocator:
+    if device.type == "cuda":
+        set_up_cuda()
+    elif not plain_allocator:
         keep_freed_memory()
     return device
 
@@ -95,12 +107,19 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
-    """Run a command with its output in `log`, and end every process it started when it or its time is over: how it ended,
-    `completed`, `exit code 3` or `stopped after 60 s`."""
+    """Run a command with its output in `log`, and end every process it started when it or its time is over, orphans and those
+    with sessions of their own among them: how it ended, `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    job = f"{os.environ.get('CLAP_JOB', '')}{uuid4().hex}."  # begins with that of a command above this one, which ends both
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=work_folder(),
+            env={**os.environ, "CLAP_JOB": job},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         code = process.wait(limit_s)
@@ -108,7 +127,9 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(10)  # time to record its end
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(LAST_WORDS_S)
+        end_all(job)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds on to stays
+            process.wait(LAST_WORDS_S)

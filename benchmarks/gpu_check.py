@@ -1,8 +1,9 @@
-"""Command: every GPU test and benchmark on one GPU, in under eight minutes, kept under `results/<device>/`.
+"""Command: what a machine's GPUs do with this project, in eight minutes, kept under `results/<device>/`.
 
     python -m benchmarks.gpu_check [--minutes 8] [--only NAME…]
 
-Each step runs by itself: one that fails or finds no time left is a row of the table like any other, and the rest goes on.
+The main number comes first, then whether results are right, on two ranks and on one, then what else there is time for. Each
+step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other, and the rest goes on.
 Leaves what is measured to the commands it starts.
 """
 
@@ -12,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,34 +22,44 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import make_parser, run_for, show, table
+from benchmarks.common import keep, make_parser, run_for, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
-from clap_ds.dist.accelerator import nvidia_smi
+from clap_ds.dist.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.record.schema import RECORD_FILES
 
-BENCH = "-m deepspeed.launcher.runner --num_gpus 1 clap_ds/bench.py --deepspeed_config ds_configs"
+ONE_GPU = "-m clap_ds.bench --deepspeed_config ds_configs"
+ALL_GPUS = "-m deepspeed.launcher.runner --quiet clap_ds/bench.py --deepspeed_config ds_configs"
+TESTS = "-m pytest -q -m gpu"
 EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
 PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
 VARIANTS = (
-    "-m benchmarks.variants ds_configs/htsat_tiny.json --limit_s 150"
-    " --vary clap.compile=off,step --vary clap.model.attention=auto,triton --vary clap.cuda_graphs=false,true"
+    "-m benchmarks.variants ds_configs/htsat_tiny.json --limit_s 100"
+    " --vary clap.compile=off,towers --vary clap.model.attention=sdpa,triton"
 )
 STEPS = {
-    "tests": (180, "-m pytest -q -m gpu tests"),
-    **{f"htsat_{name}": (120, f"{BENCH}/htsat_{name}.json") for name in ("tiny", "base", "tiny_amp", "base_amp")},
+    "htsat_tiny": (120, f"{ONE_GPU}/htsat_tiny.json"),
+    "tests_on_two_gpus": (90, f"{TESTS} tests/engine/test_two_gpus.py"),
+    "htsat_tiny_on_all_gpus": (120, f"{ALL_GPUS}/htsat_tiny.json"),
+    "tests": (120, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
+    "variants": (300, f"{VARIANTS} --output {{output}}/variants.md"),
+    **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
     "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
     "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
     "peers_packed": (150, f"{PEERS} --text packed --caption_lengths 8 32 --output {{output}}/peers_packed.md"),
     "loss": (60, "-m benchmarks.loss_bench --output {output}/loss.md"),
     "memory_at_77_and_512_tokens": (150, f"{EVIDENCE} --output {{output}}/memory.md"),
-    "variants": (500, f"{VARIANTS} --output {{output}}/variants.md"),  # more than the others leave: --only variants
 }
 """The most informative first: seconds each may take, and its command after `python`."""
+SEVERAL = ("tests_on_two_gpus", "htsat_tiny_on_all_gpus")
+"""Steps that need more GPUs than one."""
+FEWEST_S = 20.0
+"""Least time that a step is begun with; also kept for ending the last one."""
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[median]:,.1f}"
     " | interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}"
-    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | peak memory, GB {memory_gb:.1f}"
+    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | GPUs {world_size} | peak memory, GB {memory_gb:.1f}"
+    " | reserved, GB {reserved_gb:.1f}"
 )
 
 
@@ -73,34 +85,45 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
     return (json.loads(summary.read_text()) if summary.exists() else {}) | row
 
 
-def report(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def report(device: str, num_gpus: int, rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown table of all steps."""
     return (
-        f"# One {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
+        f"# {num_gpus} × {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
         f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, rows)}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the steps and keep their table; 1 where one didn't complete, a UserError where there is no GPU."""
+    """Run the steps and keep their table as it grows; 1 where one didn't complete, a UserError where no GPU can be used."""
     parser = make_parser("gpu_check", __doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop starting steps when this time is up")
+    parser.add_argument("--minutes", type=float, default=8.0, help="end what runs when this time is up")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="just these steps")
     arguments = parser.parse_args(argv)
     if not (found := nvidia_smi()):
         raise UserError("no NVIDIA GPU on this machine: nvidia-smi names none")
+    if choose_accelerator() == "cpu":
+        raise UserError("CUDA_VISIBLE_DEVICES or DS_ACCELERATOR keeps this from the GPUs")
+    import torch
+
+    num_gpus = torch.cuda.device_count()
     device = found[0].split(",")[0].strip()
     folder = work_folder() / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     deadline_s = time.monotonic() + 60 * arguments.minutes
-    rows = []
-    for name in arguments.only or STEPS:
-        (most_s, command), left_s = STEPS[name], deadline_s - time.monotonic()
-        no_time = {"step": name, "state": "no time left", "seconds": 0.0}
-        rows.append(run_step(name, command, min(most_s, left_s), folder / name) if left_s > 20 else no_time)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the step that is under way first
+    rows: list[dict[str, Any]] = []
     # A part doesn't take the place of the whole.
-    name = "-".join(arguments.only) if arguments.only else "README"
-    show(arguments.output or folder / f"{name}.md", report(device, rows), rows)
-    return int(any(row["state"] != "completed" for row in rows))
+    output = arguments.output or folder / f"{'-'.join(arguments.only) if arguments.only else 'README'}.md"
+    for name in arguments.only or STEPS:
+        (most_s, command), left_s = STEPS[name], deadline_s - time.monotonic() - FEWEST_S
+        if num_gpus == 1 and name in SEVERAL:
+            rows.append({"step": name, "state": "left out: one GPU", "seconds": 0.0})
+        elif left_s < FEWEST_S:
+            rows.append({"step": name, "state": "no time left", "seconds": 0.0})
+        else:
+            rows.append(run_step(name, command, min(most_s, left_s), folder / name))
+        keep(output, report(device, num_gpus, rows), rows)
+    print(report(device, num_gpus, rows))
+    return int(any(row["state"] not in ("completed", "left out: one GPU") for row in rows))
 
 
 if __name__ == "__main__":

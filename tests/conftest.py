@@ -68,6 +68,17 @@ def one_gpu() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="session")
+def two_gpus() -> Iterator[RankPool]:
+    """Two processes with NCCL between them, on a GPU each."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with contextlib.closing(RankPool(2, gpu=True)) as pool:
+        yield pool
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     yield

@@ -2,13 +2,17 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu_check
+from benchmarks import common, gpu_check
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
+from clap_ds.launch.host_processes import is_running
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,66 @@ def test_steps_end_as_completed_failed_or_out_of_time(
     assert (target / "x.json").exists() == ("argv" in code)
 
 
+STUBBORN = """
+trap "" TERM
+setsid sh -c 'trap "" TERM; echo $$ > "$0"; sleep 60; exit' "$1" &
+until test -s "$1"; do sleep 0.1; done
+eval "$2"
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "limit_s", "state"), [("exit 0", 60, "completed"), ("sleep 60", 2, "stopped after 2 s")]
+)
+def test_nothing_outlives_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, limit_s: float, state: str
+) -> None:
+    """An orphan in a session of its own that ignores SIGTERM and holds the output."""
+    monkeypatch.setattr(common, "LAST_WORDS_S", 0.2)
+    pid = tmp_path / "pid"
+    assert common.run_for(["sh", "-c", STUBBORN, "sh", str(pid), then], tmp_path / "log", limit_s) == state
+    assert not is_running(int(pid.read_text()))
+
+
+def test_a_step_s_own_commands_end_with_it(tmp_path: Path) -> None:
+    """As `variants` runs them, where it is killed before it can end what it runs."""
+    pid = tmp_path / "pid"
+    inner = ["sh", "-c", STUBBORN, "sh", str(pid), "kill -9 $PPID"]
+    code = f"from benchmarks.common import *; run_for({inner}, Path({str(tmp_path / 'log')!r}))"
+    assert common.run_for([sys.executable, "-c", code], tmp_path / "outer", 60) == "exit code -9"
+    assert not is_running(int(pid.read_text()))
+
+
+def test_plan_s_steps_and_what_becomes_of_those_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+
+    def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
+        limits[name] = limit_s
+        now.append(now[-1] + limit_s)
+        return {"step": name, "state": "completed", "seconds": limit_s}
+
+    now = [0.0]
+    monkeypatch.setattr(gpu_check, "run_step", run_step)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: ["NVIDIA H200, 143771 MiB, 580.65"])
+    monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
+    for num_gpus in (1, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        output = tmp_path / f"{num_gpus}.md"
+        now[:] = [0.0]
+        limits.clear()
+        assert gpu_check.main(["--output", str(output)]) == 1  # no time for all of it
+        states = {row["step"]: row["state"] for row in json.loads(output.with_suffix(".json").read_text())}
+        assert list(states) == list(gpu_check.STEPS)
+        assert next(iter(limits)) == "htsat_tiny"
+        assert now[-1] <= 8 * 60 - gpu_check.FEWEST_S
+        several = {states[name] for name in gpu_check.SEVERAL}
+        assert several == ({"left out: one GPU"} if num_gpus == 1 else {"completed"})
+
+
 def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path: Path) -> None:
     run, kept = tmp_path / "runs" / "x", tmp_path / "kept" / "htsat"
     run.mkdir(parents=True)
@@ -44,10 +108,12 @@ def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path
 def test_report_has_a_row_for_every_step_with_its_figures() -> None:
     rate = {"median": 3456.7, "low": 3400.0, "high": 3500.0, "coverage": 0.9785}
     row = {"step": "tiny", "state": "completed", "seconds": 30, "samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9}
+    row |= {"world_size": 1, "memory_reserved_peak_bytes": 1.26e9}
     rows = [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}]
-    text = " ".join(gpu_check.report("NVIDIA H200", rows).split())
-    assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 97.9% | 1.0 |" in text
-    assert "| base | exit code 1 | 2 | – | – | – | – |" in text
+    text = " ".join(gpu_check.report("NVIDIA H200", 2, rows).split())
+    assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 97.9% | 1 | 1.0 | 1.3 |" in text
+    assert "| base | exit code 1 | 2 | – | – | – | – | – | – |" in text
+    assert "# 2 × NVIDIA H200" in text
 
 
 def test_every_configuration_and_module_of_the_plan_exists() -> None:
