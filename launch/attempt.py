@@ -31,8 +31,8 @@ FAILED, KILLED = 1, "killed by"
 _RUN_DIRECTORY = re.compile(r"^run directory: (\S.*)")
 _ERROR = re.compile(r"(error: |[\w.]*(Error|Exception): ).*")
 _OF_THE_HOST = re.compile(
-    r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Connection (reset|closed|refused)|[Gg]loo|Input/output error|Bus error"
-    r"|Stale file handle|killed by SIG(KILL|BUS|SEGV)"
+    r"NCCL|CUDA error(?!: (invalid configuration|out of memory))|uncorrectable|\bECC\b|\bXid\b"
+    r"|Connection (reset|closed|refused)|[Gg]loo|Input/output error|Bus error|Stale file handle|killed by SIG(KILL|BUS|SEGV)"
 )
 """What an error says that may well be a host's fault, not the program's."""
 

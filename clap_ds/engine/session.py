@@ -301,8 +301,10 @@ def _ignore_signals() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the GPU's or the host's memory is exhausted."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether an exception says that the GPU's or the host's memory is exhausted: also to CUDA, cuBLAS or NCCL, which don't ask
+    torch's allocator for theirs."""
+    said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def _is_connection_lost(error: BaseException) -> bool:

@@ -145,6 +145,23 @@ def test_the_first_error_of_a_rank_is_why(run: Any) -> None:
     assert (ending.message, ending.hosts, ending.lost) == (why, ["n2"], False)
 
 
+@pytest.mark.parametrize(
+    ("error", "hosts"),
+    [
+        ("an illegal memory access was encountered", ["n1"]),
+        ("invalid configuration argument", []),
+        ("out of memory", []),
+    ],
+)
+def test_a_size_that_a_gpu_cannot_do_is_no_fault_of_the_host(run: Any, error: str, hosts: list[str]) -> None:
+    def play(agents: FakeAgents, message: Message) -> None:
+        agents.tell("n1", err=f"torch.AcceleratorError: CUDA error: {error}")
+        agents.end("n1", 1)
+
+    ending, _ = run(_on_start(play), hosts=1)
+    assert (ending.state, ending.hosts) == ("failed", hosts)
+
+
 @pytest.mark.parametrize(("code", "name"), [(247, "SIGKILL"), (137, "SIGKILL"), (139, "SIGSEGV")])
 def test_killed_by(run: Any, code: int, name: str) -> None:
     ending, _ = run(_on_start(lambda agents, _: agents.end("n1", code)), hosts=1)

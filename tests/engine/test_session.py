@@ -1,0 +1,25 @@
+"""How a run's end is told from the exception that ended it."""
+
+import pytest
+import torch
+
+from clap_ds.engine.session import is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: invalid configuration argument"), False),
+        (ValueError("the memory of this"), False),
+    ],
+)
+def test_exhausted_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
