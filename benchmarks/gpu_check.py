@@ -30,7 +30,7 @@ from clap_ds.record.schema import RECORD_FILES
 
 ONE_GPU = "-m clap_ds.bench --deepspeed_config ds_configs"
 ALL_GPUS = "-m deepspeed.launcher.runner --quiet clap_ds/bench.py --deepspeed_config ds_configs"
-TESTS = "-m pytest -q -m gpu"
+TESTS = "-m pytest -v -m gpu"
 EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
 PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
 VARIANTS = (
@@ -39,9 +39,9 @@ VARIANTS = (
 )
 STEPS = {
     "htsat_tiny": (120, f"{ONE_GPU}/htsat_tiny.json"),
-    "tests_on_two_gpus": (90, f"{TESTS} tests/engine/test_two_gpus.py"),
+    "tests_on_two_gpus": (150, f"{TESTS} tests/engine/test_two_gpus.py"),
     "htsat_tiny_on_all_gpus": (120, f"{ALL_GPUS}/htsat_tiny.json"),
-    "tests": (120, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
+    "tests": (150, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
     "variants": (300, f"{VARIANTS} --output {{output}}/variants.md"),
     **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
     "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
@@ -64,8 +64,8 @@ COLUMNS = (
 
 
 def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
-    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command. Returns the
-    table's row: the step's name, state and seconds, and the run's summary."""
+    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command, and the
+    output where it didn't complete. Returns the table's row: the step's name, state and seconds, and the run's summary."""
     words = [word.format(output=target) for word in shlex.split(command)]
     print(f"\n== {name}: {shlex.join(words)}", flush=True)
     started_s = time.monotonic()
@@ -74,6 +74,9 @@ def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str,
         output = log.read()
     row = {"step": name, "state": state, "seconds": time.monotonic() - started_s}
     print(output, flush=True)
+    if state != "completed":
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "output.log").write_text(output)
     if not (found := re.search(r"^run directory: (.+)$", output, re.MULTILINE)):
         return row
     target.mkdir(parents=True, exist_ok=True)

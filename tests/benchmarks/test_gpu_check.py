@@ -32,6 +32,7 @@ def test_steps_end_as_completed_failed_or_out_of_time(
     assert row["state"] == state
     assert ("\nhello" in capfd.readouterr().out) == ("hello" in code)
     assert (target / "x.json").exists() == ("argv" in code)
+    assert (target / "output.log").exists() == (state != "completed")
 
 
 STUBBORN = """
