@@ -127,7 +127,9 @@ def initialize(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         try:
-            meet(ranks.rank, ranks.world_size, backend, ranks.hosts)
+            # As DeepSpeed does where it makes the group itself.
+            bound = device if backend == "nccl" and ranks.world_size > 1 else None
+            meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound)
         except PortTakenError as error:
             raise AgreedError(str(error)) from None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)

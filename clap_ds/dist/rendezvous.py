@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
 from clap_ds.dist.limits import within
 from clap_ds.dist.hostfile import expand, master_port, parse_tasks
+
+if TYPE_CHECKING:
+    import torch
 
 START_LIMIT_S = 300.0
 """For all ranks to meet, where CLAP_START_LIMIT_S doesn't say: some import from a disk that others have in memory."""
@@ -69,11 +72,14 @@ def adopt_slurm_step() -> None:
     os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) -> None:
+def meet(
+    rank: int, world_size: int, backend: str, hosts: Sequence[str] = (), device: torch.device | None = None
+) -> None:
     """Make the default process group once every rank has said that it is there.
 
     Args:
         hosts: of every rank, where that is known, to be named with those that are missing.
+        device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
@@ -115,7 +121,7 @@ def meet(rank: int, world_size: int, backend: str, hosts: Sequence[str] = ()) ->
     if problem:
         raise UnreachableError(problem)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
 

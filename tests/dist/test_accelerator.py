@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -122,6 +124,21 @@ def test_cuda_is_set_up_unless_the_user_has(
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     assert given == [*expected, "device 0"]
+
+
+@pytest.mark.parametrize(("device", "world_size", "bound"), [("cuda:1", 2, True), ("cuda:0", 1, False)])
+def test_nccl_is_bound_to_the_rank_s_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, world_size: int, bound: bool
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(distributed, "_choose_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+    met: list[Any] = []
+    monkeypatch.setattr(distributed, "meet", lambda *how: met.extend(how))
+    ranks = distributed.Ranks(0, world_size, 0, world_size)
+    assert distributed.initialize(ranks, compile_cpu_collective=False) == torch.device(device)
+    assert met[2:] == ["nccl", (), torch.device(device) if bound else None]
 
 
 BUILT = "torch 2.13.0 is built for CUDA 13.0, which needs driver ≥ 580."
