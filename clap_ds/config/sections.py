@@ -39,6 +39,9 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
     place where they run), elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    mlp: Literal["auto", "torch", "triton"] = "auto"
+    """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
+    (stages 0 and 1 of tiny and base) and leaves wider ones to torch; `auto`: `torch`."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""

@@ -220,6 +220,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         text_from_hub=options.text_from_hub,
         sigmoid=run.clap.loss.kind == "sigmoid",
         attention=options.attention,
+        mlp=options.mlp,
         device=device,
         checkpoint_activations=tuple(options.checkpoint_activations),
     )

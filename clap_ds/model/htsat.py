@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import AudioConfig
+from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.precision import at_least_fp32
-from clap_ds.model.swin import INIT_STD, Stage
+from clap_ds.model.swin import INIT_STD, Mlp, Stage
 from clap_ds.model.window_attention import Kernel
 
 NUM_STRIPES = 2
@@ -148,6 +149,14 @@ class HTSAT(nn.Module):
         for stage in self.stages:
             assert isinstance(stage, Stage)
             stage.checkpoint = enabled
+
+    def use_triton_mlp(self) -> None:
+        """Blocks as wide as the fused MLP has kernels for take it."""
+        from clap_ds.model.mlp_triton import supports
+
+        for module in self.modules():
+            if isinstance(module, Mlp) and supports(module.fc1.in_features, module.fc1.out_features):
+                module.kernel = KernelChoice("triton")
 
     def forward(self, log_mel_BTF: Tensor) -> Tensor:
         """(B, num_frames, mel_bins) dB → (B, output_dim) in the parameters' dtype."""

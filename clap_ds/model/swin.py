@@ -63,14 +63,25 @@ class WindowAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears with a GELU between them."""
+    """Two linears with a GELU between them.
+
+    Attributes:
+        kernel: what computes it: `torch`, operation by operation, or `triton` (`mlp_triton.py`) at widths it has.
+    """
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
+        self.kernel = KernelChoice("torch")
         self.fc1 = nn.Linear(dim, ratio * dim)
         self.fc2 = nn.Linear(ratio * dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.kernel.name == "triton":
+            from clap_ds.model.mlp_triton import triton_mlp
+
+            first, second = self.fc1, self.fc2
+            parameters = first.weight, first.bias, second.weight, second.bias
+            return triton_mlp(tokens, *parameters, self.kernel.forward, self.kernel.backward)
         return self.fc2(F.gelu(self.fc1(tokens)))
 
 

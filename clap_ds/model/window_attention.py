@@ -40,11 +40,19 @@ def resolve_kernel(kernel: AskedKernel, device: torch.device) -> Kernel:
     Raises:
         ValueError: `triton` asked for where it is not installed.
     """
-    if kernel == "triton" and not has_triton_package():
-        raise ValueError("clap.model.attention: 'triton' needs the triton package, which is not installed")
+    if kernel == "triton":
+        require_triton("clap.model.attention")
     if kernel == "auto":
         return "matmul" if device.type == "cpu" else "sdpa"
     return kernel
+
+
+def require_triton(field: str) -> None:
+    """Raises:
+    ValueError: Triton, which a field of the run asks for, is not installed.
+    """
+    if not has_triton_package():
+        raise ValueError(f"{field}: 'triton' needs the triton package, which is not installed")
 
 
 def attend_windows(
@@ -68,7 +76,7 @@ def attend_windows(
     if kernel.name == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 
-        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
+        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift, kernel.forward, kernel.backward)
     if kernel.name == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     if shift:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 # Triton reads the kernels' annotations itself, so that they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clap_ds.model.kernel_choice import KernelChoice, Launch
+from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
 from clap_ds.model.windows import MASKED_SCORE
 
+LAUNCHES = (KernelChoice("triton", forward=Launch(4, 3), backward=Launch(4, 3)),)
+"""Worth trying on a device; the first is the default."""
 MASKED = tl.constexpr(MASKED_SCORE)
-NUM_WARPS = 4
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers."""
 
@@ -45,19 +49,11 @@ def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: t
 
 
 @triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):
-    """Matrix product accumulated in fp32."""
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
 def _weights(
     q, k, bias, row, column, scale, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, WIDEN: tl.constexpr
 ):
     """(N, N) fp32 attention weights of one window and head."""
-    scores = _dot(q, tl.trans(k), WIDEN) * scale + bias
+    scores = dot(q, tl.trans(k), WIDEN) * scale + bias
     if SHIFT > 0:
         row_region = (row >= GRID - WINDOW).to(tl.int32) + (row >= GRID - SHIFT).to(tl.int32)
         column_region = (column >= GRID - WINDOW).to(tl.int32) + (column >= GRID - SHIFT).to(tl.int32)
@@ -95,7 +91,7 @@ def _forward_kernel(
     token = tl.arange(0, N)
     bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
     weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
-    mixed = _dot(weights.to(v.dtype), v, WIDEN)
+    mixed = dot(weights.to(v.dtype), v, WIDEN)
     target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
     tl.store(output_ptr + target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
 
@@ -139,15 +135,15 @@ def _backward_kernel(
         v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
         d_mixed = tl.load(d_output_ptr + target, mask=inside, other=0.0)
         weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
-        d_v = _dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
+        d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
         tl.store(d_qkv_ptr + place + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
-        d_weights = _dot(d_mixed, tl.trans(v), WIDEN)
+        d_weights = dot(d_mixed, tl.trans(v), WIDEN)
         d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
         d_bias += d_scores
         d_scores = d_scores.to(q.dtype)
-        d_q = _dot(d_scores, k, WIDEN) * scale
+        d_q = dot(d_scores, k, WIDEN) * scale
         tl.store(d_qkv_ptr + place, d_q.to(q.dtype), mask=inside)
-        d_k = _dot(tl.trans(d_scores), q, WIDEN) * scale
+        d_k = dot(tl.trans(d_scores), q, WIDEN) * scale
         tl.store(d_qkv_ptr + place + WIDTH, d_k.to(k.dtype), mask=inside)
     share = tl.program_id(0).to(tl.int64) * N
     tl.store(d_bias_ptr + (share + token[:, None]) * N + token[None, :], d_bias)
@@ -158,32 +154,35 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
     dim = qkv_BHWE.shape[3] // (3 * heads)
     assert num_tokens == window**2
     assert qkv_BHWE.shape[1] == qkv_BHWE.shape[2]
-    # The interpreter multiplies bf16 as if its bits were integers. Products of 16-bit numbers are exact in fp32.
-    compiling = {"WIDEN": qkv_BHWE.device.type == "cpu", "num_warps": NUM_WARPS}
     sizes = {"HEADS": heads, "DIM": dim, "BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
-    return {"GRID": qkv_BHWE.shape[1], "WINDOW": window, "SHIFT": shift, **sizes, **compiling}
+    return {"GRID": qkv_BHWE.shape[1], "WINDOW": window, "SHIFT": shift, **sizes, "WIDEN": must_widen(qkv_BHWE.device)}
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())
-def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def _forward(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int, forward: Sequence[int], backward: Sequence[int]
+) -> Tensor:
     qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
     output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
     programs = B * (H // window) ** 2 * constants["HEADS"]
-    _forward_kernel[(programs,)](qkv_BHWE, bias_ANN, output_BHWC, constants["DIM"] ** -0.5, **constants)
+    tensors, options = (qkv_BHWE, bias_ANN, output_BHWC), launch_options(forward)
+    _forward_kernel[(programs,)](*tensors, constants["DIM"] ** -0.5, **constants, **options)
     return output_BHWC
 
 
 @_forward.register_fake
-def _(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def _(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int, forward: Sequence[int], backward: Sequence[int]
+) -> Tensor:
     B, H, W, E = qkv_BHWE.shape
     return qkv_BHWE.new_empty(B, H, W, E // 3)
 
 
 @torch.library.custom_op("clap_ds::window_attention_backward", mutates_args=())
 def _backward(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
+    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int, launch: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
@@ -196,30 +195,41 @@ def _backward(
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
     shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
     tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares), (num_windows, windows_per_program)
-    _backward_kernel[(chunks * heads,)](*tensors, constants["DIM"] ** -0.5, *counts, **constants)
+    _backward_kernel[(chunks * heads,)](
+        *tensors, constants["DIM"] ** -0.5, *counts, **constants, **launch_options(launch)
+    )
     return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype)
 
 
 @_backward.register_fake
-def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
+def _(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int, launch: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(qkv_BHWE), torch.empty_like(bias_ANN)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:
-    qkv_BHWE, bias_ANN, ctx.window, ctx.shift = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv_BHWE, bias_ANN, *ctx.geometry, _, ctx.launch = inputs
     ctx.save_for_backward(qkv_BHWE, bias_ANN)
 
 
 def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
     qkv_BHWE, bias_ANN = ctx.saved_tensors
-    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, ctx.window, ctx.shift)
-    return d_qkv_BHWE, d_bias_ANN, None, None
+    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry, ctx.launch)
+    return d_qkv_BHWE, d_bias_ANN, None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def triton_window_attention(
+    qkv_BHWE: Tensor,
+    bias_ANN: Tensor,
+    window: int,
+    shift: int,
+    forward: Launch | None = None,
+    backward: Launch | None = None,
+) -> Tensor:
     """`clap_ds.model.window_attention.attend_windows` by the kernels above, with autograd; traced by torch.compile as one
     operation.
 
@@ -227,8 +237,9 @@ def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shi
         qkv_BHWE: (B, H, W, 3·A·D) in fp32, bf16 or fp16.
         bias_ANN: (A, N, N) in the same dtype; N = `window`², a power of two of at least 16.
         shift: below `window`.
+        forward, backward: how the kernels are compiled and launched; None: as the first of `LAUNCHES`.
 
     Returns:
         (B, H, W, A·D).
     """
-    return _forward(qkv_BHWE, bias_ANN, window, shift)
+    return _forward(qkv_BHWE, bias_ANN, window, shift, *launch_numbers(LAUNCHES[0], forward, backward))

@@ -109,11 +109,11 @@ class NativePatchMerging(NativeModule, PatchMerging):
 
 class NativeSwinBlock(NativeModule, SwinBlock):
     def fits(self) -> bool:
-        """Not where the window attention is to be another kernel than what CPUs have without these."""
+        """Not where the window attention or the MLP is to be another kernel than what CPUs have without these."""
         attention, channels = self.attention, self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
-            attention.kernel.name == "matmul"
+            (attention.kernel.name, self.mlp.kernel.name) == ("matmul", "torch")
             and fits_norm(channels)
             and fits_linears(attention.proj, self.mlp.fc1)
             and fits_windows(attention.window, channels // num_heads)

@@ -1,0 +1,267 @@
+"""The MLP of an audio block, linear, GELU, linear, as one Triton kernel forward and one backward, for CUDA.
+
+Where blocks are narrow and tokens many, the MLP is bound by the traffic of its hidden activations, four times as wide as its
+input. The forward kernel holds a block of tokens and goes through the hidden units in chunks, so that no hidden activation is
+ever written; nothing but the input is kept for the backward pass.
+
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens, C channels, M hidden units.
+"""
+
+from __future__ import annotations
+
+# Triton reads the kernels' annotations itself, so that they can't be typed.
+# mypy: disable-error-code="no-untyped-def"
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from clap_ds.model.kernel_choice import KernelChoice, Launch
+from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
+
+LAUNCHES = (KernelChoice("triton", forward=Launch(8, 2), backward=Launch(8, 2)),)
+"""Worth trying on a device; the first is the default."""
+MAX_DIM = 256
+FORWARD_BLOCK = 128
+BACKWARD_BLOCK = 64
+CHUNK = 64
+ROOT_HALF = tl.constexpr(math.sqrt(0.5))
+ROOT_HALF_PI = tl.constexpr(math.sqrt(0.5 / math.pi))
+
+
+def supports(dim: int, hidden: int) -> bool:
+    """Whether there are kernels for an MLP of so many channels and hidden units."""
+    rest = _parts(dim)[1]
+    return dim <= MAX_DIM and rest >= 16 and rest == triton.next_power_of_2(rest) and hidden % CHUNK == 0
+
+
+def _parts(dim: int) -> tuple[int, int]:
+    """Channels are held in two parts, each a power of two wide, as Triton's blocks must be: 96 = 64 + 32."""
+    first = triton.next_power_of_2(-(-dim // 2))
+    return first, dim - first
+
+
+@triton.jit
+def _load(ptr, rows, stride, start, inside, SIZE: tl.constexpr):
+    """(rows, SIZE) from column `start` on, 0 in rows that aren't inside."""
+    columns = start + tl.arange(0, SIZE)
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _load_all(ptr, rows, stride, start, SIZE: tl.constexpr):
+    return tl.load(ptr + rows[:, None] * stride + (start + tl.arange(0, SIZE))[None, :])
+
+
+@triton.jit
+def _forward_kernel(
+    tokens_ptr,
+    weight1_ptr,
+    bias1_ptr,
+    weight2_ptr,
+    bias2_ptr,
+    output_ptr,
+    num_tokens,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: a block of tokens."""
+    DIM: tl.constexpr = FIRST + REST
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_tokens
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    tokens_a = _load(tokens_ptr, rows, DIM, 0, inside, FIRST)
+    tokens_b = _load(tokens_ptr, rows, DIM, FIRST, inside, REST)
+    output_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32) + tl.load(bias2_ptr + a)[None, :].to(tl.float32)
+    output_b = tl.zeros((BLOCK, REST), dtype=tl.float32) + tl.load(bias2_ptr + b)[None, :].to(tl.float32)
+    for start in tl.range(0, HIDDEN, CHUNK):
+        units = start + tl.arange(0, CHUNK)
+        weight1_a = _load_all(weight1_ptr, units, DIM, 0, FIRST)
+        weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
+        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
+        hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
+        active = (0.5 * hidden * (1.0 + tl.erf(hidden * ROOT_HALF))).to(tokens_a.dtype)
+        output_a += dot(active, tl.trans(_load_all(weight2_ptr, a, HIDDEN, start, CHUNK)), WIDEN)
+        output_b += dot(active, tl.trans(_load_all(weight2_ptr, b, HIDDEN, start, CHUNK)), WIDEN)
+    place = output_ptr + rows[:, None] * DIM
+    tl.store(place + a[None, :], output_a.to(tokens_a.dtype), mask=inside[:, None])
+    tl.store(place + b[None, :], output_b.to(tokens_a.dtype), mask=inside[:, None])
+
+
+@triton.jit
+def _backward_kernel(
+    tokens_ptr,
+    weight1_ptr,
+    bias1_ptr,
+    weight2_ptr,
+    d_output_ptr,
+    d_tokens_ptr,
+    active_ptr,
+    d_hidden_ptr,
+    d_biases_ptr,
+    num_tokens,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: a block of tokens. Writes its share of the bias gradients, (HIDDEN + DIM), to its own place."""
+    DIM: tl.constexpr = FIRST + REST
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_tokens
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    share_ptr = d_biases_ptr + tl.program_id(0).to(tl.int64) * (HIDDEN + DIM)
+    tokens_a = _load(tokens_ptr, rows, DIM, 0, inside, FIRST)
+    tokens_b = _load(tokens_ptr, rows, DIM, FIRST, inside, REST)
+    d_output_a = _load(d_output_ptr, rows, DIM, 0, inside, FIRST)
+    d_output_b = _load(d_output_ptr, rows, DIM, FIRST, inside, REST)
+    tl.store(share_ptr + HIDDEN + a, tl.sum(d_output_a.to(tl.float32), axis=0))
+    tl.store(share_ptr + HIDDEN + b, tl.sum(d_output_b.to(tl.float32), axis=0))
+    d_tokens_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32)
+    d_tokens_b = tl.zeros((BLOCK, REST), dtype=tl.float32)
+    for start in tl.range(0, HIDDEN, CHUNK):
+        units = start + tl.arange(0, CHUNK)
+        weight1_a = _load_all(weight1_ptr, units, DIM, 0, FIRST)
+        weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
+        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
+        hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
+        below = 0.5 * (1.0 + tl.erf(hidden * ROOT_HALF))
+        place = rows[:, None] * HIDDEN + units[None, :]
+        tl.store(active_ptr + place, (hidden * below).to(tokens_a.dtype), mask=inside[:, None])
+        slope = below + hidden * tl.exp(-0.5 * hidden * hidden) * ROOT_HALF_PI
+        d_active = dot(d_output_a, _load_all(weight2_ptr, a, HIDDEN, start, CHUNK), WIDEN)
+        d_active += dot(d_output_b, _load_all(weight2_ptr, b, HIDDEN, start, CHUNK), WIDEN)
+        d_hidden = d_active * slope
+        tl.store(share_ptr + units, tl.sum(d_hidden, axis=0))
+        d_hidden = d_hidden.to(tokens_a.dtype)
+        tl.store(d_hidden_ptr + place, d_hidden, mask=inside[:, None])
+        d_tokens_a += dot(d_hidden, weight1_a, WIDEN)
+        d_tokens_b += dot(d_hidden, weight1_b, WIDEN)
+    place = d_tokens_ptr + rows[:, None] * DIM
+    tl.store(place + a[None, :], d_tokens_a.to(tokens_a.dtype), mask=inside[:, None])
+    tl.store(place + b[None, :], d_tokens_b.to(tokens_a.dtype), mask=inside[:, None])
+
+
+def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, Any]:
+    M, C = weight1_MC.shape
+    assert supports(C, M)
+    first, rest = _parts(C)
+    sizes = {"FIRST": first, "REST": rest, "HIDDEN": M, "BLOCK": block, "CHUNK": CHUNK}
+    return {**sizes, "WIDEN": must_widen(tokens_TC.device)}
+
+
+@torch.library.custom_op("clap_ds::mlp", mutates_args=())
+def _forward(
+    tokens_TC: Tensor,
+    weight1_MC: Tensor,
+    bias1_M: Tensor,
+    weight2_CM: Tensor,
+    bias2_C: Tensor,
+    forward: Sequence[int],
+    backward: Sequence[int],
+) -> Tensor:
+    tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)]
+    output_TC = torch.empty_like(tensors[0])
+    constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
+    grid = (triton.cdiv(len(tokens_TC), FORWARD_BLOCK),)
+    _forward_kernel[grid](*tensors, output_TC, len(tokens_TC), **constants, **launch_options(forward))
+    return output_TC
+
+
+@_forward.register_fake
+def _(tokens_TC: Tensor, *_: Any) -> Tensor:
+    return tokens_TC.new_empty(tokens_TC.shape)
+
+
+@torch.library.custom_op("clap_ds::mlp_backward", mutates_args=())
+def _backward(
+    tokens_TC: Tensor,
+    weight1_MC: Tensor,
+    bias1_M: Tensor,
+    weight2_CM: Tensor,
+    d_output_TC: Tensor,
+    launch: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The input's gradient, what the weights' are products of (GELU's output and the gradient of its input, (T, M) each), and
+    shares of the biases' gradients, (programs, M + C) in fp32."""
+    tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)]
+    results = _backward_results(tokens_TC, weight1_MC)
+    constants, options = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK), launch_options(launch)
+    _backward_kernel[(len(results[3]),)](*tensors, *results, len(tokens_TC), **constants, **options)
+    return results
+
+
+@_backward.register_fake
+def _(tokens_TC: Tensor, weight1_MC: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward_results(tokens_TC, weight1_MC)
+
+
+def _backward_results(tokens_TC: Tensor, weight1_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (T, C), M = tokens_TC.shape, len(weight1_MC)
+    active_TM, d_hidden_TM = tokens_TC.new_empty(T, M), tokens_TC.new_empty(T, M)
+    shares = tokens_TC.new_empty(-(-T // BACKWARD_BLOCK), M + C, dtype=torch.float32)
+    return tokens_TC.new_empty(T, C), active_TM, d_hidden_TM, shares
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, _bias2_C, _, ctx.launch = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
+    tokens_TC, weight1_MC, bias1_M, weight2_CM = ctx.saved_tensors
+    d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*ctx.saved_tensors, d_output_TC, ctx.launch)
+    d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
+    d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, d_output_TC.T @ active_TM
+    return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.clap_ds.mlp)
+def _forward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * 2 * math.prod(tokens) * weight1[0]
+
+
+@register_flop_formula(torch.ops.clap_ds.mlp_backward)
+def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__: Any) -> int:
+    """With the hidden units' own, which are computed again; the weights' gradients are plain products, counted as such."""
+    return 3 * 2 * math.prod(tokens) * weight1[0]
+
+
+def triton_mlp(
+    tokens: Tensor,
+    weight1_MC: Tensor,
+    bias1_M: Tensor,
+    weight2_CM: Tensor,
+    bias2_C: Tensor,
+    forward: Launch | None = None,
+    backward: Launch | None = None,
+) -> Tensor:
+    """`F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` by the kernels above, with autograd; traced by
+    torch.compile as one operation. Under autocast in its dtype, as `F.linear`.
+
+    Args:
+        tokens: (…, C); C and M as `supports` says, fp32, bf16 or fp16 throughout.
+        forward, backward: how the kernels are compiled and launched; None: as the first of `LAUNCHES`.
+
+    Returns:
+        (…, C), in the dtype of the tokens or, under autocast, its.
+    """
+    device = tokens.device.type
+    tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
+    if torch.is_autocast_enabled(device):
+        tensors = [each.to(torch.get_autocast_dtype(device)) for each in tensors]
+    return _forward(*tensors, *launch_numbers(LAUNCHES[0], forward, backward)).view(tokens.shape)
