@@ -26,16 +26,24 @@ from clap_ds.model.kernel_choice import KernelChoice, Launch
 from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
 from clap_ds.model.windows import MASKED_SCORE
 
-LAUNCHES = (KernelChoice("triton", forward=Launch(4, 3), backward=Launch(4, 3)),)
-"""Worth trying on a device; the first is the default."""
+LAUNCHES = (
+    KernelChoice("triton", forward=Launch(4, 1), backward=Launch(4, 1, 168)),
+    KernelChoice("triton", forward=Launch(8, 1), backward=Launch(4, 2, 168)),
+    KernelChoice("triton", forward=Launch(2, 1), backward=Launch(4, 3)),
+    KernelChoice("triton", forward=Launch(4, 1, 64), backward=Launch(8, 2, 128)),
+)
+"""Worth trying on a device. The first, the default, has most programs resident and no spills on sm_80, sm_90a and sm_100 alike
+(`results/triton`); the others' backward passes load the next window ahead, with as many or fewer programs resident."""
 MASKED = tl.constexpr(MASKED_SCORE)
-PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers."""
+PROGRAMS_PER_MULTIPROCESSOR = 6
+"""Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers: whole rounds
+where two or three are resident."""
 
 
 @triton.jit
 def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Rows of the (B·H·W, …) matrix that hold a window's tokens, and the tokens' coordinates in the shifted grid."""
+    """Of the (B·H·W, …) matrix, a clip's first row, and after it the rows that hold a window's tokens; the tokens' coordinates
+    in the shifted grid. The first in 64 bits, the others, of which a thread holds many, in 32."""
     PER_SIDE: tl.constexpr = GRID // WINDOW
     clip = window_id // (PER_SIDE * PER_SIDE)
     place = window_id % (PER_SIDE * PER_SIDE)
@@ -44,8 +52,7 @@ def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: t
     column = place % PER_SIDE * WINDOW + token % WINDOW
     source_row = (row + SHIFT) % GRID
     source_column = (column + SHIFT) % GRID
-    offsets = (clip.to(tl.int64) * GRID + source_row) * GRID + source_column
-    return offsets, row, column
+    return clip.to(tl.int64) * (GRID * GRID), source_row * GRID + source_column, row, column
 
 
 @triton.jit
@@ -81,19 +88,19 @@ def _forward_kernel(
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
-    offsets, row, column = _token_offsets(tl.program_id(0) // HEADS, GRID, WINDOW, SHIFT)
+    clip, offsets, row, column = _token_offsets(tl.program_id(0) // HEADS, GRID, WINDOW, SHIFT)
     channel = tl.arange(0, BLOCK_DIM)
     inside = (channel < DIM)[None, :]
-    place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
-    q = tl.load(qkv_ptr + place, mask=inside, other=0.0)
-    k = tl.load(qkv_ptr + place + WIDTH, mask=inside, other=0.0)
-    v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
+    place = qkv_ptr + clip * (3 * WIDTH) + (offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :])
+    q = tl.load(place, mask=inside, other=0.0)
+    k = tl.load(place + WIDTH, mask=inside, other=0.0)
+    v = tl.load(place + 2 * WIDTH, mask=inside, other=0.0)
     token = tl.arange(0, N)
     bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
     weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
     mixed = dot(weights.to(v.dtype), v, WIDEN)
-    target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
-    tl.store(output_ptr + target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
+    target = output_ptr + clip * WIDTH + (offsets[:, None] * WIDTH + head * DIM + channel[None, :])
+    tl.store(target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,30 +128,30 @@ def _backward_kernel(
     first = tl.program_id(0) // HEADS * windows_per_program
     channel = tl.arange(0, BLOCK_DIM)
     token = tl.arange(0, N)
-    bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
+    inside = (channel < DIM)[None, :]
     d_bias = tl.zeros((N, N), dtype=tl.float32)
-    for step in range(windows_per_program):
-        window_id = first + step
-        exists = window_id < num_windows
-        offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
-        inside = (channel < DIM)[None, :] & exists
+    for window_id in range(first, tl.minimum(first + windows_per_program, num_windows)):
+        clip, offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
         place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
-        target = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
-        q = tl.load(qkv_ptr + place, mask=inside, other=0.0)
-        k = tl.load(qkv_ptr + place + WIDTH, mask=inside, other=0.0)
-        v = tl.load(qkv_ptr + place + 2 * WIDTH, mask=inside, other=0.0)
-        d_mixed = tl.load(d_output_ptr + target, mask=inside, other=0.0)
+        source, target = qkv_ptr + clip * (3 * WIDTH) + place, d_qkv_ptr + clip * (3 * WIDTH) + place
+        q = tl.load(source, mask=inside, other=0.0)
+        k = tl.load(source + WIDTH, mask=inside, other=0.0)
+        v = tl.load(source + 2 * WIDTH, mask=inside, other=0.0)
+        d_source = d_output_ptr + clip * WIDTH + (offsets[:, None] * WIDTH + head * DIM + channel[None, :])
+        d_mixed = tl.load(d_source, mask=inside, other=0.0)
+        # Every time from the cache: held, it would take 32 registers of each thread.
+        bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
         weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
         d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
-        tl.store(d_qkv_ptr + place + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
+        tl.store(target + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
         d_weights = dot(d_mixed, tl.trans(v), WIDEN)
         d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
         d_bias += d_scores
         d_scores = d_scores.to(q.dtype)
         d_q = dot(d_scores, k, WIDEN) * scale
-        tl.store(d_qkv_ptr + place, d_q.to(q.dtype), mask=inside)
+        tl.store(target, d_q.to(q.dtype), mask=inside)
         d_k = dot(tl.trans(d_scores), q, WIDEN) * scale
-        tl.store(d_qkv_ptr + place + WIDTH, d_k.to(k.dtype), mask=inside)
+        tl.store(target + WIDTH, d_k.to(k.dtype), mask=inside)
     share = tl.program_id(0).to(tl.int64) * N
     tl.store(d_bias_ptr + (share + token[:, None]) * N + token[None, :], d_bias)
 
