@@ -38,10 +38,12 @@ class ModelSettings(Section):
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
-    place where they run), elsewhere `sdpa`. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    place where they run), on CUDA the quicker of `sdpa` and `triton` that is right, tried on the GPU when the run starts (in
+    evaluations `sdpa`). With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
-    (stages 0 and 1 of tiny and base) and leaves wider ones to torch; `auto`: `torch`."""
+    (stages 0 and 1 of tiny and base) and leaves wider ones to torch; `auto`: on CUDA the quicker one that is right, tried as
+    with `attention`, elsewhere `torch`."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""

@@ -29,6 +29,7 @@ from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
+from clap_ds.record.schema import KernelRecord
 
 MOST_SKIPPED = 40
 """Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
@@ -49,6 +50,7 @@ class ClapEngine:
             gradient isn't finite.
         norm_wanted: work out `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
+        kernels: what `clap_ds.engine.kernels` has chosen, for checkpoints.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
@@ -72,6 +74,7 @@ class ClapEngine:
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
         self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
+        self.kernels = KernelRecord()
         self.gradient_norm: Tensor | None = None
         self._accumulation_steps = run.gradient_accumulation_steps
         self._max_log_scale = math.log(run.clap.max_logit_scale)

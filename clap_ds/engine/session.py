@@ -28,10 +28,12 @@ from clap_ds.dist.distributed import Ranks
 from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.kernels import choose_kernels
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
+from clap_ds.record.schema import KernelRecord
 
 FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -69,6 +71,11 @@ class Session:
 
 class Start:
     """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another."""
+
+    @property
+    def kernels(self) -> KernelRecord:
+        """What the checkpoint says of kernels that the run goes on from; empty without one. For after `prepare`."""
+        return {}
 
     def build_model(self, run: RunSettings, device: torch.device) -> ClapModel:
         """The model before it is wrapped; the same on every rank.
@@ -124,6 +131,10 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         # Weights are the same on every rank, dropout and augmentation are not.
         torch.manual_seed(run.clap.seed + 1 + ranks.rank)
         data_state = together(lambda: start.prepare(engine, record))
+        if device.type == "cuda":
+            engine.kernels = together(lambda: choose_kernels(run, engine.model, device, start.kernels))
+            if ranks.is_first:
+                record.update_summary(kernels=engine.kernels)
         batches = together(lambda: _build_batches(run, ranks, device, data_state))
         with batches:
             try:

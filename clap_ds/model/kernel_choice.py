@@ -17,6 +17,9 @@ class Launch(NamedTuple):
     max_registers: int = 0
     """Of a thread; 0: as many as the compiler wants."""
 
+    def __str__(self) -> str:
+        return f"{self.num_warps}w{self.num_stages}s" + (f"{self.max_registers}r" if self.max_registers else "")
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -25,3 +28,7 @@ class KernelChoice:
     name: str
     forward: Launch | None = None
     backward: Launch | None = None
+
+    def __str__(self) -> str:
+        launches = [str(launch or "–") for launch in (self.forward, self.backward)]
+        return self.name if self.forward is self.backward is None else f"{self.name} {'/'.join(launches)}"

@@ -37,6 +37,24 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
+class SiteRecord(TypedDict):
+    """Of one part of the model, as sizes tell it: the kernel that computes it, milliseconds (forward and backward) of each that
+    is right, and why others aren't taken."""
+
+    kernel: str
+    ms: dict[str, float]
+    problems: dict[str, str]
+
+
+class KernelRecord(TypedDict, total=False):
+    """The kernels that `auto` stands for, by site, and where that is known from; `seconds` is what it took to find out."""
+
+    device: str
+    source: Literal["tried", "cache", "checkpoint"]
+    seconds: float
+    sites: dict[str, SiteRecord]
+
+
 class Summary(TypedDict, total=False):
     """`summary.json`: what analysis reads."""
 
@@ -57,6 +75,8 @@ class Summary(TypedDict, total=False):
     precision: str
     device_name: str
     device_type: str
+    kernels: KernelRecord
+    """On CUDA, of what the settings leave open."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float

@@ -27,6 +27,7 @@ from clap_ds.engine.random_state import random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
+from clap_ds.record.schema import KernelRecord
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
 from clap_ds.training.rotation import Rotation
@@ -47,6 +48,9 @@ class CheckpointFolder:
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
         run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
+
+    Attributes:
+        kernels: those of the checkpoint that was loaded (`Manifest`).
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class CheckpointFolder:
         self._lock = lock
         self._run = run
         self._verified: Path | None = None
+        self.kernels = KernelRecord()
         self._sync: BackgroundSync | None = None
         self._rotation = Rotation(
             self.path, self._settings, lambda old: self._sync is not None and self._sync.is_copying(old)
@@ -150,7 +155,8 @@ class CheckpointFolder:
             ValueError: on all ranks: nothing there, damaged, not visible to every rank, changes that aren't accepted, or
                 weights of another model.
         """
-        folder, self._rotation.run = on_first(lambda: self._checked(Path(path).absolute()))
+        folder, manifest = on_first(lambda: self._checked(Path(path).absolute()))
+        self._rotation.run, self.kernels = manifest.run, manifest.kernels
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
@@ -250,6 +256,7 @@ class CheckpointFolder:
             run=self._rotation.run,
             settings=self._run.resolved() if self._run is not None else {},
             best_by=self._settings.best_by,
+            kernels=engine.kernels,
         )
         return files.publish(draft, manifest), sum(record.bytes for record in records.values())
 
@@ -294,8 +301,8 @@ class CheckpointFolder:
         self._verified = found
         return found
 
-    def _checked(self, path: Path) -> tuple[Path, str]:
-        """The checkpoint, or the newest good one in that folder, and the id of its run."""
+    def _checked(self, path: Path) -> tuple[Path, Manifest]:
+        """The checkpoint, or the newest good one in that folder."""
         if path != self._verified:
             self._verified = files.find_checkpoint(path)
-        return self._verified, Manifest.read(self._verified).run
+        return self._verified, Manifest.read(self._verified)

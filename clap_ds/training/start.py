@@ -20,6 +20,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError
+from clap_ds.record.schema import KernelRecord
 from clap_ds.record.stream import Stream
 from clap_ds.training.changes import tokenizer_problem
 from clap_ds.training.checkpoint import CheckpointFolder
@@ -118,6 +119,10 @@ class TrainingStart(session.Start):
             ranks = "" if now == before else f", on {now} rank(s) after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
+
+    @property
+    def kernels(self) -> KernelRecord:
+        return self.checkpoints.kernels
 
     def _name_others(self, folder: Path) -> None:
         """Say which folders of this run's label there are beside, which it doesn't resume from."""
