@@ -70,7 +70,8 @@ class AttentionSite:
     """Names of what `results` gives; where there are several, they lie side by side in its last dimension."""
 
     def __str__(self) -> str:
-        return f"attention {self.grid}×{self.grid}×{self.dim}, {self.heads} heads, shift {self.shift}"
+        shifted = f", shift {self.shift}" if self.shift else ""
+        return f"attention {self.grid}×{self.grid}×{self.dim}, {self.heads} heads, {self.window}×{self.window} windows{shifted}"
 
     def candidates(self) -> list[KernelChoice]:
         """What can be tried here, the one to take untried first."""
