@@ -21,6 +21,8 @@ from typing import Any
 
 Question = dict[str, Any]
 Answer = dict[str, Any]
+END_LIMIT_S = 5.0
+"""For a process that is through, or has been killed."""
 MOST_BYTES = 2**16
 """Of a line."""
 
@@ -69,7 +71,10 @@ class Child:
             raise EOFError(f"its process said {line[:80]!r}") from None
 
     def _end(self) -> str:
-        code = self.process.wait()
+        try:
+            code = self.process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "its process says no more"
         self.log.seek(0)
         last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -84,7 +89,8 @@ class Child:
         """And all that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # the driver may hold it back, whom nobody can hurry
+            self.process.wait(END_LIMIT_S)
         for pipe in (self.process.stdin, self.process.stdout, self.log):
             assert pipe is not None
             with suppress(OSError):

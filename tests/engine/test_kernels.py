@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernel_choice import KernelChoice, Launch
 from clap_ds.record.schema import KernelRecord
 from tests.conftest import micro_run
+from tests.processes import ROOT, TIMEOUT_S
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -347,3 +349,15 @@ def test_kernels_are_tried_on_a_gpu(real_candidates: None, one_gpu: RankPool, tm
     assert all(len(site["ms"]) > 1 for site in first["sites"].values())
     assert not [why for site in first["sites"].values() for why in site["problems"].values() if why.startswith("its ")]
     assert 0 < largest < float("inf")
+
+
+@pytest.mark.gpu
+@pytest.mark.end_to_end
+def test_a_run_on_a_gpu_says_and_records_its_kernels(write_run: Callable[..., Path], tmp_path: Path) -> None:
+    command = [sys.executable, "clap_ds/bench.py", "--deepspeed_config", str(write_run())]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    (shown,) = (line for line in ended.stdout.splitlines() if line.startswith("kernels on "))
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json"))
+    assert summary["kernels"]["source"] == "tried"
+    assert all(f"{site}: {found['kernel']}" in shown for site, found in summary["kernels"]["sites"].items())
