@@ -1,8 +1,9 @@
-"""Model and settings → a DeepSpeed engine, and one training step to be read top to bottom.
+"""One training step on a DeepSpeed engine, to be read top to bottom.
 
-Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: parameters that must stay
-fp32 under bf16, the logit scale's upper bound, and noticing a loss that isn't finite without a synchronisation every
-step.
+Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: the logit scale's upper
+bound, and noticing a loss or gradient that isn't finite. After a run's first, no step has the host read from the device
+(but in fp16, for its loss scale, and with DeepSpeed's own optimisers): what became of steps is told where losses are
+checked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
@@ -25,7 +24,8 @@ from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
-from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
+from clap_ds.engine.optimizer import FlatStep
+from clap_ds.engine.wrapping import wrap
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
@@ -46,10 +46,12 @@ class ClapEngine:
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
         steps: optimiser steps taken, skipped ones included.
-        skipped_in_a_row: of the last steps, how many were skipped: in 16 bits, DeepSpeed leaves the weights alone where a
+        is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
             gradient isn't finite.
+        skipped_in_a_row: of the last steps, how many were skipped, as of `count_skipped`.
         norm_wanted: work out `gradient_norm` in every step.
-        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device; of a
+            skipped step it isn't finite.
         kernels: what `clap_ds.engine.kernels` has chosen, for checkpoints.
     """
 
@@ -69,7 +71,10 @@ class ClapEngine:
         self._cached = run.clap.train.accumulation == "cached"
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
-        self.deepspeed = _wrap(model, run)
+        self.deepspeed = wrap(model, run)
+        optimizer = self.deepspeed.optimizer
+        self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
+        self.deepspeed.clip_fp32_gradients = self._clip_gradients
         overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
         self.steps = self.skipped_in_a_row = 0
@@ -78,7 +83,10 @@ class ClapEngine:
         self.gradient_norm: Tensor | None = None
         self._accumulation_steps = run.gradient_accumulation_steps
         self._max_log_scale = math.log(run.clap.max_logit_scale)
+        self.is_skipped = torch.zeros((), device=device, dtype=torch.bool)
+        # On the device: the first bad step, -1 for none; steps skipped since they were counted, and in a row.
         self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
+        self._skipped = torch.zeros(2, device=device, dtype=torch.long)
 
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
         """One optimiser step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
@@ -97,22 +105,31 @@ class ClapEngine:
         self._bound_logit_scale()
         self.sync.after_step()
         self.steps += 1
-        is_skipped = self.deepspeed.skipped_steps > skipped_before
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
-        if is_skipped:  # a batch with a NaN is in the running statistics by now
-            for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
-                buffer.copy_(before)
-        if not (is_skipped and self.norm_wanted):  # who wants no norm measures, and a loss of NaN is no workload
-            self._note_bad_step(loss_mean)
+        self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         progress.step(self.steps)
         return loss_mean
 
-    def _note_bad_step(self, loss: Tensor) -> None:
-        """Remember, on the device, the first step that was taken with a loss or gradient that isn't finite."""
-        is_finite = loss.isfinite()
+    def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
+        """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
+        that isn't finite; put back the batch norm's `statistics` of before a skipped one.
+
+        Args:
+            by_deepspeed: DeepSpeed skipped the step, and counted it.
+        """
+        if self._flat_step is not None:
+            self.is_skipped = self._flat_step.skipped
+            self._skipped[0].add_(self.is_skipped)
+        else:
+            self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
+        self._skipped[1].add_(1).mul_(self.is_skipped)
+        for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
+            buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
+        is_bad = ~loss.isfinite()
         if self.norm_wanted and self.gradient_norm is not None:
-            is_finite &= self.gradient_norm.isfinite()
-        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & ~is_finite, self.steps)
+            is_bad |= ~self.gradient_norm.isfinite()
+        if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
+            is_bad &= ~self.is_skipped
+        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & is_bad, self.steps)
 
     def set_accumulation_steps(self, number: int) -> None:
         """Micro-batches in each of the following steps."""
@@ -159,7 +176,7 @@ class ClapEngine:
         """Count a micro-batch; after the step's last, update the weights."""
         wanted = self.norm_wanted and self.deepspeed.is_gradient_accumulation_boundary()
         by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
-        if wanted and not by_deepspeed:
+        if wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
         with timer("optimizer"):
@@ -167,6 +184,11 @@ class ClapEngine:
         if wanted and by_deepspeed:
             norm = self.deepspeed.get_global_grad_norm()
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self._first_bad_step.device)
+
+    def _clip_gradients(self) -> None:
+        """For DeepSpeed, which has ranks agree on a norm that all have, and copies two numbers to the device."""
+        most = self.deepspeed.gradient_clipping()
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
         """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
@@ -190,18 +212,26 @@ class ClapEngine:
         for buffer in self.model.audio.batch_norm.buffers():
             dist.broadcast(buffer, src=0)
 
+    def count_skipped(self) -> None:
+        """Bring `skipped_in_a_row` and DeepSpeed's `skipped_steps` up to date, which waits for the device."""
+        since, self.skipped_in_a_row = self._skipped.tolist()
+        self.deepspeed.skipped_steps += since
+        self._skipped[0] = 0
+
     def is_lost(self, loss: Tensor) -> bool:
         """Whether the last step was skipped for a loss that isn't finite on some rank: not for a scale that was too large, as
         fp16's is now and then. A collective where a step was skipped."""
+        self.count_skipped()
         return self.skipped_in_a_row > 0 and not all(gather(bool(loss.isfinite())))
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Synchronise and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
-        finite, or if too many in a row were skipped; with `at_once`, if any were. A collective.
+        """Wait for the device and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient
+        that isn't finite, or if too many in a row were skipped; with `at_once`, if any were. A collective.
 
         Raises:
             NonFiniteError: on all ranks, naming the first bad step.
         """
+        self.count_skipped()
         never = torch.iinfo(torch.long).max
         first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
         dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
@@ -227,83 +257,3 @@ def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
     by_default = "bf16" if run.precision == "bf16" else "fp32"
     wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
     return SoftmaxLoss(wire_dtype, settings.tile) if settings.kind == "softmax" else SigmoidLoss(wire_dtype)
-
-
-def _wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
-    config, optimizer = dict(run.deepspeed), None
-    if takes_flat_adamw(run):
-        section = config["optimizer"]
-        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
-        config["optimizer"] = {**section, "legacy_fusion": True}
-
-        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
-            return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
-
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
-        )
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
-    _undo_initial_step(engine.optimizer)
-    return engine
-
-
-def takes_flat_adamw(run: RunSettings) -> bool:
-    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
-    section = run.deepspeed.get("optimizer", {})
-    params = section.get("params", {})
-    return (
-        run.clap.fused_adam == "torch"
-        and section.get("type", "").lower() in ("adam", "adamw")
-        and params.keys() <= OPTIONS | REQUIRED.keys()
-        and all(params.get(name, value) is value for name, value in REQUIRED.items())
-    )
-
-
-def _undo_initial_step(optimizer: Any) -> None:
-    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
-    their state.
-
-    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
-    steps.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if inner is not None:
-        inner.state.clear()
-        optimizer.refresh_fp32_params()
-
-
-def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
-    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
-
-    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
-    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code.
-    """
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.fp32_parameters()]
-
-    def groups() -> Iterator[dict[str, Any]]:
-        for parameter, value in kept:
-            value = value.to(parameter.device)
-            if dist.is_initialized():
-                dist.broadcast(value, src=0)
-            parameter.data = value
-        named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
-        fp32 = {id(parameter) for parameter, _ in kept}
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter is model.logit_scale:
-                named["logit_scale"].append(parameter)
-            elif id(parameter) in fp32:
-                named["fp32"].append(parameter)
-            elif parameter.ndim < 2 or name.endswith("relative_position_bias"):
-                named["no_decay"].append(parameter)
-            else:
-                named["decay"].append(parameter)
-        for name, parameters in named.items():
-            if parameters:
-                yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})
-
-    return groups()

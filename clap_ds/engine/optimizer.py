@@ -3,16 +3,22 @@
 Left to itself, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, with two passes and a host synchronisation
 each for their norms. It keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA
 toolkit on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
+
+With FusedAdam, too, the wrapper's own step reads every group's norm on the host, and has ranks agree on an overflow and
+wait for each other. In bf16, whose loss scale is always 1, `FlatStep` does the same on the device. In fp16 the next loss
+scale hangs on the overflow: there the wrapper's own step is kept, host reads and all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from clap_ds.native import adamw as adamw_native
 
@@ -20,6 +26,8 @@ OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Of `optimizer.params`, what `FlatAdamW` takes."""
 REQUIRED = {"adam_w_mode": True, "fused": True, "torch_adam": False}
 """What else `optimizer.params` may hold for it to stand in for what DeepSpeed would make of them: just these values."""
+NORM_ROW = 4096
+"""Numbers whose squares are added up in fp32, before fp64 takes over."""
 
 
 class _InPlaceOfFusedAdam(FusedAdam):
@@ -50,6 +58,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         output_params: list[list[Tensor]] | None = None,
         scale: float | Tensor = 1.0,
         grad_norms: Any = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """One update.
 
@@ -57,8 +66,9 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             closure: for the interface; must be None.
             grads: of each group's master, flat, in any floating dtype; None to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
-            scale: what `grads` are to be divided by, for loss scaling and clipping.
+            scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
             grad_norms: for the interface; `scale` has it in.
+            found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
         """
         assert closure is None
         if grads is None or output_params is None:
@@ -69,24 +79,35 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             (master,) = group["params"]
             plain = self._cpu_kernels and not (group["amsgrad"] or group["maximize"])
             if plain and adamw_native.supports(low, gradient, master):
-                self._step_natively(group, gradient, low, float(scale))
+                self._step_natively(group, gradient, low, float(scale), found_inf)
                 continue
             master.grad = gradient.float()
-            if scale != 1.0:
-                master.grad /= scale
             by_torch.append((master, low))
         if by_torch:
-            super().step()
+            self._step_by_torch(scale, found_inf)
         for master, low in by_torch:
             low.copy_(master)
             master.grad = None
 
-    def _step_natively(self, group: dict[str, Any], gradient: Tensor, low: Tensor, scale: float) -> None:
+    def _step_by_torch(self, scale: float | Tensor, found_inf: Tensor | None) -> None:
+        """Those masters that have a gradient. These attributes are where torch's fused kernels look for both."""
+        device = self.param_groups[0]["params"][0].device
+        is_one = not isinstance(scale, Tensor) and scale == 1.0
+        self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=device)
+        self.found_inf = found_inf
+        super().step()
+        self.grad_scale = self.found_inf = None
+
+    def _step_natively(
+        self, group: dict[str, Any], gradient: Tensor, low: Tensor, scale: float, found_inf: Tensor | None
+    ) -> None:
         (master,) = group["params"]
         state = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        if found_inf is not None and bool(found_inf):
+            return
         state["step"] += 1
         options = {name: group[name] for name in OPTIONS}
         adamw_native.native_adamw(
@@ -95,3 +116,62 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             step=int(state["step"]),
             scale=scale,
         )
+
+
+class FlatStep:
+    """The step of DeepSpeed's wrapper over `FlatAdamW` in bf16, in place of the wrapper's own, with no host reads.
+
+    Gradients are averaged, the same on every rank, and so is all that follows: a NaN on one rank is one on all. Where any
+    isn't finite, weights, moments and step counters stay as they are. DeepSpeed isn't told: it counts no skipped step, and
+    its scheduler goes on, so that the learning rate of a step is that of its number, skipped or not.
+
+    Args:
+        wrapper: of which `has_place_for` holds.
+
+    Attributes:
+        skipped: whether the last step was, scalar bool on the device.
+    """
+
+    def __init__(self, wrapper: FP16_Optimizer) -> None:
+        self._wrapper = wrapper
+        self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
+        wrapper.step_fused_adam = self
+
+    @staticmethod
+    def has_place_for(optimizer: Any) -> bool:
+        """Whether DeepSpeed steps this one through its wrapper over `FlatAdamW`, without a loss scale."""
+        is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(optimizer.optimizer, FlatAdamW)
+        return is_flat and not optimizer.loss_scale_config.use_grad_scaling
+
+    @torch.no_grad()
+    def __call__(self) -> bool:
+        """Clip and update; the wrapper's `_global_grad_norm` is then the norm before clipping, scalar fp64. Returns False,
+        as the wrapper does where nothing overflowed."""
+        wrapper = self._wrapper
+        gradients = [
+            _flatten_dense_tensors([torch.zeros_like(p) if p.grad is None else p.grad for p in group])
+            for group in wrapper.fp16_groups
+        ]
+        norm = wrapper._global_grad_norm = norm_of(gradients)
+        self.skipped = ~norm.isfinite()
+        most = wrapper.clip_grad
+        wrapper.optimizer.step(
+            grads=[[gradient] for gradient in gradients],
+            output_params=[[low] for low in wrapper.fp16_groups_flat],
+            scale=((norm + 1e-6) / most).clamp(min=1).float() if most > 0 else 1.0,
+            found_inf=self.skipped.float(),
+        )
+        return False
+
+
+def norm_of(flat: Sequence[Tensor]) -> Tensor:
+    """2-norm of flat tensors of any floating dtype taken together, scalar fp64 on their device.
+
+    By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs.
+    """
+    rows = []
+    for each in flat:
+        whole = len(each) - len(each) % NORM_ROW
+        rows += [each[:whole].view(-1, NORM_ROW), each[whole:].view(1, -1)]
+    norms = torch.cat([torch.linalg.vector_norm(row, dim=1, dtype=torch.float32) for row in rows])
+    return torch.linalg.vector_norm(norms, dtype=torch.float64)

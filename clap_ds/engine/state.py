@@ -35,6 +35,7 @@ class _Capture(TorchCheckpointEngine):
 
 def deepspeed_states(engine: ClapEngine, client_state: dict[str, Any]) -> dict[str, Any]:
     """What DeepSpeed would save, by path relative to a checkpoint; nothing on ranks that don't save. A collective."""
+    engine.count_skipped()
     capture = _Capture()
     before, engine.deepspeed.checkpoint_engine = engine.deepspeed.checkpoint_engine, capture
     try:

@@ -75,10 +75,8 @@ class TrainingLog:
         engine, now = self._session.engine, self._progress
         norm = engine.gradient_norm if engine.gradient_norm is not None else torch.full_like(loss, torch.nan)
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
-        self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss))))
+        self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss))))
         row = StepLine(phase="train", step=now.step, samples=now.samples, epoch=round(now.epoch, 6), lr=self._lr)
-        if engine.skipped_in_a_row:
-            row["skipped"] = True
         self._rows.append({**row, "data_wait_s": self.timer.seconds["data_wait"]})
 
     def write(self) -> None:
@@ -86,12 +84,13 @@ class TrainingLog:
         if not self._rows:
             return
         window_s, step_s = self._clock.stop()
+        self._session.engine.count_skipped()
         waited_s = sum(row["data_wait_s"] for row in self._rows)
         figures = torch.stack(self._figures).double().flatten()
         ranks = gather_tensor(torch.cat((figures, figures.new_tensor([window_s, waited_s]))))
         if self._is_first:
             ranks = ranks.cpu()
-            by_step = ranks[:, :-2].unflatten(1, (-1, 3)).mean(0).tolist()
+            by_step = ranks[:, :-2].unflatten(1, (-1, 4)).mean(0).tolist()
             samples = self._rows[-1]["samples"] - self._samples_before
             window_s, waited_s = ranks[:, -2:].amax(0).tolist()
             self._write_rows(by_step, _Window(samples / window_s, step_s, window_s, waited_s))
@@ -101,7 +100,9 @@ class TrainingLog:
     def _write_rows(self, by_step: list[list[float]], window: _Window) -> None:
         record = self._session.record
         memory_bytes = hardware.peak_memory_bytes(self._session.device)
-        for row, (loss, norm, scale), seconds in zip(self._rows, by_step, window.step_s, strict=True):
+        for row, (loss, norm, scale, skipped), seconds in zip(self._rows, by_step, window.step_s, strict=True):
+            if skipped:
+                row["skipped"] = True
             figures = {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
             self._append(row, **figures, time_s=seconds, memory_bytes=memory_bytes)
             self._publish("train", row["step"], figures)
@@ -109,12 +110,12 @@ class TrainingLog:
         self._windows.append(window)
         self._publish("train", last["step"], {"samples_per_s": window.rate, "data_wait_percent": wait_percent})
         epoch = f"epoch {last['epoch']:.2f}  " if self._schedule.epoch_samples else ""
-        skipped = self._session.engine.deepspeed.skipped_steps
+        num_skipped = self._session.engine.deepspeed.skipped_steps
         self._bar.advance(
             len(window.step_s),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
             f"  {window.rate:,.1f} samples/s  data wait {wait_percent:.1f} %"
-            + (f"  {skipped} steps skipped: loss or gradient not finite" if skipped else ""),
+            + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         record.update_summary(self._position(), loss=loss)
 

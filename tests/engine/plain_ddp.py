@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.engine import parameter_groups
 from clap_ds.engine.loss import SoftmaxLoss
+from clap_ds.engine.wrapping import parameter_groups
 from clap_ds.model.clap import ClapModel
 
 

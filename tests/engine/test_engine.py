@@ -17,7 +17,7 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
-from clap_ds.engine.state import master_weights
+from clap_ds.engine.state import deepspeed_states, master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
 from tests.conftest import micro_run
@@ -236,10 +236,10 @@ def _loss_with_a_nan_on_rank_1() -> str:
     return str(caught.value)
 
 
-def _skipped_steps() -> tuple[list[str], int, int, str]:
+def _skipped_steps(sync: str, mutation: str) -> tuple[list[str], int, int, str]:
     """Names of what a skipped step changes, how many are counted, also after a good step, and the end after too many."""
-    run = _settings("bf16", 1)
-    engine = ClapEngine(run, _model(run), DEVICE)
+    run = _settings("bf16", 1, sync)
+    engine = _engine(run, mutation)
     engine.norm_wanted = True
     timer = PhaseTimer(DEVICE, instrumented=False)
     batches = _batches(run)
@@ -260,11 +260,60 @@ def _skipped_steps() -> tuple[list[str], int, int, str]:
     return changed, skipped, engine.deepspeed.skipped_steps, str(caught.value)
 
 
-def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(two_ranks: RankPool) -> None:
-    for changed, in_a_row, skipped, end in two_ranks.run(_skipped_steps):
+@pytest.mark.parametrize(
+    ("sync", "mutation"), [("overlapped", ""), ("deepspeed", ""), ("overlapped", "parameter by parameter")]
+)
+def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
+    two_ranks: RankPool, sync: str, mutation: str
+) -> None:
+    for changed, in_a_row, skipped, end in two_ranks.run(_skipped_steps, sync, mutation):
         assert changed == []
         assert (in_a_row, skipped) == (1, 3)
         assert end == "the loss or its gradient is NaN or infinite in every step from step 4 on"
+
+
+def _rates(skipped: tuple[int, ...]) -> tuple[list[float], list[int]]:
+    """Learning rate of each of six steps, of which some are skipped, and how many of these a checkpoint counts."""
+    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+    run = _settings("bf16", 1, scheduler=warm_up)
+    engine = ClapEngine(run, _model(run), DEVICE)
+    timer, batches, rates = PhaseTimer(DEVICE, instrumented=False), _batches(run), []
+    for number in range(6):
+        rates += engine.deepspeed.get_lr()[:1]
+        engine.step(_poisoned_on_rank_1(batches) if number in skipped else batches, timer)
+    return rates, [state["skipped_steps"] for state in deepspeed_states(engine, {}).values()]
+
+
+def test_a_skipped_step_does_not_shift_the_schedule(two_ranks: RankPool) -> None:
+    (rates, counted), (undisturbed, none) = (two_ranks.run(_rates, skipped)[0] for skipped in ((2, 3), ()))
+    assert (counted, none) == ([2], [0])
+    assert rates == undisturbed
+    assert len(set(rates)) == 5
+
+
+def _clipped(precision: str, by_deepspeed: bool) -> list[dict[str, Tensor]]:
+    """Weights after each of three steps with gradients made much smaller, by this engine or as DeepSpeed does it."""
+    run = _settings(precision, 2, gradient_clipping=0.1)
+    engine = ClapEngine(run, _model(run), DEVICE)
+    engine.norm_wanted = True
+    if by_deepspeed:
+        engine._flat_step = None
+        engine.deepspeed.optimizer.__dict__.pop("step_fused_adam", None)
+        del engine.deepspeed.clip_fp32_gradients
+    timer, batches, found = PhaseTimer(DEVICE, instrumented=False), _batches(run), []
+    for _ in range(3):
+        engine.step(batches, timer)
+        found.append(copy.deepcopy(master_weights(engine)))
+        assert by_deepspeed or (engine.gradient_norm is not None and engine.gradient_norm > 0.2)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
+def test_clipping_is_deepspeeds(two_ranks: RankPool, precision: str) -> None:
+    by_us, by_deepspeed = (two_ranks.run(_clipped, precision, flag)[0] for flag in (False, True))
+    for ours, theirs in zip(by_us, by_deepspeed, strict=True):
+        differences = {name: _roundings(ours[name], theirs[name], LEARNING_RATE) for name in theirs}
+        assert max(differences.values()) <= ROUNDINGS, differences
 
 
 def test_nan_on_one_rank_stops_all_with_the_step(two_ranks: RankPool) -> None:

@@ -1,16 +1,18 @@
-"""Flat AdamW against torch's, on its kernel and on this project's, and which runs it steps."""
+"""Flat AdamW against torch's, on its kernel and on this project's, which runs it steps, and its step against DeepSpeed's."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
 from clap_ds.config.settings import load_run
-from clap_ds.engine.engine import takes_flat_adamw
-from clap_ds.engine.optimizer import FlatAdamW
+from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
+from clap_ds.engine.wrapping import takes_flat_adamw
 from clap_ds.native.adamw import native_adamw, supports
 from tests.kernels import needs_amx
 
@@ -191,3 +193,80 @@ def test_what_the_native_step_takes() -> None:
 )
 def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], taken: bool) -> None:
     assert takes_flat_adamw(load_run(write_run(**changes))) is taken
+
+
+def wrapped(clip: float, *, cpu_kernels: bool, low: torch.dtype = torch.bfloat16) -> FP16_Optimizer:
+    """DeepSpeed's wrapper of two groups, stepping on its own on one rank."""
+    torch.manual_seed(0)
+    first, second, third = (torch.nn.Parameter(torch.randn(size).to(low)) for size in (5000, 7, 300))
+    groups = [{"params": [first, second]}, {"params": [third], "weight_decay": 0.0}]
+    inner = FlatAdamW(groups, cpu_kernels=cpu_kernels, **OPTIONS)
+    wrapper = FP16_Optimizer(inner, low_precision_dtype=low, clip_grad=clip, fused_adam_legacy=True)
+    check = wrapper.overflow_checker
+    check.check_using_norm = partial(check.check_using_norm, reduce_overflow=False)
+    return wrapper
+
+
+def step(wrapper: FP16_Optimizer, seed: int, poison: float | None = None) -> None:
+    torch.manual_seed(seed)
+    for parameter in (each for group in wrapper.fp16_groups for each in group):
+        parameter.grad = torch.randn_like(parameter)
+        if len(parameter) == 7 and seed % 2:
+            parameter.grad = None
+    if poison is not None:
+        wrapper.fp16_groups[1][0].grad[5] = poison
+    wrapper.step()
+    wrapper.zero_grad()
+
+
+def everything(wrapper: FP16_Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({"state": wrapper.state_dict(), "low": wrapper.fp16_groups})
+
+
+@pytest.mark.parametrize("cpu_kernels", [True, False])
+@pytest.mark.parametrize("clip", [0.0, 20.0, 1e9])
+def test_the_step_on_the_device_is_deepspeeds(clip: float, cpu_kernels: bool) -> None:
+    ours, reference = (wrapped(clip, cpu_kernels=cpu_kernels) for _ in range(2))
+    assert FlatStep.has_place_for(ours)
+    FlatStep(ours)
+    for seed in range(5):
+        step(ours, seed)
+        step(reference, seed)
+        assert float(ours._global_grad_norm) == pytest.approx(reference._global_grad_norm, rel=1e-6)
+    # A factor of clipping rounded once more, and what Adam's update makes of that in five steps.
+    torch.testing.assert_close(everything(ours)["state"], everything(reference)["state"], rtol=2e-6, atol=2e-7)
+    for low, master in zip(ours.fp16_groups_flat, ours.fp32_groups_flat, strict=True):
+        assert torch.equal(low, master.detach().bfloat16())
+
+
+@pytest.mark.parametrize("cpu_kernels", [True, False])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernels: bool) -> None:
+    wrapper = wrapped(1.0, cpu_kernels=cpu_kernels)
+    flat_step = FlatStep(wrapper)
+    skipped = []
+    for seed in (0, 1, 2):
+        step(wrapper, seed)
+        before = everything(wrapper)
+        skipped.append(bool(flat_step.skipped))
+        step(wrapper, seed, poison)
+        torch.testing.assert_close(everything(wrapper), before, rtol=0, atol=0)
+        skipped.append(bool(flat_step.skipped))
+    assert skipped == [False, True] * 3
+    assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # one of them DeepSpeed's first
+
+
+def test_a_loss_scale_keeps_deepspeeds_step() -> None:
+    assert not FlatStep.has_place_for(wrapped(1.0, cpu_kernels=False, low=torch.float16))
+    assert not FlatStep.has_place_for(FlatAdamW(masters()))
+
+
+def test_norm_is_exact_over_many_numbers() -> None:
+    torch.manual_seed(0)
+    flat = [torch.rand(size).to(dtype) for size, dtype in ((2**24 + 5, torch.bfloat16), (3, torch.float32))]
+    expected = torch.cat([each.double() for each in flat]).square().sum().sqrt()
+    torch.testing.assert_close(norm_of(flat), expected, rtol=1e-6, atol=0)
+    # In one fp32 sum it would not be.
+    assert (
+        abs(torch.linalg.vector_norm(flat[0], dtype=torch.float32) / expected - 1) > 1e-5 or torch.cuda.is_available()
+    )

@@ -1,0 +1,103 @@
+"""Model and settings → DeepSpeed's engine, with the optimiser groups of CLAP and, where it can step the run, `FlatAdamW`.
+
+Leaves what a step is to `clap_ds.engine.engine`. What DeepSpeed doesn't do is done here: parameters that must stay fp32
+under bf16, and no step before the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from torch import nn
+
+from clap_ds.config.settings import RunSettings
+from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
+from clap_ds.model.clap import ClapModel
+
+
+def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine around a model on its device; a collective over all ranks.
+
+    Raises:
+        ValueError: DeepSpeed refuses one of its own sections.
+    """
+    config, optimizer = dict(run.deepspeed), None
+    if takes_flat_adamw(run):
+        section = config["optimizer"]
+        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
+        config["optimizer"] = {**section, "legacy_fusion": True}
+
+        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
+            return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
+
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
+    _undo_initial_step(engine.optimizer)
+    return engine
+
+
+def takes_flat_adamw(run: RunSettings) -> bool:
+    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
+    section = run.deepspeed.get("optimizer", {})
+    params = section.get("params", {})
+    return (
+        run.clap.fused_adam == "torch"
+        and section.get("type", "").lower() in ("adam", "adamw")
+        and params.keys() <= OPTIONS | REQUIRED.keys()
+        and all(params.get(name, value) is value for name, value in REQUIRED.items())
+    )
+
+
+def _undo_initial_step(optimizer: Any) -> None:
+    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
+    their state.
+
+    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
+    steps.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        inner.state.clear()
+        optimizer.refresh_fp32_params()
+
+
+def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
+    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+
+    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
+    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.fp32_parameters()]
+
+    def groups() -> Iterator[dict[str, Any]]:
+        for parameter, value in kept:
+            value = value.to(parameter.device)
+            if dist.is_initialized():
+                dist.broadcast(value, src=0)
+            parameter.data = value
+        named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
+        fp32 = {id(parameter) for parameter, _ in kept}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter is model.logit_scale:
+                named["logit_scale"].append(parameter)
+            elif id(parameter) in fp32:
+                named["fp32"].append(parameter)
+            elif parameter.ndim < 2 or name.endswith("relative_position_bias"):
+                named["no_decay"].append(parameter)
+            else:
+                named["decay"].append(parameter)
+        for name, parameters in named.items():
+            if parameters:
+                yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})
+
+    return groups()
