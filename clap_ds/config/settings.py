@@ -50,7 +50,7 @@ class ClapSettings(Section):
     """What torch.compile is given: nothing, each tower, or the whole forward pass (and with it its backward pass)."""
     cuda_graphs: bool = False
     """Replay what is compiled as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary: packed
-    captions' do, and each is recorded anew. No effect on CPUs."""
+    captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     matrix units (AMX), `off`: torch's operations."""
@@ -168,13 +168,13 @@ def load_run(path: str | Path) -> RunSettings:
     else:
         problems.append(f"clap: expected an object, found {kind_of(clap_section)}")
     if not problems:
-        problems = _check_together(clap)
+        problems = _check_together(clap, content.get("gradient_accumulation_steps") or 1)
     if problems:
         raise SettingsError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, content)
 
 
-def _check_together(clap: ClapSettings) -> list[str]:
+def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     """Problems that only show when several fields are seen together."""
     problems = []
     longest = clap.preset().text.max_tokens
@@ -190,6 +190,11 @@ def _check_together(clap: ClapSettings) -> list[str]:
     if clap.cuda_graphs and clap.train.accumulation == "cached":
         problems.append(
             "clap.cuda_graphs: a replay overwrites the features that clap.train.accumulation 'cached' keeps"
+        )
+    elif clap.cuda_graphs and max(accumulation_steps, *clap.train.batch_ramp.values(), 0) > 1:
+        problems.append(
+            "clap.cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
+            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else"
         )
     if isinstance(clap.data, SyntheticData):
         problems += _check_caption_lengths(clap.data.caption_lengths, clap.text_tokens)

@@ -1,7 +1,7 @@
 """The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second are counted here, data wait included; DeepSpeed's own figure, which leaves the data wait out, is
-shown beside them.
+Samples per second are counted here, data wait included. DeepSpeed's own figure, which leaves it out and times the host alone
+unless `timers.throughput.synchronized` has it wait for the device, is shown beside them.
 """
 
 from __future__ import annotations
@@ -113,19 +113,17 @@ def _manual_garbage_collection() -> Iterator[None]:
 
 def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     """Time some steps on every rank together, then write their lines and check their losses."""
-    timer = PhaseTimer(session.device, instrumented=False)
     clock = StepClock(session.device)
+    timers = [PhaseTimer(session.device, instrumented=False) for _ in range(num_steps)]
     losses: list[Tensor] = []
-    data_wait_s: list[float] = []
     gc.collect()
     dist.barrier()
     clock.start()
-    for _ in range(num_steps):
-        timer.reset()
+    for timer in timers:
         losses.append(session.engine.step(session.batches, timer))
-        data_wait_s.append(timer.seconds["data_wait"])
         clock.mark()
     window_s, step_s = clock.stop()
+    data_wait_s = [timer.seconds["data_wait"] for timer in timers]
     own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
     columns = gather_tensor(own).T.tolist()  # every rank's times, on every rank
     window = Window(columns[0], columns[1 : 1 + num_steps], columns[1 + num_steps :])
@@ -172,8 +170,9 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
             engine.forward_backward(batch, local)
         engine.deepspeed.zero_grad()
     engine.check_loss()
-    seconds = {phase: whole.seconds[phase] / num_steps for phase in STEP_PHASES}
-    alone_s = session.run.gradient_accumulation_steps * local.seconds["backward"] / num_steps
+    whole_s, local_s = whole.seconds, local.seconds
+    seconds = {phase: whole_s[phase] / num_steps for phase in STEP_PHASES}
+    alone_s = session.run.gradient_accumulation_steps * local_s["backward"] / num_steps
     alone = session.ranks.world_size == 1
     seconds["exposed_communication"] = 0.0 if alone else max(0.0, seconds["backward"] - alone_s)
     seconds["backward"] -= seconds["exposed_communication"]
@@ -212,6 +211,7 @@ def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, 
         samples_per_s_per_gpu=of_windows,
         samples_per_s=samples_per_s,
         deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
+        deepspeed_times_host_alone=not timer.config.synchronized,
         step_time_s=StepTime(
             median=statistics.median(step_s),
             p95=percentile(step_s, 95),

@@ -1,23 +1,45 @@
 """The durations of steps and of their phases.
 
-A step's edges are marked without synchronising the device: on CUDA by events on the stream, elsewhere by the host's
-clock. The device is synchronised only at the edges of a window, when the marks are read.
+Their edges are marked without synchronising the device: on CUDA by events on the stream, elsewhere by the host's clock. The
+device is synchronised only where the marks are read, at the edges of a window.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+ALWAYS_TIMED = ("data_wait",)
+"""Phases that are timed while throughput is measured, too."""
+
+_Mark = torch.cuda.Event | float
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _mark(device: torch.device) -> _Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(before: _Mark, after: _Mark) -> float:
+    """On CUDA, once the device has come to both."""
+    if isinstance(before, float) and isinstance(after, float):
+        return after - before
+    assert not isinstance(before, float)
+    assert not isinstance(after, float)
+    return before.elapsed_time(after) / 1000
 
 
 class StepClock:
@@ -28,7 +50,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[torch.cuda.Event | float] = []
+        self._marks: list[_Mark] = []
         self._started_s = 0.0
 
     def start(self) -> None:
@@ -40,12 +62,7 @@ class StepClock:
 
     def mark(self) -> None:
         """The edge of a step."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(_mark(self._device))
 
     def stop(self) -> tuple[float, list[float]]:
         """Synchronise and end the window.
@@ -60,49 +77,48 @@ class StepClock:
         ]
 
 
-def _seconds_between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
-    if isinstance(before, float) and isinstance(after, float):
-        return after - before
-    assert not isinstance(before, float)
-    assert not isinstance(after, float)
-    return before.elapsed_time(after) / 1000
-
-
 class PhaseTimer:
     """Where a step's time goes, by phase.
 
-    Phases named in `host_phases` are always timed on the host. The others are timed only when `instrumented`, with the
-    device synchronised at both edges, which slows the step: never while throughput is measured.
+    On CUDA a phase lasts on the device, from the end of the work queued before it to the end of its own: `data_wait` is how
+    long the device stood still, because the host had no data yet or their copy was late, and 0 where it had other work.
+
+    Phases but for `ALWAYS_TIMED` are timed only when `instrumented`, with the device synchronised at both edges, which
+    slows the step: never while throughput is measured.
     """
 
-    def __init__(
-        self, device: torch.device, *, instrumented: bool, host_phases: Sequence[str] = ("data_wait",)
-    ) -> None:
+    def __init__(self, device: torch.device, *, instrumented: bool) -> None:
         self._device = device
         self._instrumented = instrumented
-        self._host_phases = frozenset(host_phases)
-        self.seconds: dict[str, float] = defaultdict(float)
-        """Total seconds by phase since `reset()`; a phase inside another is taken out of the outer one."""
-        self._open: list[float] = []
+        self._open: list[str] = []
+        self._spans: list[tuple[str, int, _Mark, _Mark]] = []  # with how often each counts: -1 for one inside another
 
-    def reset(self) -> None:
-        self.seconds.clear()
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Total by phase, 0 for one there wasn't; a phase inside another is taken out of it. Waits for the device."""
+        synchronize(self._device)
+        seconds: dict[str, float] = defaultdict(float)
+        for phase, sign, begin, end in self._spans:
+            seconds[phase] += sign * _seconds_between(begin, end)
+        return seconds
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        if not self._instrumented and phase not in self._host_phases:
+        if not self._instrumented and phase not in ALWAYS_TIMED:
             yield
             return
-        if self._instrumented:
-            synchronize(self._device)
-        self._open.append(0.0)
-        started_s = time.perf_counter()
+        begin = self._edge()
+        self._open.append(phase)
         try:
             yield
         finally:
-            if self._instrumented:
-                synchronize(self._device)
-            elapsed_s = time.perf_counter() - started_s
-            self.seconds[phase] += elapsed_s - self._open.pop()
+            end = self._edge()
+            self._open.pop()
+            self._spans.append((phase, 1, begin, end))
             if self._open:
-                self._open[-1] += elapsed_s
+                self._spans.append((self._open[-1], -1, begin, end))
+
+    def _edge(self) -> _Mark:
+        if self._instrumented:
+            synchronize(self._device)
+        return _mark(self._device)

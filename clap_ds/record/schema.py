@@ -81,6 +81,9 @@ class Summary(TypedDict, total=False):
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
+    """By DeepSpeed's own timer, without the wait for data."""
+    deepspeed_times_host_alone: bool
+    """That timer doesn't wait for the device: on a GPU it tells how fast the host queues steps, not how fast they are done."""
     audio_hours_per_s: float
     step_time_s: StepTime
     data_wait_percent: float

@@ -85,11 +85,12 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """Name and value of every line of the final table."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
+    host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     lines = [
         (f"samples/s/{unit}", f"{rate['median']:,.2f}"),
         (f"  {interval_label(rate['coverage'], len(rate['windows']))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
         ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
-        ("samples/s in all, by DeepSpeed's timer", _number(summary["deepspeed_samples_per_s"])),
+        (f"samples/s in all, by DeepSpeed's timer{host_alone}", _number(summary["deepspeed_samples_per_s"])),
         ("hours of audio per second", f"{summary['audio_hours_per_s']:,.4f}"),
         ("step time, median", _seconds(step["median"])),
         ("step time, 95th percentile", _seconds(step["p95"])),

@@ -44,7 +44,7 @@ class TrainingLog:
         self._session, self._schedule, self._start = session, schedule, start
         self._progress = progress = start.progress
         self._is_first = session.ranks.is_first
-        self.timer = PhaseTimer(session.device, instrumented=False)
+        self._timers: list[PhaseTimer] = []
         self._clock = StepClock(session.device)
         self._rows: list[StepLine] = []
         self._figures: list[Tensor] = []
@@ -66,7 +66,7 @@ class TrainingLog:
         if not self._rows:
             self._samples_before = self._progress.samples
             self._clock.start()
-        self.timer.reset()
+        self.timer = PhaseTimer(self._session.device, instrumented=False)
         self._lr = self._session.engine.deepspeed.get_lr()[0]
 
     def end_step(self, loss: Tensor) -> None:
@@ -77,7 +77,8 @@ class TrainingLog:
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
         self._figures.append(torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss))))
         row = StepLine(phase="train", step=now.step, samples=now.samples, epoch=round(now.epoch, 6), lr=self._lr)
-        self._rows.append({**row, "data_wait_s": self.timer.seconds["data_wait"]})
+        self._rows.append(row)
+        self._timers.append(self.timer)
 
     def write(self) -> None:
         """Write the steps since the last time. A collective; raises NonFiniteError on all ranks if one's loss was."""
@@ -85,6 +86,8 @@ class TrainingLog:
             return
         window_s, step_s = self._clock.stop()
         self._session.engine.count_skipped()
+        for row, timer in zip(self._rows, self._timers, strict=True):
+            row["data_wait_s"] = timer.seconds["data_wait"]
         waited_s = sum(row["data_wait_s"] for row in self._rows)
         figures = torch.stack(self._figures).double().flatten()
         ranks = gather_tensor(torch.cat((figures, figures.new_tensor([window_s, waited_s]))))
@@ -94,7 +97,7 @@ class TrainingLog:
             samples = self._rows[-1]["samples"] - self._samples_before
             window_s, waited_s = ranks[:, -2:].amax(0).tolist()
             self._write_rows(by_step, _Window(samples / window_s, step_s, window_s, waited_s))
-        self._rows, self._figures = [], []
+        self._rows, self._timers, self._figures = [], [], []
         self._session.engine.check_loss()
 
     def _write_rows(self, by_step: list[list[float]], window: _Window) -> None:

@@ -52,6 +52,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"cuda_graphs": True, "compile": "step", "train": {"accumulation": "cached"}},
         r"clap\.cuda_graphs: a replay overwrites the features",
     ),
+    (
+        {"cuda_graphs": True, "compile": "step", "train": {"batch_ramp": {"0": 1, "64": 2}}},
+        r"clap\.cuda_graphs: a replay overwrites the gradients",
+    ),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"text_tokens": 4}, r"text_tokens: no such DeepSpeed field.*write clap\.text_tokens"),
@@ -62,6 +66,10 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"optimizer": {}}, r"optimizer\.type: missing"),
     ({"bf16": True}, r"bf16: expected an object, found true or false"),
+    (
+        {"gradient_accumulation_steps": 4, "clap": {"cuda_graphs": True, "compile": "step"}},
+        r"clap\.cuda_graphs: a replay overwrites the gradients",
+    ),
     ({"clap": 3}, r"clap: expected an object, found a number"),
     ({"gradient_clipping": ...}, r"gradient_clipping: missing; DeepSpeed would clip to 1\.0 in bf16"),
 ]
