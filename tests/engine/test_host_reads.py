@@ -1,0 +1,133 @@
+"""A whole step, gradients, clipping and update, in which the host reads nothing from the device.
+
+An engine is built and takes its first step; then every tensor it holds becomes a fake one, which has no values: whoever
+reads one raises. That is on CPUs: kernels that only run on CUDA aren't seen, and a copy between host and device is known
+by its name. Of the group of two ranks only this one is there, and collectives do nothing.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from clap_ds.data.sources import build_batches
+from clap_ds.engine import cached_step
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.session import build_model
+from clap_ds.model import packed, text
+from clap_ds.record.clock import PhaseTimer
+from tests.engine.test_engine import _settings
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def lone_rank() -> Iterator[RankPool]:
+    """A process that no group has been made in yet."""
+    with contextlib.closing(RankPool(1, grouped=False)) as pool:
+        yield pool
+
+
+class NoCopies(TorchFunctionMode):
+    """Refuses what copies between host and device, and so waits, where tensors are on one."""
+
+    REFUSED = (torch.tensor, Tensor.cpu, Tensor.numpy)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in self.REFUSED, f"{function.__name__} in a step"
+        return function(*args, **(kwargs or {}))
+
+
+def faked(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
+    """`value` with fake tensors, in place but for tuples."""
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    if id(value) in seen:
+        return value
+    seen[id(value)] = value
+    ours = ("clap_ds", "deepspeed", "torch.nn", "torch.optim", "transformers")
+    if isinstance(value, dict):
+        items = [(faked(key, mode, seen), faked(each, mode, seen)) for key, each in value.items()]
+        value.clear()
+        value.update(items)
+    elif isinstance(value, list):
+        value[:] = [faked(each, mode, seen) for each in value]
+    elif type(value) is tuple:
+        return tuple(faked(each, mode, seen) for each in value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__.startswith(ours):
+        faked(vars(value), mode, seen)
+    return value
+
+
+def as_on_a_gpu(*arguments: Any) -> Any:
+    """The layout of packed captions whose lengths aren't read, as they are on CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        return packed.lay_out(*arguments)
+
+
+def _fake_steps(precision: str, by_deepspeed: bool, changes: dict[str, Any]) -> str:
+    """A step with fake tensors, then a check of its loss: which of them read."""
+    if not dist.is_initialized():
+        import deepspeed
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        deepspeed.init_distributed(verbose=False)
+    clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
+    run = _settings(precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes)
+    engine = ClapEngine(run, build_model(run), CPU)
+    if by_deepspeed:
+        engine._flat_step = None
+        del engine.deepspeed.optimizer.step_fused_adam
+    engine.norm_wanted = True
+    source = build_batches(
+        run.clap.data.model_copy(update={"num_batches": 2, "caption_lengths": {"5": 1.0, "16": 1.0}}),
+        model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch,
+        rank=0, world_size=2, seed=7, device=CPU, pack_captions=run.clap.text == "packed",
+    )  # fmt: skip
+    timer, mode = PhaseTimer(CPU, instrumented=False), FakeTensorMode()
+    engine.step(source, timer)
+    batches = iter([next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)])
+    faked(engine, mode, {})
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(text, "lay_out", as_on_a_gpu)
+        # The state of generators is on the host already; as a fake tensor it could not be put back.
+        patch.setattr(cached_step, "random_state", lambda device: {})
+        patch.setattr(cached_step, "restore_random_state", lambda state, device: None)
+        try:
+            with NoCopies():
+                engine.step(batches, timer)
+        except DataDependentOutputException:
+            return "read in a step"
+        try:
+            engine.check_loss()
+        except DataDependentOutputException:
+            return "read where losses are checked"
+    return "never read"
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulation": 2},
+    "packed": {"clap": {"text": "packed"}},
+    "cached": {"accumulation": 2, "clap": {"train": {"accumulation": "cached"}}},
+}
+
+
+@pytest.mark.parametrize(("precision", "kind"), list(itertools.product(["bf16", "autocast"], STEPS)))
+def test_no_step_reads_on_the_host(lone_rank: RankPool, precision: str, kind: str) -> None:
+    assert lone_rank.run(_fake_steps, precision, False, STEPS[kind]) == ["read where losses are checked"]
+
+
+def test_deepspeeds_own_step_reads(lone_rank: RankPool) -> None:
+    assert lone_rank.run(_fake_steps, "bf16", True, {}) == ["read in a step"]
