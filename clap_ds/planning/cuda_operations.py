@@ -1,0 +1,82 @@
+"""Has code on fake CPU tensors dispatch what it would on CUDA, as fake CUDA tensors need a CUDA build of PyTorch.
+
+Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (the memory-efficient
+kernel, the one that takes a bias with a gradient and any mask), dropout that keeps its mask, products of 16-bit matrices with
+fp32 results, and autocast's rules, of which CPUs' differ in layer norm. Recording is left to `trace.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clap_ds.model import text_attention
+
+MASK_ALIGNMENT = 16
+"""Elements to which PyTorch pads the last dimension of memory-efficient attention's bias."""
+_layer_norm = F.layer_norm
+
+
+@contextmanager
+def like_cuda() -> Iterator[None]:
+    """For fake CPU tensors only: the stand-ins can't compute."""
+    replaced = [
+        (Tensor, "is_cuda", True),
+        (F, "scaled_dot_product_attention", efficient_attention),
+        (F, "dropout", _dropout),
+        (F, "layer_norm", _autocast_layer_norm),
+        (text_attention, "_attend_padded", efficient_attention),
+    ]
+    with ExitStack() as stack:
+        for owner, name, stand_in in replaced:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` as its memory-efficient kernel computes it, the bias brought into the form it takes."""
+    assert not enable_gqa
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(dtype)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        length = attn_mask.shape[-1]
+        if short := -length % MASK_ALIGNMENT:
+            attn_mask = F.pad(attn_mask, (0, short))[..., :length]
+        attn_mask = attn_mask.expand(*query.shape[:-1], length)
+    keep_sums = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask)
+    )
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    mixed: Tensor = attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
+    return mixed
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def _autocast_layer_norm(
+    input: Tensor, shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        input = input.float()
+        weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+    return _layer_norm(input, shape, weight, bias, eps)

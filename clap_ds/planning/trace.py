@@ -1,0 +1,298 @@
+"""What a piece of PyTorch code does, operation by operation, without doing it: FLOPs, bytes moved, kernels, live memory.
+
+    with FakeTensorMode(), trace(parts={"audio": [model.audio]}) as recorded:
+        run()
+    recorded.total("flops", part="audio"); recorded.peak_bytes
+
+Under `FakeTensorMode` nothing is computed and nothing allocated; without it the same is recorded of a real run. Tensors
+are taken by the bytes of their storages, live until the last tensor on them is gone, as an allocator without rounding would
+hold them. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs and this project's own operations added here.
+What a GPU would run where PyTorch takes something else on a CPU is left to `cuda_operations.py`, times to `roofline.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from clap_ds.flop_count.analytic import fft_flops
+
+OTHER = "other"
+"""The part of what belongs to no part."""
+Formula = Callable[..., float]
+COLLECTIVES = ("c10d", "_c10d_functional")
+_NO_KERNEL = frozenset({
+    "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.detach_", "aten.empty", "aten.empty_like",
+    "aten.empty_strided", "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided",
+    "aten.set_", "aten._local_scalar_dense", "aten.resize_", "aten.is_same_size",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One dispatched operation.
+
+    Attributes:
+        name: such as `aten.mm`.
+        part: of the traced code, as `parts` and `Recorded.part` name them; in the backward pass, of what is differentiated.
+        backward: whether autograd ran it, recomputation included.
+        flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
+        bytes_read, bytes_written: elements of its inputs and results, each once; broadcast ones as they lie in memory.
+        launches: whether it starts a kernel on a GPU; views and allocations don't.
+        dtype: of its first result.
+        shapes: of its tensors, inputs and then results.
+    """
+
+    name: str
+    part: str
+    backward: bool
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    launches: bool
+    dtype: torch.dtype | None
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def is_collective(self) -> bool:
+        return self.name.partition(".")[0] in COLLECTIVES
+
+
+@dataclass
+class Recorded:
+    """What was recorded.
+
+    Attributes:
+        operations: in the order in which they were dispatched.
+        host_reads: how often a value was read on the host, which on a GPU waits for the device. Under fake tensors 1 is read.
+        live_bytes: of storages alive now.
+        peak_bytes: most of it at any time.
+        at_peak: bytes by (part, whether allocated in the backward pass) at that time.
+        uncounted: operations of this project's without a FLOP formula, by name.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    host_reads: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    at_peak: dict[tuple[str, bool], int] = field(default_factory=dict)
+    uncounted: Counter[str] = field(default_factory=Counter)
+    _live: defaultdict[tuple[str, bool], int] = field(default_factory=lambda: defaultdict(int))
+    _storages: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _part: str = OTHER
+    _entered: list[tuple[int, str]] = field(default_factory=lambda: [(0, OTHER)])
+
+    def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
+        """Sum of one of `Operation`'s numbers (`flops`, `bytes_moved`, `launches`, …), collectives left out, over those of a
+        part or of one direction."""
+        return sum(
+            int(getattr(operation, what))
+            for operation in self.operations
+            if not operation.is_collective and part in (None, operation.part) and backward in (None, operation.backward)
+        )
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is dispatched within, and its backward pass, is part `name`."""
+        before = self._part
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, name: str) -> None:
+        self._part = name
+        self._entered.append((torch.autograd._get_sequence_nr(), name))
+
+    def hold(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Count tensors that were there before as live, allocated by `part`."""
+        for tensor in tensors:
+            self._note_storage(tensor, (part, False))
+        self._note_peak()
+
+    def reset_peak(self) -> None:
+        """Measure the peak from what is live now."""
+        self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
+
+    def _where(self) -> tuple[str, bool]:
+        """Part and direction of what runs now: in backward, the part in which the node's forward was dispatched."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._part, False
+        place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
+        return self._entered[place - 1][1], True
+
+    def _note_storage(self, tensor: Tensor, where: tuple[str, bool]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            num_bytes = storage.nbytes()
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key, where, num_bytes))
+            self._live[where] += num_bytes
+            self.live_bytes += num_bytes
+
+    def _forget(self, key: int, where: tuple[str, bool], num_bytes: int, _: object) -> None:
+        if self._storages.pop(key, None) is not None:
+            self._live[where] -= num_bytes
+            self.live_bytes -= num_bytes
+
+    def _note_peak(self) -> None:
+        if self.live_bytes > self.peak_bytes:
+            self.reset_peak()
+
+
+@contextmanager
+def trace(
+    parts: Mapping[str, Iterable[nn.Module]] | None = None, formulas: Mapping[str, Formula] | None = None
+) -> Iterator[Recorded]:
+    """Record what is dispatched within, on tensors of any kind.
+
+    Args:
+        parts: name → modules whose forward passes, and the backward passes of these, are that part.
+        formulas: FLOPs of further operations by name, such as `clap_ds.window_attention`, from a call's result and arguments.
+    """
+    recorded = Recorded()
+    with ExitStack() as stack:
+        for name, modules in (parts or {}).items():
+            for module in modules:
+                stack.enter_context(_hooked(recorded, name, module))
+        stack.enter_context(_Tracer(recorded, FORMULAS | dict(formulas or {})))
+        yield recorded
+
+
+@contextmanager
+def _hooked(recorded: Recorded, name: str, module: nn.Module) -> Iterator[None]:
+    before: list[str] = []
+
+    def enter(*_: object) -> None:
+        before.append(recorded._part)
+        recorded._enter(name)
+
+    def leave(*_: object) -> None:
+        recorded._enter(before.pop())
+
+    hooks = module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, recorded: Recorded, formulas: Mapping[str, Formula]) -> None:
+        super().__init__()
+        self._recorded, self._formulas = recorded, formulas
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorded, name = kwargs or {}, self._recorded, str(func._overloadpacket)
+        if func.namespace == "prim":  # asks for a fake tensor's device
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # composites reach this only in inference mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if name == "aten._local_scalar_dense":
+            recorded.host_reads += 1
+            if isinstance(args[0], FakeTensor):
+                return 1 if args[0].dtype != torch.bool else True
+        where = recorded._where()
+        result = func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        outputs = _tensors(result)
+        recorded.operations.append(self._operation(func, name, where, inputs, outputs, (args, kwargs, result)))
+        for tensor in outputs:
+            recorded._note_storage(tensor, where)
+        recorded._note_peak()
+        return result
+
+    def _operation(
+        self, func: Any, name: str, where: tuple[str, bool], inputs: list[Tensor], outputs: list[Tensor], call: Any
+    ) -> Operation:
+        part, backward = where
+        launches = not (func.is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
+        written = outputs + _mutated(func, *call[:2])
+        return Operation(
+            name, part, backward, self._flops(func, name, *call),
+            sum(map(_bytes, _distinct(inputs))) if launches else 0,
+            sum(map(_bytes, _distinct(written))) if launches else 0,
+            launches,
+            outputs[0].dtype if outputs else None,
+            tuple(tuple(tensor.shape) for tensor in inputs + outputs),
+        )  # fmt: skip
+
+    def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+        if formula := flop_registry.get(func._overloadpacket):
+            return int(formula(*args, **kwargs, out_val=result))
+        if formula := self._formulas.get(name):
+            return int(formula(result, *args, **kwargs))
+        if name.startswith("clap_ds."):
+            self._recorded.uncounted[name] += 1
+        return 0
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    return {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}.values()
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; those that lie in one place, as expanded ones do, once."""
+    strided = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in strided if stride) * tensor.itemsize if tensor.numel() else 0
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    schema = func._schema.arguments
+    given = [*args, *(kwargs.get(argument.name) for argument in schema[len(args) :])]
+    return _tensors(
+        [
+            value
+            for argument, value in zip(schema, given, strict=False)
+            if argument.alias_info and argument.alias_info.is_write
+        ]
+    )
+
+
+def _fft(result: Tensor, input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
+    points = math.prod(input.shape[dim] for dim in dims)
+    return input.numel() / points * fft_flops(points)
+
+
+def _window_attention(result: Tensor, qkv_BHWE: Tensor, bias_ANN: Tensor, *_: Any, **__: Any) -> float:
+    return 4 * qkv_BHWE.numel() // 3 * bias_ANN.shape[-1]
+
+
+def _window_attention_backward(*args: Any, **kwargs: Any) -> float:
+    return 2.5 * _window_attention(*args, **kwargs)  # five products, one of them the scores anew
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten._fft_r2c": _fft,
+    "clap_ds.window_attention": _window_attention,
+    "clap_ds.window_attention_backward": _window_attention_backward,
+}
+"""FLOPs that torch's registry doesn't have, from an operation's result and arguments."""

@@ -1,0 +1,37 @@
+"""Operations that stand in for what a CPU would run, and that they are gone afterwards."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from clap_ds.model import text_attention
+from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.trace import trace
+
+
+def test_attention_dropout_and_products_are_cudas() -> None:
+    q = torch.empty(2, 3, 8, 16, requires_grad=True)
+    bias, mask = torch.empty(1, 1, 8, 8, requires_grad=True), torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True) as fakes, trace() as recorded:
+        q, bias, mask = (fakes.from_tensor(each) for each in (q, bias, mask))
+        mixed = F.scaled_dot_product_attention(q, q, q, bias)
+        mixed = nn.Dropout(0.5).train()(mixed + text_attention.attend(nn.Module(), q, q, q, mask)[0].transpose(1, 2))
+        mixed.sum().backward()
+        assert q.is_cuda
+    names = [operation.name for operation in recorded.operations]
+    assert names.count("aten._scaled_dot_product_efficient_attention") == 2
+    assert names.count("aten._scaled_dot_product_efficient_attention_backward") == 2
+    assert "aten.native_dropout" in names
+    # The bias gradient is expanded over batch and heads, then summed.
+    backward = [op for op in recorded.operations if op.name.endswith("attention_backward")]
+    assert (2, 3, 8, 8) in {shape for op in backward for shape in op.shapes[5:]}
+    assert not Tensor(1).is_cuda
+    assert F.dropout.__module__ == F.layer_norm.__module__ == "torch.nn.functional"
+
+
+def test_layer_norm_gives_fp32_under_autocast() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
+        hidden = linear(torch.empty(2, 8))
+        assert (hidden.dtype, norm(hidden).dtype) == (torch.bfloat16, torch.float32)

@@ -1,0 +1,136 @@
+"""The tracer against the closed form of the model's FLOPs, sizes worked out by hand, and a real run of the same code."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.engine.loss import SoftmaxLoss
+from clap_ds.flop_count.analytic import TextLengths, forward_components
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.window_attention import Kernel
+from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.trace import Recorded, trace
+
+TINY = "htsat_tiny_roberta_base"
+BATCH, TOKENS = 3, 20
+
+
+def _traced(config: ClapConfig, kernel: Kernel) -> Recorded:
+    """Forward and backward pass of the model alone, in bf16, as on CUDA."""
+    with torch.device("meta"):
+        model = ClapModel(config, attention=kernel).train().bfloat16()
+    parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
+    with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), trace(parts) as recorded:
+        model.to_empty(device="cpu")
+        waveforms, ids = torch.empty(BATCH, config.audio.num_samples), torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        audio, text, scale = model(waveforms, ids, None)
+        (audio * text * scale).sum().backward()
+    return recorded
+
+
+@pytest.mark.parametrize(("preset", "kernel"), [("micro", "matmul"), ("micro", "sdpa"), (TINY, "triton")])
+def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: Kernel) -> None:
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    recorded, forward = _traced(load_preset(preset), kernel), forward_components(
+        load_preset(preset), TextLengths.fixed(TOKENS), "model"
+    )  # fmt: skip
+    for part in ("audio", "text"):
+        expected = BATCH * forward[f"{part}_tower"]
+        assert recorded.total("flops", part=part, backward=False) == pytest.approx(expected, abs=1)
+    # Two products backward for each forward; none for the spectrogram, one through the stretch, which isn't learned. Fused
+    # attention computes the scores again.
+    backward = 2 * forward["forward"] - 2 * (forward["fft"] + forward["mel"]) - forward["stretch"]
+    backward += 0.5 * forward["text_attention"] + 0.5 * forward["window_attention"] * (kernel != "matmul")
+    assert recorded.total("flops", backward=True) == pytest.approx(BATCH * backward, rel=1e-12)
+    assert recorded.host_reads == 0
+    assert not recorded.uncounted
+
+
+def _work() -> None:
+    first = torch.ones(1000)
+    second = first * 2  # 8,000 bytes with the first
+    view = second.view(10, 100).T
+    del first, second  # the view holds on to its storage
+    view.sum().add_(1)
+    third = torch.ones(1500)  # 4,000 + 6,000
+    third.add_(1)
+
+
+def test_memory_is_that_of_live_storages_and_the_same_without_fakes() -> None:
+    with trace() as real:
+        _work()
+    with FakeTensorMode(), trace() as fake:
+        _work()
+    assert fake.operations == real.operations
+    assert fake.peak_bytes == real.peak_bytes == 4 * (1000 + 1500)
+    assert fake.live_bytes == real.live_bytes == 0
+
+
+def test_bytes_and_kernels_of_operations() -> None:
+    with FakeTensorMode(), trace() as recorded:
+        a, b = torch.empty(6, 4), torch.empty(4, 5, dtype=torch.float32)
+        _ = a @ b.T.T
+        _ = a.expand(7, 6, 4) + a
+        a.mul_(a)
+        torch.empty(0, 3).add_(1)
+    found = {op.name: (op.launches, op.bytes_read, op.bytes_written) for op in recorded.operations}
+    assert found["aten.mm"] == (True, 4 * (6 * 4 + 4 * 5), 4 * 6 * 5)
+    assert found["aten.add"] == (True, 4 * 2 * 6 * 4, 4 * 7 * 6 * 4)  # what is expanded lies there once
+    assert found["aten.mul_"] == (True, 4 * 6 * 4, 4 * 6 * 4)
+    assert found["aten.add_"] == (False, 0, 0)
+    assert not any(found[name][0] for name in ("aten.empty", "aten.permute", "aten.expand"))
+    assert recorded.total("launches") == 3
+
+
+def test_the_backward_pass_is_of_the_part_that_it_differentiates() -> None:
+    with FakeTensorMode(), trace() as recorded:
+        x = torch.empty(8, 8, requires_grad=True)
+        with recorded.part("inner"):
+            y = checkpoint(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)), x, use_reentrant=False)
+        with recorded.part("outer"):
+            z = torch.mm(y, y)
+        z.sum().backward()
+    product = 2 * 8**3
+    assert recorded.total("flops", part="inner", backward=False) == 2 * product
+    # Two for each of them, and the first once more; the last result is not needed again.
+    assert recorded.total("flops", part="inner", backward=True) == 5 * product
+    assert recorded.total("flops", part="outer", backward=True) == 2 * product
+    assert recorded.total("flops", part="other") == 0
+
+
+def test_values_read_on_the_host_are_counted() -> None:
+    with FakeTensorMode(), trace() as recorded:
+        assert float(torch.zeros(3).sum()) == 1
+        assert bool(torch.zeros(()) > 0)
+    assert recorded.host_reads == 2
+
+
+@pytest.fixture
+def rank_of_many() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=512)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank_of_many")
+def test_collectives_at_any_world_size() -> None:
+    with like_cuda(), FakeTensorMode(), trace() as recorded:
+        audio, text = (torch.empty(4, 32, requires_grad=True) for _ in range(2))
+        SoftmaxLoss(torch.bfloat16)(audio, text, torch.empty(1, requires_grad=True)).backward()
+    gathered = [operation.bytes_written for operation in recorded.operations if operation.is_collective]
+    assert gathered == [512 * 4 * 32 * 2, 512 * 4 * 32 * 2, 512 * 4 * 2 * 4]
+    products = [operation for operation in recorded.operations if operation.flops]
+    # Log-sum-exps, similarities again and gradients: three products with all features for each tower.
+    assert recorded.total("flops") == 6 * 2 * 4 * 512 * 4 * 32
+    assert {operation.name for operation in products} == {"aten.mm"}
+    assert {operation.dtype for operation in products} == {torch.float32}
