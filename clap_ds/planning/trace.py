@@ -51,7 +51,8 @@ class Operation:
         part: of the traced code, as `parts` and `Recorded.part` name them; in the backward pass, of what is differentiated.
         backward: whether autograd ran it, recomputation included.
         flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
-        bytes_read, bytes_written: elements of its inputs and results, each once; broadcast ones as they lie in memory.
+        read, written: of its inputs and of its results, which storage (a number of its own) and how many bytes of it: each
+            element once, broadcast ones as they lie in memory. Empty where nothing is launched.
         launches: whether it starts a kernel on a GPU; views and allocations don't.
         dtype: of its first result.
         shapes: of its tensors, inputs and then results.
@@ -61,19 +62,28 @@ class Operation:
     part: str
     backward: bool
     flops: int
-    bytes_read: int
-    bytes_written: int
+    read: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
     launches: bool
     dtype: torch.dtype | None
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def bytes_moved(self) -> int:
-        return self.bytes_read + self.bytes_written
+        return sum(num_bytes for _, num_bytes in self.read + self.written)
 
     @property
     def is_collective(self) -> bool:
         return self.name.partition(".")[0] in COLLECTIVES
+
+
+@dataclass(slots=True)
+class _Storage:
+    number: int
+    reference: weakref.ref[Any]
+    num_bytes: int
+    where: tuple[str, bool] | None
+    """What it counts as; None before it counts."""
 
 
 @dataclass
@@ -96,7 +106,8 @@ class Recorded:
     at_peak: dict[tuple[str, bool], int] = field(default_factory=dict)
     uncounted: Counter[str] = field(default_factory=Counter)
     _live: defaultdict[tuple[str, bool], int] = field(default_factory=lambda: defaultdict(int))
-    _storages: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _storages: dict[int, _Storage] = field(default_factory=dict)
+    _num_storages: int = 0
     _part: str = OTHER
     _entered: list[tuple[int, str]] = field(default_factory=lambda: [(0, OTHER)])
 
@@ -124,9 +135,12 @@ class Recorded:
         self._entered.append((torch.autograd._get_sequence_nr(), name))
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count tensors that were there before as live, allocated by `part`."""
+        """Count tensors as live and as allocated by `part`, whether they were counted before or not."""
         for tensor in tensors:
-            self._note_storage(tensor, (part, False))
+            storage = self._storage(tensor)
+            self._count(storage, -1)
+            storage.where = part, False
+            self._count(storage, 1)
         self._note_peak()
 
     def reset_peak(self) -> None:
@@ -141,19 +155,23 @@ class Recorded:
         place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
         return self._entered[place - 1][1], True
 
-    def _note_storage(self, tensor: Tensor, where: tuple[str, bool]) -> None:
+    def _storage(self, tensor: Tensor) -> _Storage:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._storages:
-            num_bytes = storage.nbytes()
-            self._storages[key] = weakref.ref(storage, partial(self._forget, key, where, num_bytes))
-            self._live[where] += num_bytes
-            self.live_bytes += num_bytes
+        if (known := self._storages.get(key)) is None:
+            self._num_storages += 1
+            reference = weakref.ref(storage, partial(self._forget, key))
+            known = self._storages[key] = _Storage(self._num_storages, reference, storage.nbytes(), None)
+        return known
 
-    def _forget(self, key: int, where: tuple[str, bool], num_bytes: int, _: object) -> None:
-        if self._storages.pop(key, None) is not None:
-            self._live[where] -= num_bytes
-            self.live_bytes -= num_bytes
+    def _forget(self, key: int, _: object) -> None:
+        if (storage := self._storages.pop(key, None)) is not None:
+            self._count(storage, -1)
+
+    def _count(self, storage: _Storage, sign: int) -> None:
+        if storage.where is not None:
+            self._live[storage.where] += sign * storage.num_bytes
+            self.live_bytes += sign * storage.num_bytes
 
     def _note_peak(self) -> None:
         if self.live_bytes > self.peak_bytes:
@@ -217,29 +235,31 @@ class _Tracer(TorchDispatchMode):
             if isinstance(args[0], FakeTensor):
                 return 1 if args[0].dtype != torch.bool else True
         where = recorded._where()
-        result = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
+        read = self._places(inputs)
+        before = recorded._num_storages
+        result = func(*args, **kwargs)
         outputs = _tensors(result)
-        recorded.operations.append(self._operation(func, name, where, inputs, outputs, (args, kwargs, result)))
+        written = self._places(outputs + _mutated(func, args, kwargs))
+        launches = not (func.is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
+        recorded.operations.append(
+            Operation(
+                name, *where, self._flops(func, name, args, kwargs, result),
+                read if launches else (), written if launches else (), launches,
+                outputs[0].dtype if outputs else None, tuple(tuple(tensor.shape) for tensor in inputs + outputs),
+            )
+        )  # fmt: skip
         for tensor in outputs:
-            recorded._note_storage(tensor, where)
+            storage = recorded._storage(tensor)
+            if storage.where is None and storage.number > before:
+                storage.where = where
+                recorded._count(storage, 1)
         recorded._note_peak()
         return result
 
-    def _operation(
-        self, func: Any, name: str, where: tuple[str, bool], inputs: list[Tensor], outputs: list[Tensor], call: Any
-    ) -> Operation:
-        part, backward = where
-        launches = not (func.is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
-        written = outputs + _mutated(func, *call[:2])
-        return Operation(
-            name, part, backward, self._flops(func, name, *call),
-            sum(map(_bytes, _distinct(inputs))) if launches else 0,
-            sum(map(_bytes, _distinct(written))) if launches else 0,
-            launches,
-            outputs[0].dtype if outputs else None,
-            tuple(tuple(tensor.shape) for tensor in inputs + outputs),
-        )  # fmt: skip
+    def _places(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+        distinct = {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}
+        return tuple((self._recorded._storage(tensor).number, _bytes(tensor)) for tensor in distinct.values())
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         if formula := flop_registry.get(func._overloadpacket):
@@ -253,10 +273,6 @@ class _Tracer(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    return {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}.values()
 
 
 def _bytes(tensor: Tensor) -> int:
