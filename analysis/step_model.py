@@ -23,8 +23,8 @@ from clap_ds.config.errors import UserError
 
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
-LOGIT_PASSES = 8
-"""Times the fp32 logits cross the GPU's memory, forward and backward."""
+LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
+"""Times that fp32 logits and everybody's features cross the GPU's memory, forward and backward (`benchmarks.loss_trace`)."""
 MATMUL_EFFICIENCY = 0.3
 
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
@@ -121,7 +121,8 @@ class StepModel:
         exchange += all_gather_s(features if method.loss == "gather_with_grad" else 2 * batch * 4, nodes, gpus, machine)
         logits = 2 * batch * batch * nodes * gpus
         loss = 3 * 2 * logits * workload.joint_dim / (MATMUL_EFFICIENCY * machine.peak_flops)
-        loss += LOGIT_PASSES * 4 * logits / machine.memory_bytes_per_s
+        logit_passes, feature_passes = LOSS_PASSES[method.loss]
+        loss += (logit_passes * 4 * logits + feature_passes * features * nodes * gpus) / machine.memory_bytes_per_s
         return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
 
     def terms_s(self, nodes: int) -> dict[str, float]:

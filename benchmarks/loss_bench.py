@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.engine.tiles import tiled_log_sum_exp, tiled_softmax_gradient
+from clap_ds.engine.tiles import Positives, tiled_row_sums, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
-JOINT_DIM, SCALE, TILE = 512, 14.3, 4096
+JOINT_DIM, SCALE = 512, 14.3
 COLUMNS = (
     "global batch {global_batch:,} | exact local, s {exact_local[seconds]:.4f}"
     " | gather-with-gradient, s {gather_with_gradient[seconds]:.4f} | time ratio {ratio:.2f}"
@@ -36,11 +36,12 @@ COLUMNS = (
 
 def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> list[Tensor]:
     """Gradients of rank 0's features, in tiles; the other ranks' log-sum-exps are stood in for by rank 0's mean."""
+    positives = Positives(slice(0, micro_batch), len(audio_ND), None, like=scale)
     pairs = (audio_ND[:micro_batch], text_ND), (text_ND[:micro_batch], audio_ND)
-    own = [tiled_log_sum_exp(*pair, scale, TILE) for pair in pairs]
+    own = [tiled_row_sums(*pair, scale, positives)[0] for pair in pairs]
     everyone = [each.mean().expand(len(audio_ND)) for each in reversed(own)]
     sums = zip(pairs, own, everyone, strict=True)
-    return [tiled_softmax_gradient(*pair, lse_B, lse_N, 0, scale, TILE)[0] for pair, lse_B, lse_N in sums]
+    return [tiled_softmax_gradient(*pair, lse_B, lse_N, scale, positives)[0] for pair, lse_B, lse_N in sums]
 
 
 def gather_with_gradient(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> tuple[Tensor, ...]:

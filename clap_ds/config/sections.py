@@ -115,9 +115,10 @@ class LossSettings(Section):
     as right as its own (`positive`), for data whose captions come again, such as those made of class names. With `softmax` that
     makes a difference only as far as text dropout does between equal captions: their targets add up to the same."""
     features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs, else fp32."""
-    tile: PositiveInt = 4096
-    """Columns of the similarity matrix held at a time."""
+    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
+    fp32."""
+    tile: PositiveInt | None = None
+    """Columns of the similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):

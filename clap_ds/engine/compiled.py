@@ -1,19 +1,25 @@
 """torch.compile over a model, and what it made of it: graphs, graph breaks and recompilations, for the run's summary.
 
-Which parts are compiled is the run's choice (`clap.compile`); the model itself is written so that they compile whole.
+Which parts of the model are compiled is the run's choice (`clap.compile`); it is written so that they compile whole. The loss's
+element-wise functions always are on a GPU, where they are bound by memory traffic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Literal
+from functools import cache
+from types import CodeType
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from clap_ds.dist import progress
+from clap_ds.dist.agreement import rank
 from clap_ds.model.clap import ClapModel
 
 Compile = Literal["off", "towers", "step"]
+T = TypeVar("T")
 
 
 def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:
@@ -34,6 +40,37 @@ def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False,
         model.text.compile(backend=backend, mode=mode)
     elif what == "step":
         model.compile(backend=backend, mode=mode)
+
+
+def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
+    """`function` of `arguments`, none of which it changes: compiled where the first of them, a tensor, is on a GPU. Where that
+    can't be done (no Triton, no C compiler), which rank 0 says once, it runs as it is."""
+    return _compiled(function)(*arguments) if arguments[0].is_cuda else function(*arguments)
+
+
+_beside_the_model: set[CodeType] = set()
+
+
+@cache
+def _compiled(function: Callable[..., T]) -> Callable[..., T]:
+    from torch._dynamo.exc import TorchDynamoException
+
+    _note_compilations()
+    _beside_the_model.add(function.__code__)
+    run = torch.compile(function)
+
+    def run_or_fall_back(*arguments: Any) -> T:
+        nonlocal run
+        try:
+            return run(*arguments)
+        except TorchDynamoException as error:
+            run = function
+            if rank() == 0:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                print(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason}", flush=True)
+            return function(*arguments)
+
+    return run_or_fall_back
 
 
 _noted = ExitStack()
@@ -57,16 +94,19 @@ def _end_note(*_: Any) -> None:
 
 
 def compile_statistics() -> dict[str, Any]:
-    """Since the process started: graphs compiled, graph breaks with their reasons, and how many graphs were compilations anew
-    of code that had been compiled for other shapes or values."""
+    """Of the model since the process started: graphs compiled, graph breaks with their reasons, and how many graphs were
+    compilations anew of code that had been compiled for other shapes or values."""
     from torch._dynamo.utils import counters, get_compilation_metrics
 
-    anew = [
-        metrics for metrics in get_compilation_metrics() if int(str(metrics.compile_id or "0/0").split("/")[-1][0]) > 0
-    ]
+    codes = {(code.co_filename, code.co_name) for code in _beside_the_model}
+    model: list[Any] = []
+    beside: list[Any] = []
+    for metrics in get_compilation_metrics():
+        (beside if (metrics.co_filename, metrics.co_name) in codes else model).append(metrics)
+    anew = [metrics for metrics in model if int(str(metrics.compile_id or "0/0").split("/")[-1][0]) > 0]
     breaks = {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
     return {
-        "num_graphs": counters["stats"]["unique_graphs"],
+        "num_graphs": counters["stats"]["unique_graphs"] - sum(metrics.fail_type is None for metrics in beside),
         "num_graph_breaks": sum(breaks.values()),
         "graph_breaks": breaks,
         "num_recompilations": len(anew),

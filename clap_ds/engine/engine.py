@@ -254,6 +254,6 @@ class ClapEngine:
 
 def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
     settings = run.clap.loss
-    by_default = "bf16" if run.precision == "bf16" else "fp32"
+    by_default = "bf16" if run.precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
     wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
     return SoftmaxLoss(wire_dtype, settings.tile) if settings.kind == "softmax" else SigmoidLoss(wire_dtype)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.dist.agreement import rank, world_size
-from clap_ds.engine.tiles import Positives, similarities, tiled_log_sum_exp, tiled_softmax_gradient, weighted_sum
+from clap_ds.engine.tiles import Positives, similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,10 +36,10 @@ class SoftmaxLoss:
 
     Args:
         wire_dtype: features are gathered and compared in this type; sums and gradients are fp32 (fp64 for fp64).
-        tile: columns of the similarity matrix held at a time.
+        tile: columns of the similarity matrix held at a time; None: as `tiles` has it for the device.
     """
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int = 4096) -> None:
+    def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int | None = None) -> None:
         self._wire_dtype = wire_dtype
         self._tile = tile
         self._early: dict[str, _Gather] = {}
@@ -151,22 +151,15 @@ class _Softmax(torch.autograd.Function):
         audio_ND: Tensor,
         text_ND: Tensor,
         captions_N: Tensor | None,
-        tile: int,
+        tile: int | None,
     ) -> Tensor:
         num_local = audio_BD.shape[0]
-        first = rank() * num_local
-        own = slice(first, first + num_local)
+        own = slice(rank() * num_local, (rank() + 1) * num_local)
         scale = logit_scale.detach()
-        row_lse_B = tiled_log_sum_exp(audio_ND[own], text_ND, scale, tile)
-        column_lse_B = tiled_log_sum_exp(text_ND[own], audio_ND, scale, tile)
-        positives = None if captions_N is None else Positives(captions_N, own, tile)
-        if positives is None:
-            similarity_B = (audio_ND[own].to(scale.dtype) * text_ND[own].to(scale.dtype)).sum(dim=1)
-        else:
-            pairs = ((audio_ND[own], text_ND), (text_ND[own], audio_ND))
-            similarity_B = torch.stack([positives.mean_similarity(*pair, scale.dtype) for pair in pairs]).mean(dim=0)
-        target_B = scale * similarity_B
-        loss = ((row_lse_B - target_B).mean() + (column_lse_B - target_B).mean()) / 2
+        positives = Positives(own, len(audio_ND), captions_N, like=scale)
+        row_lse_B, row_target_B = tiled_row_sums(audio_ND[own], text_ND, scale, positives, tile)
+        column_lse_B, column_target_B = tiled_row_sums(text_ND[own], audio_ND, scale, positives, tile)
+        loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
@@ -176,7 +169,7 @@ class _Softmax(torch.autograd.Function):
                 (text_ND[own], audio_ND, column_lse_B, row_lse_N),
             )
             (audio_grad_BD, scale_grad), (text_grad_BD, _) = (
-                tiled_softmax_gradient(*side, first, scale, tile, positives) for side in sides
+                tiled_softmax_gradient(*side, scale, positives, tile) for side in sides
             )
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
             factor = 1 / (2 * num_local)
@@ -211,12 +204,12 @@ class _Sigmoid(torch.autograd.Function):
             loss += row_loss_BB.sum()
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
-            audio_grad_BD += weighted_sum(row_weight_BB, other_text)
+            audio_grad_BD += weighted_sum(row_weight_BB, other_text, scale.dtype)
             column_weight_BB = row_weight_BB.T
             if distance:
                 logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
                 column_weight_BB = _sigmoid_terms(logits_BB, False, positive_BB)[1]
-            text_grad_BD += weighted_sum(column_weight_BB, other_audio)
+            text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
         num_local = audio_BD.shape[0]
         ctx.save_for_backward(
             audio_grad_BD * (scale / num_local),

@@ -1,52 +1,70 @@
 """Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time.
 
-What the losses work out of them, and how features get from rank to rank, is `loss`'s. Shape letters are as there.
+Bound by memory traffic: what lies between two matrix products is a function of its own, which torch.compile makes one kernel on
+a GPU. A tile then crosses memory five times, three of them as the product's or the weights' own writing and reading. What the
+losses work out of the sums, and how features get from rank to rank, is `loss`'s. Shape letters are as there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from clap_ds.engine.compiled import compiled_on_gpu
 
-def tiled_log_sum_exp(own_BD: Tensor, all_ND: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Log Σ_j exp(scale · own_i·all_j), a tile of columns at a time: (B,) in the scale's type."""
-    maximum_B = torch.full(own_BD.shape[:1], -torch.inf, dtype=scale.dtype, device=own_BD.device)
-    total_B = torch.zeros_like(maximum_B)
-    for columns in _tiles(all_ND.shape[0], tile):
-        logits_BK = similarities(own_BD, all_ND[columns], scale.dtype).mul_(scale)
-        larger_B = torch.maximum(maximum_B, logits_BK.amax(dim=1))
-        total_B = total_B * (maximum_B - larger_B).exp() + logits_BK.sub_(larger_B[:, None]).exp_().sum(dim=1)
-        maximum_B = larger_B
-    return maximum_B + total_B.log()
+GPU_TILE, CPU_TILE = 32768, 1024
+"""Columns in a tile where nobody says: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
 
 
 class Positives:
-    """Which pairs have the same caption as each of this rank's.
+    """Which clips and captions belong together: pair i's, or where captions are given, all whose captions are equal.
 
     Args:
-        captions_N: everybody's captions, one number for each different one, int64.
-        own: this rank's among them.
+        own: this rank's pairs among the `size` of the global batch.
+        captions_N: a number for each different caption, (N,) int64, or None.
+        like: a tensor of the device and type in which shares are given.
     """
 
-    def __init__(self, captions_N: Tensor, own: slice, tile: int) -> None:
-        self._captions_N, self._own, self._tile = captions_N, own, tile
-        self.number_B = torch.zeros_like(captions_N[own])
-        for columns in _tiles(len(captions_N), tile):
-            self.number_B += self.among(columns).sum(dim=1)
+    def __init__(self, own: slice, size: int, captions_N: Tensor | None, like: Tensor) -> None:
+        self._own, self._own_only = own, captions_N is None
+        self._number_N = torch.arange(size, device=like.device) if captions_N is None else captions_N
+        self._share_B = like.new_ones(own.stop - own.start)
+        if captions_N is not None:
+            sorted_N, own_B = captions_N.sort().values, captions_N[own].contiguous()
+            self._share_B /= torch.searchsorted(sorted_N, own_B, right=True) - torch.searchsorted(sorted_N, own_B)
 
-    def among(self, columns: slice) -> Tensor:
-        """(B, K) bool."""
-        return self._captions_N[self._own, None] == self._captions_N[columns]
+    def among(self, columns: slice) -> list[Tensor]:
+        """Caption numbers of the own pairs (B,) and of a tile's (K,), int64, and what each own pair's positives count (B,);
+        nothing where the tile has none."""
+        if self._own_only and (columns.stop <= self._own.start or self._own.stop <= columns.start):
+            return []
+        return [self._number_N[self._own], self._number_N[columns], self._share_B]
 
-    def mean_similarity(self, own_BD: Tensor, all_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of each own feature of one tower to its positives of the other, (B,) in `dtype`."""
-        total_B = torch.zeros(own_BD.shape[:1], dtype=dtype, device=own_BD.device)
-        for columns in _tiles(len(all_ND), self._tile):
-            total_B += (similarities(own_BD, all_ND[columns], dtype) * self.among(columns)).sum(dim=1)
-        return total_B / self.number_B
+
+def tiled_row_sums(
+    own_BD: Tensor, all_ND: Tensor, scale: Tensor, positives: Positives, tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the mean S_ij of i's positives: (B,) each, in the scale's type."""
+    lses, targets = [], []
+    for columns in _tiles(all_ND, tile):
+        rest = scale, positives.among(columns)
+        lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
+        lses.append(lse_B)
+        targets += target_B
+    return torch.stack(lses).logsumexp(dim=0), torch.stack(targets).sum(dim=0)
+
+
+def _row_sums(similarity_BK: Tensor, scale: Tensor, positives: list[Tensor]) -> list[Tensor]:
+    """Of one tile; without positives only the first. Maximum and sum, written out like this, are one pass in compiled code
+    (online softmax, arXiv 1805.02867)."""
+    logits_BK = similarity_BK * scale
+    targets = [(logits_BK * _shares(positives)).sum(dim=1)] if positives else []
+    maximum_B1 = logits_BK.amax(dim=1, keepdim=True)
+    total_B1 = logits_BK.sub_(maximum_B1).exp_().sum(dim=1, keepdim=True)
+    return [(maximum_B1 + total_B1.log()).squeeze(1), *targets]
 
 
 def tiled_softmax_gradient(
@@ -54,39 +72,56 @@ def tiled_softmax_gradient(
     all_ND: Tensor,
     own_lse_B: Tensor,
     all_lse_N: Tensor,
-    first: int,
     scale: Tensor,
-    tile: int,
-    positives: Positives | None = None,
+    positives: Positives,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
 
     Args:
-        own_BD: this rank's features of one tower; row i belongs to row first + i of `all_ND`.
+        own_BD: this rank's features of one tower.
         all_ND: everybody's features of the other tower.
         own_lse_B: log-sum-exps over the similarities of each own feature.
         all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
         scale: factor of the similarities, shape (1,); gives the type of sums and results.
-        positives: of the own features; without, pair i has pair i alone.
 
     Returns:
         2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
     """
-    gradient_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
-    scale_gradient = torch.zeros((), dtype=scale.dtype, device=own_BD.device)
-    for columns in _tiles(all_ND.shape[0], tile):
-        similarity_BK = similarities(own_BD, all_ND[columns], scale.dtype)
-        logits_BK = similarity_BK * scale
-        weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
-        weight_BK += logits_BK.sub_(all_lse_N[columns]).exp_()
-        if positives is not None:
-            weight_BK -= positives.among(columns) * (2 / positives.number_B.to(scale.dtype))[:, None]
-        elif columns.start < first + own_BD.shape[0] and first < columns.stop:
-            # Pairs lie where column = first + row.
-            weight_BK.diagonal(first - columns.start).sub_(2)
-        scale_gradient += torch.dot(weight_BK.flatten(), similarity_BK.flatten())
-        gradient_BD += weighted_sum(weight_BK, all_ND[columns])
-    return gradient_BD * scale, scale_gradient
+    weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
+    weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
+    for columns in _tiles(all_ND, tile):
+        others_KD, lses, same = all_ND[columns], (own_lse_B, all_lse_N[columns]), positives.among(columns)
+        weights = compiled_on_gpu(
+            _weights, similarities(own_BD, others_KD, scale.dtype), scale, *lses, same, weight_dtype
+        )
+        weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
+        del weights  # before the next tile is made
+    # Σ_ij weight_ij · own_i·all_j, where the sum over j has just been made
+    return weighted_BD * scale, (weighted_BD * own_BD).sum()
+
+
+def _weights(
+    similarity_BK: Tensor,
+    scale: Tensor,
+    own_lse_B: Tensor,
+    other_lse_K: Tensor,
+    positives: list[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """2N times the loss's derivative by one tile's logits."""
+    logits_BK = similarity_BK * scale
+    weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
+    weight_BK += logits_BK.sub_(other_lse_K).exp_()
+    if positives:
+        weight_BK.sub_(_shares(positives), alpha=2)
+    return weight_BK.to(dtype)
+
+
+def _shares(positives: list[Tensor]) -> Tensor:
+    """The softmaxes' target, (B, K): each row's positives add up to 1."""
+    own_B, other_K, share_B = positives
+    return torch.where(own_B[:, None] == other_K, share_B[:, None], 0)
 
 
 def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,14 +133,17 @@ def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor
     return own_BD.to(dtype) @ other_KD.T.to(dtype)
 
 
-def weighted_sum(weight_BK: Tensor, other_KD: Tensor) -> Tensor:
-    """(B, D) in the weights' type; on a GPU with 16-bit features the weights are rounded to match, the sum is not."""
-    if other_KD.dtype == weight_BK.dtype:
+def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, D) in `dtype`; on a GPU with 16-bit features the weights are rounded to match, the sum is not."""
+    if other_KD.dtype == dtype:
         return weight_BK @ other_KD
     if other_KD.is_cuda:
-        return torch.mm(weight_BK.to(other_KD.dtype), other_KD, out_dtype=weight_BK.dtype)
-    return weight_BK @ other_KD.to(weight_BK.dtype)
+        return torch.mm(weight_BK.to(other_KD.dtype), other_KD, out_dtype=dtype)
+    return weight_BK @ other_KD.to(dtype)
 
 
-def _tiles(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
+def _tiles(all_ND: Tensor, tile: int | None) -> Iterator[slice]:
+    """Of one width but for the last; multiples of 64, as tensor cores want rows to begin, where they may be as wide."""
+    size, widest = len(all_ND), tile or (GPU_TILE if all_ND.is_cuda else CPU_TILE)
+    width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
+    return (slice(start, min(start + width, size)) for start in range(0, size, width))

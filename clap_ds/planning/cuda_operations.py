@@ -2,19 +2,23 @@
 
 Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (the memory-efficient
 kernel, the one that takes a bias with a gradient and any mask), dropout that keeps its mask, products of 16-bit matrices with
-fp32 results, and autocast's rules, of which CPUs' differ in layer norm. Recording is left to `trace.py`.
+fp32 results, what the loss has compiled into one kernel, and autocast's rules, of which CPUs' differ in layer norm. Recording
+is left to `trace.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clap_ds.engine import tiles
 from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
@@ -31,6 +35,7 @@ def like_cuda() -> Iterator[None]:
         (F, "dropout", _dropout),
         (F, "layer_norm", _autocast_layer_norm),
         (text_attention, "_attend_padded", efficient_attention),
+        (tiles, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
     ]
     with ExitStack() as stack:
         for owner, name, stand_in in replaced:
@@ -67,6 +72,14 @@ def efficient_attention(
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     mixed: Tensor = attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
     return mixed
+
+
+@cache
+def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one operation, which reads its inputs and writes its results."""
+    operation = torch.library.custom_op(f"compiled::{function.__name__.strip('_')}", function, mutates_args=())
+    operation.register_fake(function)
+    return operation
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import loss_trace
 from clap_ds.analysis.step_model import (
+    WORKLOADS,
     Machine,
     Method,
     Series,
@@ -81,6 +83,17 @@ def test_loss_grows_with_ranks_and_everything_is_positive() -> None:
     small, large = (terms_s(nodes, 0.5, Machine()) for nodes in (1, 128))
     assert large["contrastive loss"] == pytest.approx(128 * small["contrastive loss"])
     assert min(*small.values(), *large.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "traced"), [("exact_local", "exact_local"), ("gather_with_grad", "gather_with_gradient")]
+)
+@pytest.mark.parametrize("work", WORKLOADS.values())
+def test_memory_traffic_of_the_loss_is_what_a_trace_finds(work: Workload, loss: str, traced: str) -> None:
+    found = loss_trace.measure(traced, 512, work.batch_per_gpu, work.joint_dim)
+    memory_only = Machine(memory_bytes_per_s=1e9, peak_flops=1e30)
+    stated = StepModel(work, memory_only, replace(Method(), loss=loss)).known_terms_s(128)["contrastive loss"]  # type: ignore[arg-type]
+    assert stated == pytest.approx(found["gigabytes"], rel=0.03)
 
 
 def test_fit_recovers_what_made_the_data() -> None:

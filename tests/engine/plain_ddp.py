@@ -37,7 +37,7 @@ class PlainDDP:
         self.ddp = DistributedDataParallel(self.model)
         if precision == "bf16":
             self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed, too, sends the few fp32 gradients as bf16
-        self.loss = SoftmaxLoss(torch.bfloat16 if precision == "bf16" else torch.float32)
+        self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 
     def step(self, batches: Iterator[Batch]) -> float:
         """One optimiser step; mean loss of its micro-batches."""

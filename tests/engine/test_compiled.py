@@ -1,12 +1,15 @@
 """Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
 generator."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
-from clap_ds.engine.compiled import compile_model, compile_statistics
+from clap_ds.engine import compiled
+from clap_ds.engine.compiled import compile_model, compile_statistics, compiled_on_gpu
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
 from tests.model.reference_clap import captions, clips
@@ -111,3 +114,35 @@ def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool)
         kept.append(sum(sizes))
     nothing, audio, text, both = kept
     assert both < min(audio, text) < max(audio, text) < nothing
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_functions_beside_the_model_are_compiled_on_a_gpu_or_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], works: bool
+) -> None:
+    used = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        used.append(len(inputs))
+        if not works:
+            raise RuntimeError("no C compiler")
+        return graph
+
+    torch.compiler.reset()
+    compiled._compiled.cache_clear()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+    assert torch.equal(compiled_on_gpu(_twice, torch.ones(3)), torch.full((3,), 2.0))
+    assert not used
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for size in (3, 3, 5):
+        assert torch.equal(compiled_on_gpu(_twice, torch.ones(size)), torch.full((size,), 2.0))
+    assert len(used) == (2 if works else 1)
+    assert capsys.readouterr().out.count("_twice can't be compiled") == (0 if works else 1)
+    statistics = compile_statistics()
+    assert (statistics["num_graphs"], statistics["num_recompilations"]) == (0, 0), "not the model's"

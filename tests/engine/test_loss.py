@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clap_ds.engine import tiles
 from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
 from tests.ranks import RankPool, in_group_of
 
@@ -217,3 +219,36 @@ def _early_and_late() -> list[np.ndarray]:
 def test_features_gathered_under_the_forward_pass_are_the_same(eight_processes: RankPool, tmp_path: Path) -> None:
     for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
         np.testing.assert_array_equal(early, late)
+
+
+@pytest.mark.parametrize("function", ["row sums", "weights"])
+@pytest.mark.parametrize("with_pairs", [False, True])
+def test_what_lies_between_two_products_is_one_kernel_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, function: str, with_pairs: bool
+) -> None:
+    """By Inductor's plan for Triton, which it also makes for CPU tensors, up to writing the code."""
+    num_rows, num_columns = 616, 4096
+    planned: list[int] = []
+
+    class PlannedError(Exception):
+        pass
+
+    def plan(graph: GraphLowering) -> None:
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        planned.extend(kernel.get_read_write_buffers_sizes() for kernel in graph.scheduler.nodes)
+        raise PlannedError
+
+    rows, columns, scale = torch.empty(num_rows), torch.empty(num_columns), torch.ones(1)
+    pairs = [torch.arange(num_rows), torch.arange(num_columns), rows] if with_pairs else []
+    arguments = {"row sums": [pairs], "weights": [rows, columns, pairs, torch.bfloat16]}[function]
+    compiled = torch.compile({"row sums": tiles._row_sums, "weights": tiles._weights}[function])
+    monkeypatch.setattr(GraphLowering, "compile_to_module", plan)
+    torch.compiler.reset()
+    patched = torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False)
+    with patched, pytest.raises(Exception, match="PlannedError"):
+        compiled(torch.empty(num_rows, num_columns), scale, *arguments)
+    (num_bytes,) = planned
+    # The fp32 similarities are read once, the bf16 weights written once.
+    passes = {"row sums": 1, "weights": 1.5}[function]
+    assert num_bytes / (4 * num_rows * num_columns) == pytest.approx(passes, rel=0.02)
