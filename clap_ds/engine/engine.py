@@ -44,6 +44,7 @@ class ClapEngine:
 
     Attributes:
         model: the model being trained.
+        kernels: what `clap_ds.engine.kernels` has chosen for it, for checkpoints.
         deepspeed: DeepSpeed's engine around it.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
@@ -52,7 +53,6 @@ class ClapEngine:
         norm_wanted: work out `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device; of a
             skipped step it isn't finite.
-        kernels: what `clap_ds.engine.kernels` has chosen, for checkpoints.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
@@ -64,6 +64,7 @@ class ClapEngine:
         self.model = model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
+        self.kernels = KernelRecord()
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
         self.loss = _loss(run)
@@ -79,7 +80,6 @@ class ClapEngine:
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
         self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
-        self.kernels = KernelRecord()
         self.gradient_norm: Tensor | None = None
         self._accumulation_steps = run.gradient_accumulation_steps
         self._max_log_scale = math.log(run.clap.max_logit_scale)
