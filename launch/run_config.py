@@ -67,7 +67,7 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
     if not found or "" in found:
-        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,step")
+        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,towers")
     if len({json.dumps(value) for value in found}) < len(found):
         raise UserError(f"--vary {text!r}: the same value twice")
     return name, found

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from clap_ds.config.check import SettingsError, check_deepspeed, explain, kind_of, read_json
 from clap_ds.config.model import ClapConfig, load_preset
@@ -46,11 +46,11 @@ class ClapSettings(Section):
     text: Literal["padded", "packed"] = "padded"
     """How captions go through the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
-    compile: Literal["off", "towers", "step"] = "off"
-    """What torch.compile is given: nothing, each tower, or the whole forward pass (and with it its backward pass)."""
+    compile: Literal["off", "towers"] = "off"
+    """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass."""
     cuda_graphs: bool = False
-    """Replay what is compiled as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary: packed
-    captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
+    """Replay the compiled towers as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary:
+    packed captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     matrix units (AMX), `off`: torch's operations."""
@@ -77,6 +77,13 @@ class ClapSettings(Section):
     """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
     max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _check_compile(cls, what: object) -> object:
+        if what == "step":
+            raise ValueError("no 'step' any more: take 'towers', which compiles as much and sends gradients earlier")
+        return what
 
     def preset(self) -> ClapConfig:
         """Sizes of the model."""
@@ -186,7 +193,7 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
             f" found {clap.model.attention!r}"
         )
     if clap.cuda_graphs and clap.compile == "off":
-        problems.append("clap.cuda_graphs: needs clap.compile 'towers' or 'step', whose graphs it replays")
+        problems.append("clap.cuda_graphs: needs clap.compile 'towers', whose graphs it replays")
     if clap.cuda_graphs and clap.train.accumulation == "cached":
         problems.append(
             "clap.cuda_graphs: a replay overwrites the features that clap.train.accumulation 'cached' keeps"

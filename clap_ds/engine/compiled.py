@@ -1,7 +1,7 @@
 """torch.compile over a model, and what it made of it: graphs, graph breaks and recompilations, for the run's summary.
 
-Which parts of the model are compiled is the run's choice (`clap.compile`); it is written so that they compile whole. The loss's
-element-wise functions always are on a GPU, where they are bound by memory traffic.
+The model is written so that its parts compile whole (`clap.compile`). The loss's element-wise functions always are compiled on
+a GPU, where they are bound by memory traffic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clap_ds.dist import progress
 from clap_ds.dist.agreement import rank
 from clap_ds.model.clap import ClapModel
 
-Compile = Literal["off", "towers", "step"]
+Compile = Literal["off", "towers"]
 T = TypeVar("T")
 
 
@@ -26,20 +26,24 @@ def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False,
     """Compile in place, so that parameter names stay.
 
     Args:
-        what: `towers`: HTSAT and RoBERTa, each a graph; `step`: the whole forward pass from waveforms to embeddings as one
-            graph, and with it its backward pass. The loss, which talks to other ranks, stays outside.
-        cuda_graphs: record and replay them, on CUDA. Features are then overwritten by the next forward pass, before which
-            `torch.compiler.cudagraph_mark_step_begin` must say that they are done with.
+        what: `towers`: HTSAT and RoBERTa, each a graph with its backward pass, and the mel front end. What talks to other ranks
+            stays outside: the projections, behind which features start to be gathered, the loss, and torch's reducer, which
+            gets a tower's gradients when that tower's backward pass ends and sends them under the other's.
+        cuda_graphs: record and replay the towers, on CUDA. What a replay gave, gradients too, is overwritten by replays after
+            the next `torch.compiler.cudagraph_mark_step_begin`. The front end is not recorded: waveforms would be copied into
+            the recording's own memory, eight times what becomes of them.
         backend: torch.compile's.
     """
-    if what != "off":
-        _note_compilations()
-    mode = "reduce-overhead" if cuda_graphs else None
-    if what == "towers":
-        model.audio.compile(backend=backend, mode=mode)
-        model.text.compile(backend=backend, mode=mode)
-    elif what == "step":
-        model.compile(backend=backend, mode=mode)
+    if what == "off":
+        return
+    from torch._dynamo import config
+
+    # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.
+    config.optimize_ddp = False
+    _note_compilations()
+    model.mel.compile(backend=backend)
+    for tower in (model.audio, model.text):
+        tower.compile(backend=backend, mode="reduce-overhead" if cuda_graphs else None)
 
 
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:

@@ -47,9 +47,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}},
         r"clap\.text: packed captions need clap\.model\.attention .*, found 'sdpa'",
     ),
+    ({"compile": "step"}, r"clap\.compile: no 'step' any more: take 'towers'"),
     ({"cuda_graphs": True}, r"clap\.cuda_graphs: needs clap\.compile"),
     (
-        {"cuda_graphs": True, "compile": "step", "train": {"accumulation": "cached"}},
+        {"cuda_graphs": True, "compile": "towers", "train": {"accumulation": "cached"}},
         r"clap\.cuda_graphs: a replay overwrites the features",
     ),
     (

@@ -320,18 +320,6 @@ def test_nan_on_one_rank_stops_all_with_the_step(two_ranks: RankPool) -> None:
     assert two_ranks.run(_loss_with_a_nan_on_rank_1) == ["the loss is NaN or infinite at step 2"] * 2
 
 
-def _compiled(what: str) -> list[bool]:
-    run = _settings("fp32", 1)
-    run.clap = run.clap.model_copy(update={"compile": what})
-    model = ClapEngine(run, _model(run), DEVICE).model
-    return [module._compiled_call_impl is not None for module in (model, model.audio, model.text)]
-
-
-def test_what_the_run_names_is_compiled(two_ranks: RankPool) -> None:
-    compiled = {what: two_ranks.run(_compiled, what)[0] for what in ("off", "towers", "step")}
-    assert compiled == {"off": [False] * 3, "towers": [False, True, True], "step": [True, False, False]}
-
-
 def _unknown_optimizer() -> str:
     run = _settings("fp32", 1)
     run.deepspeed["optimizer"] = {"type": "AdamWW", "params": {"lr": 1e-3}}

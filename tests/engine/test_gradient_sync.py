@@ -39,8 +39,6 @@ def _weights_after(
     if twist == "frozen":
         model.text.requires_grad_(False)
     engine = ClapEngine(run, model, DEVICE)
-    if twist == "compiled":
-        engine.deepspeed.compile(backend="eager")
     batches = _batches(run)
     for _ in range(num_steps):
         engine.step(batches, TIMER)
@@ -66,14 +64,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "unused parameter": ("bf16", 2, {}, "unused"),
     "parameter unused on one rank": ("fp32", 1, {}, "unused on one rank"),
     "frozen tower": ("bf16", 1, {}, "frozen"),
-    "compiled": ("fp32", 2, {"bucket_mb": 2.0}, "compiled"),
 }
 
 
-SLOW = pytest.mark.end_to_end
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "compiled" else ()) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_same_weights_as_deepspeeds_own_reduction(two_ranks: RankPool, name: str) -> None:
     # Exactly: the engine is the same otherwise, a sum of two has one order, and every factor here is a power of two.
     assert two_ranks.run(_largest_difference, *CASES[name]) == [0.0, 0.0]
