@@ -104,6 +104,7 @@ setup(
             "clap-bench = clap_ds.bench:command",
             "clap-evaluate = clap_ds.evaluate:command",
             "clap-flops = clap_ds.flops:command",
+            "clap-plan = clap_ds.plan:command",
             "clap-train = clap_ds.train:command",
             "clap-sites = clap_ds.launch.sites:main",
             "clap-preflight = clap_ds.launch.preflight:main",

@@ -54,7 +54,7 @@ class Operation:
         read, written: of its inputs and of its results, which storage (a number of its own) and how many bytes of it: each
             element once, broadcast ones as they lie in memory. Empty where nothing is launched.
         launches: whether it starts a kernel on a GPU; views and allocations don't.
-        dtype: of its first result.
+        dtype: of its first floating-point input; without one, of its first such result; None without either.
         shapes: of its tensors, inputs and then results.
     """
 
@@ -186,7 +186,8 @@ def trace(
 
     Args:
         parts: name → modules whose forward passes, and the backward passes of these, are that part.
-        formulas: FLOPs of further operations by name, such as `clap_ds.window_attention`, from a call's result and arguments.
+        formulas: FLOPs of further operations by name, such as `clap_ds.window_attention`, from a call's result and arguments;
+            they come before torch's, which of packed captions know the longest alone.
     """
     recorded = Recorded()
     with ExitStack() as stack:
@@ -242,13 +243,11 @@ class _Tracer(TorchDispatchMode):
         outputs = _tensors(result)
         written = self._places(outputs + _mutated(func, args, kwargs))
         launches = not (func.is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
-        recorded.operations.append(
-            Operation(
-                name, *where, self._flops(func, name, args, kwargs, result),
-                read if launches else (), written if launches else (), launches,
-                outputs[0].dtype if outputs else None, tuple(tuple(tensor.shape) for tensor in inputs + outputs),
-            )
-        )  # fmt: skip
+        dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs + outputs)
+        moved = (read, written) if launches else ((), ())
+        flops = self._flops(func, name, args, kwargs, result)
+        recorded.operations.append(Operation(name, *where, flops, *moved, launches, dtype, shapes))
         for tensor in outputs:
             storage = recorded._storage(tensor)
             if storage.where is None and storage.number > before:
@@ -262,10 +261,10 @@ class _Tracer(TorchDispatchMode):
         return tuple((self._recorded._storage(tensor).number, _bytes(tensor)) for tensor in distinct.values())
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+        if own := self._formulas.get(name):
+            return int(own(result, *args, **kwargs))
         if formula := flop_registry.get(func._overloadpacket):
             return int(formula(*args, **kwargs, out_val=result))
-        if formula := self._formulas.get(name):
-            return int(formula(result, *args, **kwargs))
         if name.startswith("clap_ds."):
             self._recorded.uncounted[name] += 1
         return 0

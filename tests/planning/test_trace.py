@@ -137,4 +137,4 @@ def test_collectives_at_any_world_size() -> None:
     # Log-sum-exps, similarities again and gradients: three products with all features for each tower.
     assert recorded.total("flops") == 6 * 2 * 4 * 512 * 4 * 32
     assert {operation.name for operation in products} == {"aten.mm"}
-    assert {operation.dtype for operation in products} == {torch.float32}
+    assert {operation.dtype for operation in products} == {torch.bfloat16}  # of the inputs

@@ -1,0 +1,297 @@
+"""Command: whether a run fits a GPU, how fast it will be and what it will cost, predicted without a GPU.
+
+    clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
+
+A training step is recorded on tensors without contents, with the operations that CUDA would run; GPUs' rates are data sheets',
+of which shares are assumed. How efficiency falls with scale is taken from the published runs. docs/planning.md says what to
+trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clap_ds.analysis.cost import Price, price_of
+from clap_ds.analysis.project import engine_methods
+from clap_ds.analysis.published import PUBLISHED_DIR
+from clap_ds.analysis.runs import positive_float
+from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
+from clap_ds.analysis.table import markdown_table, significant
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.planning.hardware import Gpu, gpu_named
+
+if TYPE_CHECKING:
+    from clap_ds.planning.step import Step
+
+VARIANTS: tuple[dict[str, Any], ...] = ({"attention": "auto"}, {"attention": "triton"})
+"""Fields of `clap.model` whose plans are shown beside the run's own, each with and without compiled towers. On a GPU `auto` is
+`sdpa`."""
+DELAYS_FROM = "jupiter_htsat_tiny"
+"""The published series whose waiting for the slowest rank is assumed."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="clap-plan", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="JSON file, or a packaged one's name")
+    add("--gpu", required=True, help="such as h100-sxm; a wrong name lists them")
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="scales (default: 1)")
+    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="default: 4")
+    add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
+    add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
+    add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
+    default = Machine().node_bytes_per_s / 1e9
+    add("--node_gbytes_per_s", type=positive_float, default=default, help=f"into one node (default: {default:g})")
+    add("--samples", type=positive_float, metavar="N", help="samples to train on: GPU-hours and, with a price, money")
+    add("--price_per_gpu_hour", type=positive_float, metavar="P", help="money for an hour of one GPU")
+    add("--currency", help="of the price: EUR, …")
+    add("--price_source", help="whose price it is, and of when")
+    add("--json", action="store_true", help="print JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Plan and print; a UserError for a bad configuration, GPU or caption length."""
+    arguments = parse_arguments(argv)
+    gpu, run = gpu_named(arguments.gpu), _changed(load_run(arguments.deepspeed_config), arguments)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
+    try:
+        report = make_plan(run, gpu, arguments)
+    except ValueError as error:
+        raise UserError(f"{run.path}: {error}") from error
+    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+
+
+def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
+    deepspeed, clap = dict(run.deepspeed), run.clap
+    if arguments.micro_batch:
+        deepspeed["train_micro_batch_size_per_gpu"] = arguments.micro_batch
+    if arguments.text_tokens:
+        longest, preset = clap.preset().text.max_tokens, clap.model.preset
+        if arguments.text_tokens > longest:
+            raise UserError(f"--text_tokens {arguments.text_tokens}: {preset} has positions for {longest}")
+        data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
+        clap = clap.model_copy(update={"text_tokens": arguments.text_tokens, "data": data})
+    return RunSettings(run.path, clap, deepspeed)
+
+
+def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The JSON report."""
+    from torch.utils._triton import has_triton_package
+
+    from clap_ds.planning.memory import largest_micro_batch, memory_parts
+    from clap_ds.planning.step import check_plannable, trace_loss, trace_step, with_model_settings
+
+    check_plannable(run)
+    if run.clap.model.attention == "sdpa":
+        run = with_model_settings(run, attention="auto")
+    nodes, per_node = sorted(set(arguments.nodes)), arguments.gpus_per_node
+    smallest, largest = nodes[0] * per_node, nodes[-1] * per_node
+    peaks = [trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest)]
+    loss_bytes = max(0, peaks[1] - peaks[0])
+
+    def peak_gib(step: Step) -> float:
+        extra = loss_bytes * step.micro_batch // run.micro_batch
+        return sum(memory_parts(step, largest, extra).values())
+
+    own = trace_step(run, run.micro_batch, world_size=smallest)
+    steps = {_kernel(run): own}
+    for changes in VARIANTS:
+        other = with_model_settings(run, **changes)
+        if _kernel(other) not in steps and (_kernel(other) != "triton" or has_triton_package()):
+            steps[_kernel(other)] = trace_step(other, run.micro_batch, world_size=smallest)
+    variants = [
+        {"attention": kernel, "compile": compiled, "fits": peak_gib(step) <= gpu.memory_gib,
+         "peak_memory_gib": peak_gib(step), **_speed(step, gpu, compiled != "off")}
+        for kernel, step in steps.items() for compiled in ("off", "towers")
+    ]  # fmt: skip
+    found = None
+    if arguments.find_micro_batch:
+
+        def peak_at(size: int) -> float:
+            return peak_gib(own if size == run.micro_batch else trace_step(run, size, world_size=smallest))
+
+        found = largest_micro_batch(peak_at, run.micro_batch, gpu.memory_gib, _most(run))
+    chosen = variants[run.clap.compile != "off"]
+    return {
+        "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
+        "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
+        **chosen, "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found,
+        "memory_gib": memory_parts(own, largest, loss_bytes),
+        "parameters": own.num_parameters,
+        "scales": _scales(run, gpu, chosen, own.num_parameters, nodes, arguments),
+        "variants": variants,
+        "price": str(price_of(arguments)) if price_of(arguments) else None,
+        "assumed": _assumed(gpu, arguments),
+    }  # fmt: skip
+
+
+def _kernel(run: RunSettings) -> str:
+    return "sdpa" if run.clap.model.attention == "auto" else run.clap.model.attention
+
+
+def _most(run: RunSettings) -> float:
+    """Micro-batch that the attention kernel can't go beyond."""
+    from clap_ds.planning.memory import MOST_SDPA_BLOCKS
+
+    audio = run.clap.preset().audio
+    windows = max((grid // min(grid, audio.attention_window)) ** 2 for grid in audio.stage_grids)
+    return MOST_SDPA_BLOCKS // windows if _kernel(run) == "sdpa" else float("inf")
+
+
+def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
+    """Of one GPU of the smallest scale, what it sends left out."""
+    from clap_ds.planning.roofline import fused, rates_of, seconds_by_part
+
+    recorded = step.recorded.operations
+    operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
+    by_case = {case: seconds_by_part(operations, rates) for case, rates in rates_of(gpu).items()}
+    return {
+        "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
+        "step_s": {part: {case: parts[part] for case, parts in by_case.items()} for part in by_case["middle"]},
+        "tflop": sum(times * each.flops for each, times in operations) / 1e12,
+        "gigabytes_moved": sum(times * each.bytes_moved for each, times in operations) / 1e9,
+        "kernels": sum(times * each.launches for each, times in operations),
+    }
+
+
+def _scales(
+    run: RunSettings, gpu: Gpu, chosen: dict[str, Any], num_parameters: int, nodes: Sequence[int],
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rates and efficiency at each number of nodes. They are between those of two cases: waiting for the slowest rank is as
+    long as in the published runs, or as long a share of the step."""
+    published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv", Machine(), Method()).fit()
+    method = engine_methods()["both" if run.clap.gradient_sync == "overlapped" else "exact local loss"]
+    accumulated = run.gradient_accumulation_steps
+    found: dict[str, list[float]] = {}
+    for case in ("low", "middle", "high"):
+        seconds = {part: cases[case] / accumulated for part, cases in chosen["step_s"].items()}
+        shrink = seconds["step"] / published.compute_s
+        model = StepModel(
+            Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, arguments.gpus_per_node),
+            Machine(1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
+                    1e12 * gpu.bf16_tflops, 1e12 * gpu.memory_tbytes_per_s),
+            replace(method, gradient_bytes=2 if run.precision in ("bf16", "fp16") else 4,
+                    feature_bytes=2 if run.precision == "bf16" else 4,
+                    bucket_bytes=1e6 * run.clap.gradient_bucket_mb),
+            compute_s=seconds["step"] - seconds["loss"],
+            window_s=seconds.get("audio backward", 0) + seconds.get("text backward", 0),
+            shape=published.shape,
+        )  # fmt: skip
+        shares = {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}
+        found[case] = [replace(model, delay_s=published.delay_s * shares[case]).rate(n) for n in nodes]
+    price = price_of(arguments)
+    return [
+        _scale(n, n * arguments.gpus_per_node, {case: rates[i] for case, rates in found.items()},
+               {case: 100 * rates[i] / rates[0] for case, rates in found.items()}, arguments.samples, price)
+        for i, n in enumerate(nodes)
+    ]  # fmt: skip
+
+
+def _scale(
+    nodes: int, gpus: int, rates: dict[str, float], efficiency: dict[str, float], samples: float | None, price: Price | None
+) -> dict[str, Any]:  # fmt: skip
+    row: dict[str, Any] = {
+        "nodes": nodes, "gpus": gpus, "efficiency_percent": efficiency["middle"],
+        "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
+        "samples_per_s": gpus * rates["middle"],
+    }  # fmt: skip
+    if samples:
+        row["hours"] = samples / row["samples_per_s"] / 3600
+        row["gpu_hours"] = gpus * row["hours"]
+        if price:
+            row["money"] = price.per_gpu_hour * row["gpu_hours"]
+    return row
+
+
+def _assumed(gpu: Gpu, arguments: argparse.Namespace) -> list[str]:
+    from clap_ds.planning import memory, roofline
+
+    def shares(found: dict[str, float]) -> str:
+        return "–".join(f"{100 * value:.0f}" for value in (found["low"], found["high"])) + " %"
+
+    return [
+        f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
+        f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
+        f"products reach {shares(roofline.PRODUCT_SHARE)} of the peak, fused attention"
+        f" {shares(roofline.ATTENTION_SHARE)}, memory {shares(roofline.MEMORY_SHARE)} of its bandwidth; a kernel takes"
+        f" {1e6 * roofline.KERNEL_S['high']:g}–{1e6 * roofline.KERNEL_S['low']:g} µs at least",
+        "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
+        f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
+        f" {100 * memory.FRAGMENTATION:g} % of fragmentation",
+        f"{arguments.node_gbytes_per_s:g} GB/s into a node; waiting for the slowest rank as in the published runs"
+        f" ({DELAYS_FROM}), unchanged or in proportion to the step; data is always there in time",
+    ]
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    verdict = "fits" if report["fits"] else "does NOT fit"
+    rate, step = report["samples_per_s_per_gpu"], report["step_s"]
+    lines = [
+        f"## Predicted, nothing measured: {report['preset']} on {report['gpu']}, {report['precision']}, micro-batch"
+        f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}",
+        f"{report['attention']} attention, compile {report['compile']}: **{verdict}**,"
+        f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB; **{rate['middle']:,.0f} samples/s/GPU**"
+        f" ({rate['low']:,.0f}–{rate['high']:,.0f}) on one node before anything is sent.",
+    ]  # fmt: skip
+    if report["largest_micro_batch"]:
+        lines.append(f"Largest micro-batch that fits: {report['largest_micro_batch']}.")
+    lines.append(markdown_table(["memory at the peak", "GiB"], _rows(report["memory_gib"], "{:.2f}")))
+    times = [[part, *(f"{1000 * step[part][case]:.1f}" for case in ("high", "middle", "low"))] for part in step]
+    lines.append(markdown_table(["step", "ms at high rates", "middle", "low"], times))
+    lines.append(_scale_table(report["scales"]))
+    if report["price"]:
+        lines.append(report["price"])
+    rows = [
+        [each["attention"], each["compile"], f"{each['peak_memory_gib']:.1f}", "yes" if each["fits"] else "no",
+         *(f"{each['samples_per_s_per_gpu'][case]:,.0f}" for case in ("low", "middle", "high")),
+         f"{each['gigabytes_moved']:.0f}", f"{each['kernels']:,}"]
+        for each in report["variants"]
+    ]  # fmt: skip
+    header = ["attention", "compile", "GiB", "fits", "samples/s/GPU, low", "middle", "high", "GB moved", "kernels"]
+    lines += [markdown_table(header, rows), "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"])]
+    return "\n\n".join(lines)
+
+
+def _rows(values: dict[str, float], form: str) -> list[list[str]]:
+    return [[name, form.format(value)] for name, value in values.items() if value >= 0.005]
+
+
+def _scale_table(scales: list[dict[str, Any]]) -> str:
+    extra = [name for name in ("hours", "gpu_hours", "money") if name in scales[0]]
+    header = [
+        "nodes",
+        "GPUs",
+        "samples/s/GPU",
+        "efficiency, %",
+        "range",
+        "samples/s",
+        *(e.replace("_", "-") for e in extra),
+    ]
+    rows = [
+        [str(each["nodes"]), str(each["gpus"]), f"{each['samples_per_s_per_gpu']['middle']:,.0f}",
+         f"{each['efficiency_percent']:.1f}", "{:.1f}–{:.1f}".format(*each["efficiency_percent_range"]),
+         f"{each['samples_per_s']:,.0f}", *(significant(each[name]) for name in extra)]
+        for each in scales
+    ]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def command() -> None:
+    """Console command `clap-plan`."""
+    run_alone(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,117 @@
+"""A recorded step against the engine's settings: what is resident, what recomputation, packing and accumulation change."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.flop_count.analytic import TextLengths, forward_components, recomputed_flops
+from clap_ds.planning.step import Step, caption_lengths, check_plannable, trace_loss, trace_step
+
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def traced(write_run: WriteRun) -> Callable[..., Step]:
+    def trace(world_size: int = 1, micro_batch: int = 8, **changes: Any) -> Step:
+        return trace_step(load_run(write_run(**changes)), micro_batch, world_size=world_size)
+
+    return trace
+
+
+def _at_peak(step: Step, part: str) -> int:
+    return sum(num_bytes for (name, _), num_bytes in step.recorded.at_peak.items() if name == part)
+
+
+def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None:
+    step = traced()
+    number, few = step.num_parameters, 400_000
+    buffers = _at_peak(traced(bf16={"enabled": False}), "weights") - 4 * number
+    assert 0 < buffers < few
+    # bf16: 2 bytes a weight; master and two moments of 4.
+    assert _at_peak(step, "weights") == pytest.approx(2 * number + buffers, rel=0.01)
+    assert _at_peak(step, "optimizer state") == pytest.approx(12 * number, rel=0.001)
+    full = traced(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    assert _at_peak(full, "optimizer state") == pytest.approx(8 * number, rel=0.001)
+    waveforms, ids = 8 * 48000 * 4, 8 * 16 * 8
+    assert _at_peak(step, "batches") == 2 * (waveforms + ids)  # one more is on its way
+
+
+def test_several_ranks_keep_all_gradients_and_gather_features(traced: Callable[..., Step]) -> None:
+    alone, among = traced(), traced(world_size=16)
+    assert _at_peak(among, "gradients") == pytest.approx(2 * alone.num_parameters, rel=0.01)
+    assert _at_peak(alone, "gradients") < _at_peak(among, "gradients")
+    gathered = [op for op in among.recorded.operations if op.is_collective]
+    assert len(gathered) == 3
+    assert not any(op.is_collective for op in alone.recorded.operations)
+
+
+def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
+    config = load_preset("demo")
+    plain, again = (
+        traced(clap={"model": {"preset": "demo", "checkpoint_activations": towers}})
+        for towers in ([], ["audio", "text"])
+    )
+    more = again.recorded.total("flops") - plain.recorded.total("flops")
+    # Blocks stop as soon as what they saved is there again: the last products are left out.
+    assert 0.5 < more / (8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"))) <= 1
+    assert _at_peak(again, "audio") < 0.7 * _at_peak(plain, "audio")
+
+
+def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> None:
+    lengths: dict[str, Any] = {"source": "synthetic", "caption_lengths": {"4": 3, "16": 1}}
+    padded, packed = (traced(clap={"text": text, "data": lengths}) for text in ("padded", "packed"))
+    forward = forward_components(load_preset("micro"), TextLengths.of([4, 4, 4, 16]), "model")
+    found = packed.recorded.total("flops", part="text", backward=False)
+    assert found == pytest.approx(8 * forward["text_tower"], rel=0.02)  # rows are filled up
+    assert any(op.name == "torch_attn._varlen_attn_backward" for op in packed.recorded.operations)
+    assert found < padded.recorded.total("flops", part="text", backward=False) / 1.5
+
+
+def test_captions_as_many_of_each_length_as_the_histogram_expects(write_run: WriteRun) -> None:
+    data = {"source": "synthetic", "caption_lengths": {"16": 1, "4": 3}}
+    assert caption_lengths(load_run(write_run(clap={"data": data})), 8) == [4] * 6 + [16] * 2
+    assert caption_lengths(load_run(write_run()), 3) == [16] * 3
+
+
+def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Callable[..., Step]) -> None:
+    plain = traced(gradient_accumulation_steps=3)
+    cached = traced(gradient_accumulation_steps=3, clap={"train": {"accumulation": "cached"}})
+    assert (plain.num_samples, cached.num_samples) == (24, 24)
+    assert 2 * _at_peak(cached, "batches") == 4 * _at_peak(plain, "batches")
+    forward = [step.recorded.total("flops", part="audio", backward=False) for step in (plain, cached)]
+    assert forward[1] == 2 * forward[0]
+    loss = next(op for op in cached.recorded.operations if op.part == "loss" and op.flops)
+    assert loss.flops == 2 * 24 * 24 * 32  # over the whole batch
+    assert (cached.times(loss), plain.times(loss)) == (1, 3)
+
+
+def test_a_loss_of_more_ranks_takes_more(write_run: WriteRun) -> None:
+    run = load_run(write_run())
+    few, many = (trace_loss(run, 8, ranks).peak_bytes for ranks in (2, 64))
+    assert many - few >= 2 * 62 * 8 * 32 * 2  # features of both towers, in bf16
+    sigmoid = trace_loss(load_run(write_run(clap={"loss": {"kind": "sigmoid"}})), 8, 4)
+    assert sum(op.name == "c10d.send" for op in sigmoid.operations) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "stage 0, found 2"),
+        ({"optimizer": {"type": "Lion"}}, "AdamW, found 'Lion'"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(write_run: WriteRun, changes: dict[str, Any], message: str) -> None:
+    loaded = load_run(write_run())
+    with pytest.raises(UserError, match=message):
+        check_plannable(RunSettings(loaded.path, loaded.clap, loaded.deepspeed | changes))
+
+
+def test_nothing_of_it_stays() -> None:
+    assert not torch.distributed.is_initialized()
+    assert not torch.empty(1).is_cuda
