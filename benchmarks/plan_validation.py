@@ -39,9 +39,10 @@ SIZES = {"micro": (64, 64), "demo": (16, 64), "htsat_tiny_roberta_base": (16, 77
 """Micro-batch and text tokens by preset."""
 SHAPES = ((16384, 96, 384), (4096, 192, 768), (1024, 384, 1536), (1232, 768, 768), (1232, 768, 3072))
 """Rows, inputs and outputs of linears in HTSAT-tiny and RoBERTa."""
-TIMED = [("htsat_tiny_roberta_base", "matmul", precision) for precision in ("bf16", "autocast")] + [
-    ("demo", attention, "bf16") for attention in ("matmul", "sdpa")
+TIMED = [("htsat_tiny_roberta_base", "matmul", precision, 4) for precision in ("bf16", "autocast")] + [
+    ("demo", attention, "bf16", 16) for attention in ("matmul", "sdpa")
 ]
+"""Preset, attention, precision and micro-batch."""
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"text": "packed"},
@@ -65,9 +66,9 @@ PUBLISHED = (
 )
 
 
-def make_run(preset: str, attention: str, precision: str, **clap: Any) -> RunSettings:
+def make_run(preset: str, attention: str, precision: str, micro_batch: int | None = None, **clap: Any) -> RunSettings:
     """A run of one batch that is on the device already, with all dropout as in training."""
-    micro_batch, tokens = SIZES[preset]
+    default, tokens = SIZES[preset]
     lengths = {str(tokens): 1.0, str(tokens // 4): 3.0} if clap.get("text") == "packed" else None
     settings = ClapSettings.model_validate({
         "text_tokens": tokens,
@@ -76,7 +77,11 @@ def make_run(preset: str, attention: str, precision: str, **clap: Any) -> RunSet
         **clap,
         "model": {"preset": preset, "attention": attention, **clap.get("model", {})},
     })  # fmt: skip
-    config = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_clipping": 0.0, "optimizer": OPTIMIZER}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch or default,
+        "gradient_clipping": 0.0,
+        "optimizer": OPTIMIZER,
+    }
     return RunSettings(Path("plan_validation"), settings, config | PRECISIONS[precision] | {"log_level": "error"})
 
 
@@ -183,6 +188,7 @@ def measured_rates() -> Any:
     filters, frames = torch.randn(96, 1, 4, 4).bfloat16(), torch.randn(4096, 1024)
     scores, flat = torch.randn(2048, 64, 64).bfloat16(), torch.randn(4_000_000)
     norm = aten.native_layer_norm(x, [768], bias, bias, 1e-5)
+    adam: dict[str, Any]
     softmax, steps = scores.softmax(-1), [torch.ones(())]
     convolution = (image, filters, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
     d_patches, ids = torch.randn(8, 96, 64, 64).bfloat16(), torch.randint(50_000, (4096,))
@@ -231,8 +237,8 @@ def measured_rates() -> Any:
 def time_cases() -> Iterator[dict[str, Any]]:
     from clap_ds.planning.step import trace_step
 
-    for preset, attention, precision in TIMED:
-        run = make_run(preset, attention, precision)
+    for preset, attention, precision, micro_batch in TIMED:
+        run = make_run(preset, attention, precision, micro_batch)
         step = trace_step(run, run.micro_batch, cuda=False)
         yield {"run": run, "recorded": step, "preset": preset, "attention": attention, "precision": precision,
                "micro_batch": run.micro_batch}  # fmt: skip

@@ -88,7 +88,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     """The JSON report."""
     from torch.utils._triton import has_triton_package
 
-    from clap_ds.planning.memory import largest_micro_batch, memory_parts
+    from clap_ds.planning.memory import largest_micro_batch, memory_parts, resident_gib
     from clap_ds.planning.step import check_plannable, trace_loss, trace_step, with_model_settings
 
     check_plannable(run)
@@ -120,7 +120,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         def peak_at(size: int) -> float:
             return peak_gib(own if size == run.micro_batch else trace_step(run, size, world_size=smallest))
 
-        found = largest_micro_batch(peak_at, run.micro_batch, gpu.memory_gib, _most(run))
+        resident = resident_gib(memory_parts(own, largest))
+        found = largest_micro_batch(peak_at, run.micro_batch, resident, gpu.memory_gib, _most(run))
     chosen = variants[run.clap.compile != "off"]
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from clap_ds.planning.step import Step
 
@@ -20,7 +20,7 @@ FRAGMENTATION = 0.03
 """Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
 MULTIPLE = 8
 """Micro-batches are looked for in multiples of this, as by `launch/micro_batch.py`."""
-LEAP = 4
+LEAP, MOST_TRIES = 4, 8
 MOST_SDPA_BLOCKS = 65_535
 """Batch × windows that PyTorch's memory-efficient attention takes."""
 _NAMES = {"audio": "audio activations", "text": "text activations"}
@@ -41,29 +41,30 @@ def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, 
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def resident_gib(parts: Mapping[str, float]) -> float:
+    """Of `memory_parts`, what doesn't grow with the micro-batch."""
+    resident = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state", "gradients"))
+    return (1 + FRAGMENTATION) * resident + parts["context and libraries (assumed)"]
+
+
 def largest_micro_batch(
-    peak_gib: Callable[[int], float], start: int, limit_gib: float, most: float = math.inf
+    peak_gib: Callable[[int], float], start: int, resident: float, limit_gib: float, most: float = math.inf
 ) -> int | None:
     """Largest multiple of 8 up to `most` whose peak is within the limit; None where 8 is too much.
 
-    Peaks are taken to grow linearly: two of them give the answer, which a third confirms or, where it is too large, mends.
+    Peaks are taken to grow linearly from what is resident: one of them, at `start`, gives an answer, and the peak at that
+    confirms it or gives a better one.
     """
-    low = max(MULTIPLE, start // 2 // MULTIPLE * MULTIPLE)
-    high = max(2 * low, start)
-    peaks = {size: peak_gib(size) for size in (low, high)}
-    while True:
-        slope = (peaks[high] - peaks[low]) / (high - low)
+    peaks = {0: resident, start: peak_gib(start)}
+    before, last = 0, start
+    for _ in range(MOST_TRIES):
+        slope = (peaks[last] - peaks[before]) / (last - before)
         # Small batches may need less than what the update of the weights does, which doesn't grow.
-        wanted = low + (limit_gib - peaks[low]) / slope if slope > 0 else LEAP * high
+        wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
         size = int(min(wanted, most)) // MULTIPLE * MULTIPLE
-        if size < MULTIPLE:
-            return None
-        if size in peaks:
-            return size if peaks[size] <= limit_gib else (size - MULTIPLE) or None
+        if size < MULTIPLE or size in peaks:
+            break
         peaks[size] = peak_gib(size)
-        if peaks[size] > limit_gib:
-            low, high = sorted((low, size))
-        elif slope > 0:
-            return size
-        else:
-            low, high = high, size
+        before, last = last, size
+    fitting = [size for size, peak in peaks.items() if size and peak <= limit_gib and size <= most]
+    return max((size // MULTIPLE * MULTIPLE for size in fitting), default=0) or None

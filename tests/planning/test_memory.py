@@ -13,22 +13,22 @@ def test_largest_micro_batch_where_memory_is_linear(start: int, limit: float, ex
 
     def peak_gib(size: int) -> float:
         tried.append(size)
-        return 2 + size * 0.1015625 if size else 0
+        return 2 + size * 0.1015625
 
-    assert largest_micro_batch(peak_gib, start, limit) == expected
-    assert len(tried) <= 3
+    assert largest_micro_batch(peak_gib, start, 2, limit) == expected
+    assert len(tried) <= 2
 
 
 def test_a_peak_that_bends_is_found_too() -> None:
     """Below 400 something that doesn't grow is larger than what does."""
-    found = largest_micro_batch(lambda size: max(40.0, 0.1 * size), 256, 60)
-    assert found is not None
-    assert max(40.0, 0.1 * found) <= 60
-    assert largest_micro_batch(lambda size: 0.1 * size + 1e-5 * size**2, 64, 80) in range(720, 745)
+    found = largest_micro_batch(lambda size: max(40.0, 0.1 * size), 256, 30, 60)
+    assert found == 600
+    assert largest_micro_batch(lambda size: max(40.0, 0.1 * size), 8, 40, 60) == 600
+    assert largest_micro_batch(lambda size: 0.1 * size + 1e-5 * size**2, 64, 0, 80) in range(728, 745)
 
 
 def test_a_kernels_limit_bounds_it() -> None:
-    assert largest_micro_batch(lambda size: 0.01 * size, 64, 80, most=1023) == 1016
+    assert largest_micro_batch(lambda size: 0.01 * size, 64, 0, 80, most=1023) == 1016
 
 
 def test_parts_of_memory_add_up() -> None:
