@@ -92,7 +92,7 @@ def make_step(run: RunSettings) -> tuple[Callable[[], None], Any]:
 
     torch.manual_seed(0)
     device = torch.device("cpu")
-    engine = ClapEngine(run, build_model(run), device)
+    engine = ClapEngine(run, build_model(run, device), device)
     batches = build_batches(
         run.clap.data, model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch, rank=0,
         world_size=1, seed=0, device=device, pack_captions=run.clap.text == "packed",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,8 +26,9 @@ from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine import engine
 from clap_ds.engine.loss import SoftmaxLoss
-from clap_ds.engine.optimizer import OPTIONS, FlatAdamW
+from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, FlatStep
 from clap_ds.engine.session import build_model
+from clap_ds.engine.wrapping import parameter_groups
 from clap_ds.model import text
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import Packing, lay_out, pack
@@ -108,7 +110,7 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
     run = with_model_settings(run, text_from_hub=False)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        model = _fake_model(run, fakes)
+        model = _fake_model(run, fakes, torch.device("cuda" if cuda else "cpu"))
         inputs, formulas = _inputs(run, micro_batch, fakes, stack)
         with fakes:
             optimizer = _Optimizer(run, model)
@@ -165,9 +167,9 @@ def _rank_of(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _fake_model(run: RunSettings, fakes: FakeTensorMode) -> ClapModel:
+def _fake_model(run: RunSettings, fakes: FakeTensorMode, device: torch.device) -> ClapModel:
     with torch.device("meta"):
-        model = build_model(run).train()
+        model = build_model(run, device).train()
     for tower in run.clap.train.freeze:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
@@ -280,22 +282,27 @@ def _average_by_deepspeed(model: nn.Module) -> None:
 
 
 class _Optimizer:
-    """`FlatAdamW` with what DeepSpeed's 16-bit wrapper does around it (its `step_fused_adam`), state and all."""
+    """`FlatAdamW`, in bf16 with the step over DeepSpeed's flat buffers, state and all."""
 
     def __init__(self, run: RunSettings, model: ClapModel) -> None:
         options: Mapping[str, Any] = run.deepspeed["optimizer"].get("params", {})
         options = {name: value for name, value in options.items() if name in OPTIONS}
         with torch.no_grad():
-            groups = list(engine.parameter_groups(model))
+            groups = list(parameter_groups(model))
             self._groups = [group["params"] for group in groups]
             self._low: list[Tensor] = []
             if run.precision in ("bf16", "fp16"):  # the weights are views of these
                 self._low = [torch.cat([p.flatten() for p in params]) for params in self._groups]
                 groups = [{"params": [nn.Parameter(low.float())]} for low in self._low]
             self._adam = FlatAdamW(groups, cpu_kernels=False, **options)
+            own = SimpleNamespace(fp16_groups=self._groups, fp16_groups_flat=self._low, fp32_groups_flat=self._low)
+            own.optimizer = self._adam
+            # DeepSpeed's defaults, which differ by precision
+            self._clipping = own.clip_grad = float(run.deepspeed.get("gradient_clipping", 1.0 if self._low else 0.0))
+            self._flat_step = FlatStep(own) if self._low else None
             for parameter in self._trained():
                 parameter.grad = torch.empty_like(parameter)
-            self._update(self._flat_gradients())  # makes its state
+            self.step()  # makes its state
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for params in self._groups for parameter in params]
@@ -307,19 +314,11 @@ class _Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        flat = self._flat_gradients()
-        for gradient in flat:
-            float(gradient.float().norm())
-        self._update(flat)
-
-    def _flat_gradients(self) -> list[Tensor]:
-        """Of the 16-bit wrapper's groups."""
-        return [torch.cat([p.grad.flatten() for p in params]) for params in self._groups] if self._low else []
-
-    def _update(self, flat: list[Tensor]) -> None:
-        if self._low:
-            self._adam.step(grads=[[each] for each in flat], output_params=[[low] for low in self._low])
+        if self._flat_step is not None:
+            self._flat_step()
         else:
+            if self._clipping > 0:
+                torch.nn.utils.clip_grad_norm_(self._trained(), self._clipping)
             self._adam.step()
         for parameter in self._trained():
             parameter.grad = None
