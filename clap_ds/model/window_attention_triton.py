@@ -130,7 +130,8 @@ def _backward_kernel(
     token = tl.arange(0, N)
     inside = (channel < DIM)[None, :]
     d_bias = tl.zeros((N, N), dtype=tl.float32)
-    for window_id in range(first, tl.minimum(first + windows_per_program, num_windows)):
+    # Nothing is moved out of the loop: what is worked out once is held in registers, of which there are too few.
+    for window_id in tl.range(first, tl.minimum(first + windows_per_program, num_windows), disable_licm=True):
         clip, offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
         place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
         source, target = qkv_ptr + clip * (3 * WIDTH) + place, d_qkv_ptr + clip * (3 * WIDTH) + place
@@ -139,7 +140,6 @@ def _backward_kernel(
         v = tl.load(source + 2 * WIDTH, mask=inside, other=0.0)
         d_source = d_output_ptr + clip * WIDTH + (offsets[:, None] * WIDTH + head * DIM + channel[None, :])
         d_mixed = tl.load(d_source, mask=inside, other=0.0)
-        # Every time from the cache: held, it would take 32 registers of each thread.
         bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
         weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
         d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
@@ -148,10 +148,10 @@ def _backward_kernel(
         d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
         d_bias += d_scores
         d_scores = d_scores.to(q.dtype)
-        d_q = dot(d_scores, k, WIDEN) * scale
-        tl.store(target, d_q.to(q.dtype), mask=inside)
         d_k = dot(tl.trans(d_scores), q, WIDEN) * scale
         tl.store(target + WIDTH, d_k.to(k.dtype), mask=inside)
+        d_q = dot(d_scores, k, WIDEN) * scale
+        tl.store(target, d_q.to(q.dtype), mask=inside)
     share = tl.program_id(0).to(tl.int64) * N
     tl.store(d_bias_ptr + (share + token[:, None]) * N + token[None, :], d_bias)
 
