@@ -1,4 +1,4 @@
-"""Command: registers, spills and occupancy of the Triton kernels, compiled ahead of time; and the fused MLP's roofline.
+"""Command: registers, spills and occupancy of the Triton kernels, compiled ahead of time; and their roofline.
 
     python -m benchmarks.triton_resources [--architectures 80 90 100] [--output results/triton/resources.md]
 
@@ -38,14 +38,14 @@ SHARED_KB = {80: 164, 90: 228, 100: 228}
 REGISTERS, WARPS, TENSOR_COLUMNS = 65536, 64, 512
 BANDWIDTH, RATE, ISSUE = 3.35e12, 700e12, 132 * 128 * 1.7e9
 """An H100's bytes/s, bf16 FLOP/s as large products reach, and instructions of one thread that it issues a second at 1.7 GHz."""
-INSTRUCTIONS = {"forward": 31, "backward": 43}
-"""Of the fused MLP's loops for each hidden unit, as `cuobjdump -sass` shows them at 96 channels for sm_90a."""
+INSTRUCTIONS = {"mlp": {"forward": 31, "backward": 43}, "attention": {"forward": 20, "backward": 34}}
+"""For each hidden unit and each score, in tiny's first stage, as `cuobjdump -sass` shows the kernels for sm_90a."""
 COLUMNS = (
     "kernel {kernel} | shape {shape} | sm {architecture} | warps {num_warps} | stages {num_stages} | limit {max_registers}"
     " | registers {registers} | spilled, bytes {spilled} | shared, KB {shared_kb:.1f} | programs resident {resident}"
 )
 ROOFLINE = (
-    "model {model} | stage {stage} | MLP {kind} | forward, GB {forward_gb:.2f} | forward, ms {forward_ms:.2f}"
+    "model {model} | stage {stage} | part {kind} | forward, GB {forward_gb:.2f} | forward, ms {forward_ms:.2f}"
     " | backward, GB {backward_gb:.2f} | backward, ms {backward_ms:.2f} | kept, GiB {kept_gib:.2f}"
 )
 
@@ -143,21 +143,29 @@ def _row(job: tuple[Case, int]) -> dict[str, Any]:
 
 
 def roofline(model: str, stage: int) -> list[dict[str, Any]]:
-    """Least traffic and time of one MLP at the published micro-batch: operation by operation, fused as it is, and fused with
-    the weights' gradients in a kernel of their own that computes the hidden units a third time."""
+    """Least traffic and time of a block's attention between its projections and of its MLP, at the published micro-batch. The
+    MLP operation by operation, fused as it is, and fused with the weights' gradients in a kernel of their own that computes the
+    hidden units a third time."""
     audio = load_preset(f"htsat_{model}_roberta_base").audio
     C, T = audio.stage_dims[stage], MICRO_BATCHES[model] * audio.stage_grids[stage] ** 2
-    units = T * audio.mlp_ratio * C
+    units, in_window = T * audio.mlp_ratio * C, audio.attention_window**2
     tokens, hidden, product = 2 * T * C, 2 * units, 2 * C * units
-    issued = {way: each * units for way, each in INSTRUCTIONS.items()}
+    issued = {way: each * units for way, each in INSTRUCTIONS["mlp"].items()}
+    scores = {way: each * T * in_window * audio.num_heads[stage] for way, each in INSTRUCTIONS["attention"].items()}
+    mixing = 2 * T * in_window * C
     linear, sums = (tokens + hidden, product, 0), [(hidden, 0, 0), (tokens, 0, 0)]
     fused = [(2 * tokens, 2 * product, issued["forward"])]
     written = (3 * tokens + 2 * hidden, 3 * product, issued["backward"])
     again = [(3 * tokens, 3 * product, issued["backward"]), (2 * tokens, 4 * product, issued["backward"])]
     kinds: dict[str, Any] = {  # forward, backward, kept beside the input
-        "torch": ([linear, (2 * hidden, 0, 0), linear], [*[linear] * 4, (3 * hidden, 0, 0), *sums], 2 * hidden),
-        "triton": (fused, [written, linear, linear], 0),
-        "all in kernels": (fused, again, 0),
+        "MLP, torch": ([linear, (2 * hidden, 0, 0), linear], [*[linear] * 4, (3 * hidden, 0, 0), *sums], 2 * hidden),
+        "MLP, triton": (fused, [written, linear, linear], 0),
+        "MLP, all in kernels": (fused, again, 0),
+        "attention, triton": (
+            [(4 * tokens, 2 * mixing, scores["forward"])],
+            [(7 * tokens, 5 * mixing, scores["backward"])],
+            2 * tokens,
+        ),
     }
     rows = []
     for kind, (forward, backward, kept) in kinds.items():
@@ -180,9 +188,9 @@ def main(argv: list[str] | None = None) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(_row, jobs))
     bounds = [row for name in MICRO_BATCHES for stage in (0, 1) for row in roofline(name, stage)]
-    title = (
-        f"The least one MLP takes at {BANDWIDTH / 1e12:g} TB/s and {RATE / 1e12:g} TFLOPS, micro-batch {MICRO_BATCHES}:"
-    )
+    rates = f"{BANDWIDTH / 1e12:g} TB/s, {RATE / 1e12:g} TFLOPS and {ISSUE / 1e12:.1f} tera-instructions a second"
+    batches = " and ".join(f"{clips} clips ({name})" for name, clips in MICRO_BATCHES.items())
+    title = f"The least that parts of a block take at {rates}, {batches}:"
     text = f"Triton {triton.__version__}, bf16.\n\n{table(COLUMNS, rows)}\n\n{title}\n\n{table(ROOFLINE, bounds)}"
     show(arguments.output, text, {"kernels": rows, "roofline": bounds})
 

@@ -6,8 +6,8 @@ written; nothing but the input is kept for the backward pass. The backward kerne
 gradient. It writes GELU's output and the gradient of its input once, in 16 bits, and leaves their products with the input and
 the output's gradient, which are the weights' gradients, to torch. A second kernel that computed the hidden units a third time
 in place of these four passes would take as long at best: GELU and its derivative, some 43 instructions a hidden unit, weigh as
-much as the traffic (`results/triton`: 3.0 ms either way for a block of tiny's stage 0 on an H100, where torch takes 5.4 at
-best; 1.5 and 1.9 in stage 1). Shares of the biases' gradients are summed in a fixed order: no result depends on timing.
+much as the traffic (`results/triton`: 3.0 and 2.9 ms for a block of tiny's stage 0 on an H100, where torch takes 5.4 at best;
+1.5 and 1.9 in stage 1). Shares of the biases' gradients are summed in a fixed order: no result depends on timing.
 
 Products take the tensors' dtype and accumulate in fp32, hidden activations are in fp32 until GELU's output is rounded for the
 second product, as torch rounds it. Not yet measured on a GPU. Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for

@@ -1,11 +1,11 @@
 """Window attention as one Triton kernel forward and one backward, for CUDA.
 
-Bound by memory traffic, as heads are narrow (24 or 32) and windows small (64 tokens): q, k and v are read once from the qkv
-projection's own output, at the places that partition and cyclic shift would have moved them to, and results are written back to
-the grid, so that neither copies anything. The mask of shifted windows is worked out from coordinates. A window's scores fit
-one program whole, so the forward pass keeps nothing: the backward pass computes them again from q, k and the bias. Products
-take the tensors' dtype and accumulate in fp32 (exactly, without TF32, for fp32 tensors); softmax is in fp32, as its sums and
-exponents need it.
+Bound by memory traffic, with softmax's instructions close behind (`results/triton`), as heads are narrow (24 or 32) and
+windows small (64 tokens): q, k and v are read once from the qkv projection's own output, at the places that partition and
+cyclic shift would have moved them to, and results are written back to the grid, so that neither copies anything. The mask of
+shifted windows is worked out from coordinates. A window's scores fit one program whole, so the forward pass keeps nothing:
+the backward pass computes them again from q, k and the bias. Products take the tensors' dtype and accumulate in fp32
+(exactly, without TF32, for fp32 tensors); softmax is in fp32, as its sums and exponents need it.
 
 Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters as in `window_attention.py`.
 """
@@ -67,7 +67,7 @@ def _weights(
         region = row_region * 3 + column_region
         scores += tl.where(region[:, None] == region[None, :], 0.0, MASKED)
     scores = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    return scores / tl.sum(scores, axis=1)[:, None]
+    return scores * (1.0 / tl.sum(scores, axis=1))[:, None]
 
 
 @triton.jit
