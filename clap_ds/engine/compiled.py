@@ -22,7 +22,9 @@ Compile = Literal["off", "towers"]
 T = TypeVar("T")
 
 
-def compile_model(model: ClapModel, what: Compile, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:
+def compile_model(
+    model: ClapModel, what: Compile, *, cuda_graphs: bool = False, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile in place, so that parameter names stay.
 
     Args:
