@@ -37,6 +37,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"micro": (64, 64), "demo": (16, 64), "htsat_tiny_roberta_base": (16, 77)}
 """Micro-batch and text tokens by preset."""
+WINDOW = "the measured step"
 SHAPES = ((16384, 96, 384), (4096, 192, 768), (1024, 384, 1536), (1232, 768, 768), (1232, 768, 3072))
 """Rows, inputs and outputs of linears in HTSAT-tiny and RoBERTa."""
 TIMED = [("htsat_tiny_roberta_base", "matmul", precision, 4) for precision in ("bf16", "autocast")] + [
@@ -105,15 +106,14 @@ def void(_: object) -> None:
     """Takes what a function returns."""
 
 
-def allocated_peak(run: RunSettings) -> int:
-    """Most bytes that the CPU's allocator holds during the second step, of all that was allocated since before the model."""
+def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step, _ = make_step(run)
-        step()
-        with torch.profiler.record_function("the step"):
-            step()
+        action = prepare()
+        with torch.profiler.record_function(WINDOW):
+            action()
     events = list(profiler.profiler.kineto_results.events())
-    (window,) = [event for event in events if event.name() == "the step"]
+    (window,) = [event for event in events if event.name() == WINDOW]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = peak = 0
     for at_ns, num_bytes in changes:
@@ -121,6 +121,12 @@ def allocated_peak(run: RunSettings) -> int:
         if window.start_ns() <= at_ns <= window.end_ns():
             peak = max(peak, live)
     return peak
+
+
+def second_step(run: RunSettings) -> Callable[[], None]:
+    step, _ = make_step(run)
+    step()
+    return step
 
 
 def memory_cases() -> Iterator[dict[str, Any]]:
@@ -141,11 +147,11 @@ def memory_cases() -> Iterator[dict[str, Any]]:
 
 def memory_rows(cases: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for case in cases:
-        measured = allocated_peak(case.pop("run")) / 2**20
+        measured = allocated_peak(partial(second_step, case.pop("run"))) / 2**20
         yield {**case, "measured_mib": measured, "error": case["predicted_mib"] / measured - 1}
 
 
-def cpu_seconds(action: Callable[[], object], least_s: float = 0.2) -> float:
+def cpu_seconds(action: Callable[[], object], least_s: float = 0.05) -> float:
     """Of one call, once warm: the median of three rounds, by this process's own time."""
     action()
     rounds = []
@@ -249,9 +255,9 @@ def time_rows(cases: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     for case in cases:
         step, recorded = make_step(case.pop("run"))[0], case.pop("recorded")
-        before, measured_s, after = measured_rates(), cpu_seconds(step), measured_rates()
+        rates, measured_s = measured_rates(), cpu_seconds(step)
         operations = [(each, recorded.times(each)) for each in recorded.recorded.operations]
-        predicted_s = median(seconds_by_part(operations, rates)["step"] for rates in (before, after))
+        predicted_s = seconds_by_part(operations, rates)["step"]
         yield {**case, "predicted_s": predicted_s, "measured_s": measured_s, "error": predicted_s / measured_s - 1}
 
 

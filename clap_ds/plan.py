@@ -177,7 +177,7 @@ def _scales(
     found: dict[str, list[float]] = {}
     for case in ("low", "middle", "high"):
         seconds = {part: cases[case] / accumulated for part, cases in chosen["step_s"].items()}
-        shrink = seconds["step"] / published.compute_s
+        shrink = seconds["step"] / published.step_s(1)
         model = StepModel(
             Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, arguments.gpus_per_node),
             Machine(1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
