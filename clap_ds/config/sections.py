@@ -43,8 +43,8 @@ class ModelSettings(Section):
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
-    published micro-batch. Made for H100 and later: on an A100 little above 128 channels. `auto`: on CUDA the quicker one that
-    is right, tried as with `attention`, elsewhere `torch`."""
+    published micro-batch. Made for H100 and later: on an A100 it should not pay above 128 channels. `auto`: on CUDA the quicker
+    one that is right, tried as with `attention`, elsewhere `torch`."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""

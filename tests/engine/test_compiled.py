@@ -100,10 +100,10 @@ def test_compiled_models_are_the_same(packed: bool) -> None:
     assert (statistics["num_graphs"], statistics["graph_breaks"], statistics["num_recompilations"]) == (3, {}, 0)
 
 
-def trained(what: str, cuda_graphs: bool, packed: bool, accumulation: int) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def trained(what: str, cuda_graphs: bool, packed: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Weights after four steps, and what was compiled after each of them and then by evaluating and a fifth step."""
     forget()
-    run = _settings("fp32", accumulation, bucket_mb=0.05)
+    run = _settings("fp32", bucket_mb=0.05)
     run.clap = run.clap.model_copy(update={"compile": what, "cuda_graphs": cuda_graphs})
     model = micro(attention="auto")
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +138,7 @@ def compared(*arguments: Any) -> tuple[float, list[dict[str, Any]]]:
 
 @pytest.mark.end_to_end
 def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPool) -> None:
-    for difference, (first, *_, last, evaluated, after) in two_ranks.run(compared, False, True, 1):
+    for difference, (first, *_, last, evaluated, after) in two_ranks.run(compared, False, True):
         assert difference < 1e-5  # four steps of at most 1e-3 a weight, in fp32
         assert first["num_graphs"] == 3
         # For rows of another length, which come when the reducer is attached: its buckets are far below 1 MB.
@@ -149,9 +149,8 @@ def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_replayed_graphs_accumulate_and_train_the_same(one_gpu: RankPool, accumulation: int) -> None:
-    ((difference, _),) = one_gpu.run(compared, True, False, accumulation)
+def test_replayed_graphs_train_the_same(one_gpu: RankPool) -> None:
+    ((difference, _),) = one_gpu.run(compared, True, False)
     assert difference < 1e-3  # TF32 or another order of sums
 
 

@@ -85,7 +85,7 @@ def _fake_steps(precision: str, by_deepspeed: bool, changes: dict[str, Any]) -> 
         deepspeed.init_distributed(verbose=False)
     clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
     run = _settings(precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes)
-    engine = ClapEngine(run, build_model(run), CPU)
+    engine = ClapEngine(run, build_model(run, CPU), CPU)
     if by_deepspeed:
         engine._flat_step = None
         del engine.deepspeed.optimizer.step_fused_adam
