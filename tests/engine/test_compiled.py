@@ -103,7 +103,7 @@ def test_compiled_models_are_the_same(packed: bool) -> None:
 def trained(what: str, cuda_graphs: bool, packed: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Weights after four steps, and what was compiled after each of them and then by evaluating and a fifth step."""
     forget()
-    run = _settings("fp32", bucket_mb=0.05)
+    run = _settings("fp32", 1, bucket_mb=0.05)
     run.clap = run.clap.model_copy(update={"compile": what, "cuda_graphs": cuda_graphs})
     model = micro(attention="auto")
     with pytest.MonkeyPatch.context() as patch:
