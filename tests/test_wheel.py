@@ -132,8 +132,9 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
         (["clap-train", "--deepspeed_config", "mine"], 2, "packaged configurations: htsat_base, htsat_base_amp, htsat_tiny"),
         (["clap-sites", "check", "generic"], 0, "torch 2."),
         (["clap-submit", "--config", "htsat_tiny", "--gpus", "4", "--check"], 0, "#SBATCH --gres=gpu:4"),
+        (["clap-plan", "--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxn"], 2, "did you mean 'h100-sxm'?"),
     ],
-    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit"],
+    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit", "plan"],
 )  # fmt: skip
 def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, message: str) -> None:
     result = installed.call(*command)
