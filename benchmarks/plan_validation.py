@@ -9,6 +9,7 @@ other programs matter little; and the published run, of which it is known what f
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -110,8 +111,10 @@ def void(_: object) -> None:
 
 def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
     """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
+    gc.collect()  # what earlier ones left would be freed, and counted, in between
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         action = prepare()
+        gc.collect()
         with torch.profiler.record_function(WINDOW):
             action()
     events = list(profiler.profiler.kineto_results.events())
@@ -244,41 +247,30 @@ def measured_rates() -> Any:
     )  # fmt: skip
 
 
-def operation_overhead_s() -> float:
-    """CPU seconds that a training step takes for an operation of nothing, views and Python included."""
-    from clap_ds.planning.trace import trace
-
-    layer = torch.nn.TransformerEncoderLayer(8, 1, 8, batch_first=True)
-    x = torch.randn(1, 2, 8)
-
-    def step() -> None:
-        layer(x).sum().backward()
-
-    with trace() as recorded:
-        step()
-    return cpu_seconds(step) / recorded.total("launches")
-
-
 def time_cases() -> Iterator[dict[str, Any]]:
     from clap_ds.planning.step import trace_step
 
     for preset, attention, precision, micro_batch in TIMED:
-        run = make_run(preset, attention, precision, micro_batch)
-        step = trace_step(run, run.micro_batch, cuda=False)
-        yield {"run": run, "recorded": step, "preset": preset, "attention": attention, "precision": precision,
-               "micro_batch": run.micro_batch}  # fmt: skip
+        runs = [make_run(preset, attention, precision, micro_batch), make_run("micro", attention, precision, 2)]
+        steps = [trace_step(run, run.micro_batch, cuda=False) for run in runs]
+        yield {"runs": runs, "steps": steps, "preset": preset, "attention": attention, "precision": precision,
+               "micro_batch": micro_batch}  # fmt: skip
 
 
 def time_rows(cases: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    from clap_ds.planning.roofline import seconds_by_part
+    """What an operation takes beyond its work, Python's and the engine's time, is that of a step that has next to no work."""
+    from clap_ds.planning.roofline import Rates, seconds_by_part
+
+    def work_s(step: Any, rates: Rates) -> float:
+        return seconds_by_part(((each, step.times(each)) for each in step.recorded.operations), rates)["step"]
 
     for case in cases:
-        step, recorded = make_step(case.pop("run"))[0], case.pop("recorded")
-        rates, measured_s = measured_rates(), cpu_seconds(step)
-        operations = [(each, recorded.times(each)) for each in recorded.recorded.operations]
-        # Nothing runs ahead on a CPU: what PyTorch itself takes for an operation comes on top.
-        overhead_s = operation_overhead_s() * sum(times * each.launches for each, times in operations)
-        predicted_s = seconds_by_part(operations, rates)["step"] + overhead_s
+        (large, small), runs = case.pop("steps"), case.pop("runs")
+        take_step, take_small = (make_step(run)[0] for run in runs)
+        rates, small_s, measured_s = measured_rates(), cpu_seconds(take_small), cpu_seconds(take_step)
+        num_operations = [step.recorded.total("launches") for step in (large, small)]
+        overhead_s = max(0.0, small_s - work_s(small, rates)) / num_operations[1]
+        predicted_s = work_s(large, rates) + overhead_s * num_operations[0]
         yield {**case, "predicted_s": predicted_s, "measured_s": measured_s, "error": predicted_s / measured_s - 1}
 
 
