@@ -54,7 +54,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         r"clap\.cuda_graphs: a replay overwrites the features",
     ),
     (
-        {"cuda_graphs": True, "compile": "step", "train": {"batch_ramp": {"0": 1, "64": 2}}},
+        {"cuda_graphs": True, "compile": "towers", "train": {"batch_ramp": {"0": 1, "64": 2}}},
         r"clap\.cuda_graphs: a replay overwrites the gradients",
     ),
 ]
@@ -68,7 +68,7 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {}}, r"optimizer\.type: missing"),
     ({"bf16": True}, r"bf16: expected an object, found true or false"),
     (
-        {"gradient_accumulation_steps": 4, "clap": {"cuda_graphs": True, "compile": "step"}},
+        {"gradient_accumulation_steps": 4, "clap": {"cuda_graphs": True, "compile": "towers"}},
         r"clap\.cuda_graphs: a replay overwrites the gradients",
     ),
     ({"clap": 3}, r"clap: expected an object, found a number"),
