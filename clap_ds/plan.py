@@ -31,9 +31,9 @@ from clap_ds.planning.hardware import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
-VARIANTS: tuple[dict[str, Any], ...] = ({"attention": "auto"}, {"attention": "triton"})
-"""Fields of `clap.model` whose plans are shown beside the run's own, each with and without compiled towers. On a GPU `auto` is
-`sdpa`."""
+VARIANTS = (("auto", "auto"), ("triton", "torch"), ("triton", "triton"))
+"""`clap.model.attention` and `.mlp` whose plans are shown beside the run's own, each with and without compiled towers. What is
+left open is planned as it is taken untried, `sdpa` and `torch`; on the GPU a run may choose others."""
 DELAYS_FROM = "jupiter_htsat_tiny"
 """The published series whose waiting for the slowest rank is assumed."""
 
@@ -92,8 +92,6 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     from clap_ds.planning.step import check_plannable, trace_loss, trace_step, with_model_settings
 
     check_plannable(run)
-    if run.clap.model.attention == "sdpa":
-        run = with_model_settings(run, attention="auto")
     nodes, per_node = sorted(set(arguments.nodes)), arguments.gpus_per_node
     smallest, largest = nodes[0] * per_node, nodes[-1] * per_node
     peaks = [trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest)]
@@ -104,15 +102,15 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         return sum(memory_parts(step, largest, extra).values())
 
     own = trace_step(run, run.micro_batch, world_size=smallest)
-    steps = {_kernel(run): own}
-    for changes in VARIANTS:
-        other = with_model_settings(run, **changes)
-        if _kernel(other) not in steps and (_kernel(other) != "triton" or has_triton_package()):
-            steps[_kernel(other)] = trace_step(other, run.micro_batch, world_size=smallest)
+    steps = {_kernels(run): own}
+    for attention, mlp in VARIANTS if has_triton_package() else VARIANTS[:1]:
+        other = with_model_settings(run, attention=attention, mlp=mlp)
+        if _kernels(other) not in steps:
+            steps[_kernels(other)] = trace_step(other, run.micro_batch, world_size=smallest)
     variants = [
-        {"attention": kernel, "compile": compiled, "fits": peak_gib(step) <= gpu.memory_gib,
+        {"attention": attention, "mlp": mlp, "compile": compiled, "fits": peak_gib(step) <= gpu.memory_gib,
          "peak_memory_gib": peak_gib(step), **_speed(step, gpu, compiled != "off")}
-        for kernel, step in steps.items() for compiled in ("off", "towers")
+        for (attention, mlp), step in steps.items() for compiled in ("off", "towers")
     ]  # fmt: skip
     found = None
     if arguments.find_micro_batch:
@@ -121,7 +119,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
             return peak_gib(own if size == run.micro_batch else trace_step(run, size, world_size=smallest))
 
         resident = resident_gib(memory_parts(own, largest))
-        found = largest_micro_batch(peak_at, run.micro_batch, resident, gpu.memory_gib, _most(run))
+        found = largest_micro_batch(peak_at, run.micro_batch, resident, gpu.memory_gib)
     chosen = variants[run.clap.compile != "off"]
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
@@ -136,17 +134,10 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     }  # fmt: skip
 
 
-def _kernel(run: RunSettings) -> str:
-    return "sdpa" if run.clap.model.attention == "auto" else run.clap.model.attention
-
-
-def _most(run: RunSettings) -> float:
-    """Micro-batch that the attention kernel can't go beyond."""
-    from clap_ds.planning.memory import MOST_SDPA_BLOCKS
-
-    audio = run.clap.preset().audio
-    windows = max((grid // min(grid, audio.attention_window)) ** 2 for grid in audio.stage_grids)
-    return MOST_SDPA_BLOCKS // windows if _kernel(run) == "sdpa" else float("inf")
+def _kernels(run: RunSettings) -> tuple[str, str]:
+    """Of window attention and MLPs."""
+    attention, mlp = run.clap.model.attention, run.clap.model.mlp
+    return "sdpa" if attention == "auto" else attention, "torch" if mlp == "auto" else mlp
 
 
 def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
@@ -242,7 +233,7 @@ def render(report: dict[str, Any]) -> str:
     lines = [
         f"## Predicted, nothing measured: {report['preset']} on {report['gpu']}, {report['precision']}, micro-batch"
         f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}",
-        f"{report['attention']} attention, compile {report['compile']}: **{verdict}**,"
+        f"{report['attention']} attention, {report['mlp']} MLPs, compile {report['compile']}: **{verdict}**,"
         f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB; **{rate['middle']:,.0f} samples/s/GPU**"
         f" ({rate['low']:,.0f}–{rate['high']:,.0f}) on one node before anything is sent.",
     ]  # fmt: skip
@@ -255,12 +246,23 @@ def render(report: dict[str, Any]) -> str:
     if report["price"]:
         lines.append(report["price"])
     rows = [
-        [each["attention"], each["compile"], f"{each['peak_memory_gib']:.1f}", "yes" if each["fits"] else "no",
+        [each["attention"], each["mlp"], each["compile"], f"{each['peak_memory_gib']:.1f}", "yes" if each["fits"] else "no",
          *(f"{each['samples_per_s_per_gpu'][case]:,.0f}" for case in ("low", "middle", "high")),
          f"{each['gigabytes_moved']:.0f}", f"{each['kernels']:,}"]
         for each in report["variants"]
     ]  # fmt: skip
-    header = ["attention", "compile", "GiB", "fits", "samples/s/GPU, low", "middle", "high", "GB moved", "kernels"]
+    header = [
+        "attention",
+        "MLP",
+        "compile",
+        "GiB",
+        "fits",
+        "samples/s/GPU, low",
+        "middle",
+        "high",
+        "GB moved",
+        "kernels",
+    ]
     lines += [markdown_table(header, rows), "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"])]
     return "\n\n".join(lines)
 

@@ -36,7 +36,6 @@ def test_a_plan_hangs_together(write_run: WriteRun, capsys: pytest.CaptureFixtur
     assert last["money"] == pytest.approx(2 * last["gpu_hours"])
     assert report["price"] == "At 2 EUR for a GPU-hour; source: a list."
     assert report["largest_micro_batch"] % 8 == 0
-    assert report["largest_micro_batch"] <= 65_535 // 4  # windows of a clip of the micro preset's first stage: 4
     own = [each for each in report["variants"] if (each["attention"], each["compile"]) == ("sdpa", "off")]
     assert own[0]["samples_per_s_per_gpu"] == rates
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 # Triton reads the kernels' annotations itself, so that they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from clap_ds.model.kernel_choice import KernelChoice, Launch
 from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
@@ -227,6 +229,17 @@ def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.clap_ds.window_attention)
+def _forward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * 2 * math.prod(qkv) // 3 * bias[-1]
+
+
+@register_flop_formula(torch.ops.clap_ds.window_attention_backward)
+def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any) -> int:
+    """Five products, one of them the scores', computed again."""
+    return 5 * 2 * math.prod(qkv) // 3 * bias[-1]
 
 
 def triton_window_attention(

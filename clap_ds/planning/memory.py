@@ -5,7 +5,6 @@ Live tensors are `step.py`'s; what a driver, libraries and the allocator need be
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -21,8 +20,6 @@ FRAGMENTATION = 0.03
 MULTIPLE = 8
 """Micro-batches are looked for in multiples of this, as by `launch/micro_batch.py`."""
 LEAP, MOST_TRIES = 4, 8
-MOST_SDPA_BLOCKS = 65_535
-"""Batch × windows that PyTorch's memory-efficient attention takes."""
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
@@ -47,10 +44,8 @@ def resident_gib(parts: Mapping[str, float]) -> float:
     return (1 + FRAGMENTATION) * resident + parts["context and libraries (assumed)"]
 
 
-def largest_micro_batch(
-    peak_gib: Callable[[int], float], start: int, resident: float, limit_gib: float, most: float = math.inf
-) -> int | None:
-    """Largest multiple of 8 up to `most` whose peak is within the limit; None where 8 is too much.
+def largest_micro_batch(peak_gib: Callable[[int], float], start: int, resident: float, limit_gib: float) -> int | None:
+    """Largest multiple of 8 whose peak is within the limit; None where 8 is too much.
 
     Peaks are taken to grow linearly from what is resident: one of them, at `start`, gives an answer, and the peak at that
     confirms it or gives a better one.
@@ -61,10 +56,10 @@ def largest_micro_batch(
         slope = (peaks[last] - peaks[before]) / (last - before)
         # Small batches may need less than what the update of the weights does, which doesn't grow.
         wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
-        size = int(min(wanted, most)) // MULTIPLE * MULTIPLE
+        size = int(wanted) // MULTIPLE * MULTIPLE
         if size < MULTIPLE or size in peaks:
             break
         peaks[size] = peak_gib(size)
         before, last = last, size
-    fitting = [size for size, peak in peaks.items() if size and peak <= limit_gib and size <= most]
+    fitting = [size for size, peak in peaks.items() if size and peak <= limit_gib]
     return max((size // MULTIPLE * MULTIPLE for size in fitting), default=0) or None

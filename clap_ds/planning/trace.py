@@ -297,17 +297,5 @@ def _fft(result: Tensor, input: Tensor, dims: list[int], *_: Any, **__: Any) -> 
     return input.numel() / points * fft_flops(points)
 
 
-def _window_attention(result: Tensor, qkv_BHWE: Tensor, bias_ANN: Tensor, *_: Any, **__: Any) -> float:
-    return 4 * qkv_BHWE.numel() // 3 * bias_ANN.shape[-1]
-
-
-def _window_attention_backward(*args: Any, **kwargs: Any) -> float:
-    return 2.5 * _window_attention(*args, **kwargs)  # five products, one of them the scores anew
-
-
-FORMULAS: dict[str, Formula] = {
-    "aten._fft_r2c": _fft,
-    "clap_ds.window_attention": _window_attention,
-    "clap_ds.window_attention_backward": _window_attention_backward,
-}
+FORMULAS: dict[str, Formula] = {"aten._fft_r2c": _fft}
 """FLOPs that torch's registry doesn't have, from an operation's result and arguments."""

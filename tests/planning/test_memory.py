@@ -27,10 +27,6 @@ def test_a_peak_that_bends_is_found_too() -> None:
     assert largest_micro_batch(lambda size: 0.1 * size + 1e-5 * size**2, 64, 0, 80) in range(728, 745)
 
 
-def test_a_kernels_limit_bounds_it() -> None:
-    assert largest_micro_batch(lambda size: 0.01 * size, 64, 0, 80, most=1023) == 1016
-
-
 def test_parts_of_memory_add_up() -> None:
     recorded = Recorded(at_peak={("audio", False): 3 * GIB, ("audio", True): GIB, ("weights", False): GIB})
     step = Step(recorded, 8, 1, False, 100)
