@@ -214,7 +214,7 @@ def _backward(
 def _(
     qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int, launch: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(qkv_BHWE), torch.empty_like(bias_ANN)
+    return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape)  # contiguous, whatever comes in
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
