@@ -206,15 +206,15 @@ def _show(record: KernelRecord, sites: Sequence[Site], conditions: Conditions, p
 def try_kernels(known: dict[Site, Found], conditions: Conditions) -> str | None:
     """Add what can be found out in `TIME_LIMIT_S` to what is known; gives back what stood in the way of knowing all.
 
-    Kernels are compiled and compared by several processes at a time, and timed by one alone; first of each site the one to take
-    untried, then a second of each, and so on.
+    Kernels are compiled and compared by several processes at a time, and timed by one alone, which gets ready meanwhile;
+    first of each site the one to take untried, then a second of each, and so on.
     """
     until_s = time.monotonic() + TIME_LIMIT_S
     rows = itertools.zip_longest(*([(site, kernel) for kernel in _by_name(site)] for site in known))
     pairs = [pair for row in rows for pair in row if pair is not None and pair[1] not in known[pair[0]]]
     problems: list[str] = []
 
-    def ask(what: str, number_at_a_time: int, until_s: float) -> list[int]:
+    def ask(crew: Crew, what: str, number_at_a_time: int, until_s: float) -> list[int]:
         """Numbers of the pairs that have no problem, after noting what was found."""
         questions = [{"site": to_json(site), "kernel": name, "what": what} for site, name in pairs]
         answers = crew.ask(questions, num_children=number_at_a_time, limit_s=ANSWER_LIMIT_S, until_s=until_s)
@@ -226,13 +226,16 @@ def try_kernels(known: dict[Site, Found], conditions: Conditions) -> str | None:
                 known[site][name] = found
         return sorted(number for number, answer in answers.items() if "problem" not in answer)
 
-    with Crew(_command(conditions), _environment()) as crew:
-        right = ask("check", _num_children(known, conditions), until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S)
+    with Crew(_command(conditions), _environment()) as timing:
+        timing.prepare(1)
+        with Crew(_command(conditions), _environment()) as checking:
+            check_until_s = until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S
+            right = ask(checking, "check", _num_children(known, conditions), check_until_s)
         pairs = [pairs[number] for number in right]
-        ask("time", 1, until_s)
-        if _is_complete(known):
-            return None
-        return next(iter(problems), crew.problem or f"{TIME_LIMIT_S:g} s were over")
+        ask(timing, "time", 1, until_s)
+    if _is_complete(known):
+        return None
+    return next(iter(problems), checking.problem or timing.problem or f"{TIME_LIMIT_S:g} s were over")
 
 
 def _command(conditions: Conditions) -> list[str]:
@@ -253,7 +256,7 @@ def _num_children(sites: Mapping[Site, Any], conditions: Conditions) -> int:
         return 1
     hidden = max(4 * site.dim * site.grid**2 for site in sites) * conditions.clips * conditions.dtype.itemsize
     free, _ = torch.cuda.mem_get_info(conditions.device)
-    room = free // (BYTES_OF_A_CHILD + TENSORS_OF_A_TRIAL * hidden)
+    room = (free - BYTES_OF_A_CHILD) // (BYTES_OF_A_CHILD + TENSORS_OF_A_TRIAL * hidden)  # one waits to time them
     return max(1, min(MOST_CHILDREN, len(os.sched_getaffinity(0)), room))
 
 

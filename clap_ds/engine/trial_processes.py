@@ -121,6 +121,11 @@ class Crew:
     ) -> None:
         self._keep(0)
 
+    def prepare(self, number: int) -> None:
+        """Have so many children get ready for questions to come."""
+        while len(self._children) < number and self._spare > 0:
+            self._start()
+
     def ask(
         self, questions: Sequence[Question], *, num_children: int, limit_s: float, until_s: float
     ) -> dict[int, Answer]:
@@ -136,8 +141,7 @@ class Crew:
         waiting, answers = deque(range(len(questions))), dict[int, Answer]()
         while len(answers) < len(questions) and time.monotonic() < until_s:
             busy = sum(child.question is not None for child in self._children)
-            while len(self._children) < min(num_children, busy + len(waiting)) and self._spare > 0:
-                self._start()
+            self.prepare(min(num_children, busy + len(waiting)))
             for child in self._children:
                 if child.is_ready and child.question is None and waiting:
                     number = waiting.popleft()

@@ -92,6 +92,14 @@ def test_questions_are_shared_and_superfluous_children_end() -> None:
     assert not _is_running(one)
 
 
+def test_children_that_are_prepared_get_the_questions() -> None:
+    with crew() as children:
+        children.prepare(1)
+        (prepared,) = (child.process.pid for child in children._children)
+        found = children.ask(to(*"ab"), num_children=1, limit_s=9.0, until_s=in_time())
+    assert {answer["by"] for answer in found.values()} == {prepared}
+
+
 def test_at_the_time_limit_what_is_known_is_given_back_and_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
