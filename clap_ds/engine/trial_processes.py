@@ -130,7 +130,7 @@ class Crew:
         self, questions: Sequence[Question], *, num_children: int, limit_s: float, until_s: float
     ) -> dict[int, Answer]:
         """Answers by the question's number, in the order they came; `{"problem": …}` where a child was lost over it, with
-        `passing` where somebody else has stopped it.
+        `passing` where somebody else has stopped it or it took too long: another try may end otherwise.
 
         Args:
             num_children: most of them at a time; those beyond end.
@@ -183,7 +183,7 @@ class Crew:
         now_s = time.monotonic()
         for child in [each for each in self._children if each.question is not None and now_s >= each.asked_s + limit_s]:
             assert child.question is not None
-            answers[child.question] = {"problem": f"no end within {limit_s:g} s"}
+            answers[child.question] = {"problem": f"no end within {limit_s:g} s", "passing": True}
             self._lose(child, f"no end within {limit_s:g} s")
 
     def _lose(self, child: Child, problem: str) -> None:

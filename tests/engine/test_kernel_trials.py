@@ -90,6 +90,7 @@ def test_whatever_goes_wrong_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
     assert found(None, "time") == {"seconds": 0.5}
     assert found(RuntimeError("no such instruction\nat line 3")) == {"problem": "no such instruction", "passing": False}
     assert found(torch.OutOfMemoryError("too much"), "time") == {"problem": "too much", "passing": True}
+    assert found(RuntimeError("Triton Error [CUDA]: out of memory"))["passing"]
     assert found(KeyError()) == {"problem": "KeyError", "passing": False}
 
 
