@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._triton import has_triton_package
 
+from clap_ds.dist.accelerator import set_up_cuda
 from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.swin import Mlp
 from clap_ds.model.window_attention import attend_windows
@@ -232,6 +233,7 @@ def main(argv: list[str]) -> None:
     setup = json.loads(argv[1])
     device, dtype, clips = torch.device(setup["device"]), getattr(torch, setup["dtype"]), setup["clips"]
     if device.type == "cuda":
+        set_up_cuda()  # as the ranks are
         torch.cuda.set_device(device)
         torch.cuda.synchronize()
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
