@@ -155,12 +155,14 @@ def test_replayed_graphs_train_the_same(one_gpu: RankPool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_compiled_models_are_the_same_on_a_gpu(cuda_graphs: bool) -> None:
+def test_compiled_models_are_the_same_on_a_gpu(kernel: str, cuda_graphs: bool) -> None:
     torch.compiler.reset()
+    kernels = {"attention": kernel, "mlp": "torch" if kernel == "sdpa" else kernel}
     inputs = [each.cuda() for each in batch(False) if isinstance(each, Tensor)]
-    expected = outcome(micro(attention="auto").cuda(), *inputs)
-    model = micro(attention="auto").cuda()
+    expected = outcome(micro(**kernels).cuda(), *inputs)
+    model = micro(**kernels).cuda()
     compile_model(model, "towers", cuda_graphs=cuda_graphs)
     for _ in range(4):  # the first runs are recorded, the others replayed
         torch.compiler.cudagraph_mark_step_begin()
