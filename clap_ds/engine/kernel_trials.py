@@ -221,10 +221,15 @@ def answer(
         problem = check(site, kernel, clips, dtype, device)
         return {} if problem is None else {"problem": problem}
     except Exception as error:  # of whatever type a compiler or a driver has
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         # Of torch's allocator; CUDA and Triton say it in words.
         is_passing = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in reason
         return {"problem": reason, "passing": is_passing}
+
+
+def first_line(error: Exception) -> str:
+    """The others of CUDA's say how to debug it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def main(argv: list[str]) -> None:
@@ -234,8 +239,11 @@ def main(argv: list[str]) -> None:
     device, dtype, clips = torch.device(setup["device"]), getattr(torch, setup["dtype"]), setup["clips"]
     if device.type == "cuda":
         set_up_cuda()  # as the ranks are
-        torch.cuda.set_device(device)
-        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize()
+        except Exception as error:  # one that a GPU in exclusive compute mode refuses, such as this one beside its rank
+            sys.exit(first_line(error))
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:

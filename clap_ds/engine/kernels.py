@@ -31,7 +31,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import on_first
 from clap_ds.dist.progress import doing
 from clap_ds.engine import kernel_trials
-from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, to_json
+from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, first_line, to_json
 from clap_ds.engine.trial_processes import Crew
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernel_choice import KernelChoice
@@ -281,7 +281,7 @@ def _cached(path: Path) -> dict[str, Found]:
     try:
         return _read(path)
     except (OSError, ValueError) as error:
-        print(f"note: {path} can't be read ({_first_line(error)}): kernels are tried anew", flush=True)
+        print(f"note: {path} can't be read ({first_line(error)}): kernels are tried anew", flush=True)
         return {}
 
 
@@ -294,8 +294,4 @@ def _write(path: Path, entries: Mapping[str, Found]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({**others, **entries}, indent=1) + "\n")
     except OSError as error:
-        print(f"note: {path} can't be written ({_first_line(error)}): the next run tries kernels anew", flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        print(f"note: {path} can't be written ({first_line(error)}): the next run tries kernels anew", flush=True)

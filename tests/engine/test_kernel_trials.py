@@ -1,5 +1,9 @@
 """A kernel that is wrong anywhere is found out, and its time is the median of what the clock says."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,7 @@ from clap_ds.engine import kernel_trials
 from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, answer, check, from_json, seconds, to_json
 from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.window_attention import attend_windows
+from tests.processes import ROOT
 
 CPU, CLIPS = torch.device("cpu"), 6
 SHIFTED, MLP = AttentionSite(16, 8, 4, 2, 32), MlpSite(8, 32, 4)
@@ -100,3 +105,15 @@ def test_kernels_that_need_a_gpu_do_not_run_without(site: Site) -> None:
     for kernel in site.candidates()[1:]:
         question = {"site": to_json(site), "kernel": str(kernel), "what": "check"}
         assert "problem" in answer(question, CLIPS, torch.bfloat16, CPU, lambda do: 0.0)
+
+
+@pytest.mark.end_to_end
+def test_a_gpu_that_cannot_be_had_is_said_in_a_line() -> None:
+    setup = json.dumps({"device": "cuda:99", "dtype": "bfloat16", "clips": 1})
+    command = [sys.executable, "-P", "-m", kernel_trials.__name__, setup]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Traceback" not in ended.stderr
+    assert "cuda" in ended.stderr.splitlines()[-1].casefold()
