@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_check [--minutes 8] [--only NAME…]
 
-The main number comes first, then whether results are right, on two ranks and on one, then what else there is time for. Each
+The main number comes first, then two ranks, the variants and whether results are right, then what else there is time for. Each
 step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other, and the rest goes on.
 Leaves what is measured to the commands it starts.
 """
@@ -39,10 +39,10 @@ VARIANTS = (
 )
 STEPS = {
     "htsat_tiny": (120, f"{ONE_GPU}/htsat_tiny.json"),
-    "tests_on_two_gpus": (150, f"{TESTS} tests/engine/test_two_gpus.py"),
+    "tests_on_two_gpus": (90, f"{TESTS} tests/engine/test_two_gpus.py"),
+    "variants": (240, f"{VARIANTS} --output {{output}}/variants.md"),
     "htsat_tiny_on_all_gpus": (120, f"{ALL_GPUS}/htsat_tiny.json"),
     "tests": (150, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
-    "variants": (300, f"{VARIANTS} --output {{output}}/variants.md"),
     **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
     "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
     "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
