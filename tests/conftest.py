@@ -85,19 +85,20 @@ def nothing_left_running() -> Iterator[None]:
     processes.end_all()
 
 
-@pytest.fixture(autouse=True)
-def threads_share_the_work_of_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Two threads in the modules that test this project's CPU kernels, which divide rows and columns among them."""
-    if not hasattr(request.module, "needs_amx"):
+@pytest.fixture(autouse=True, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the modules that test this project's CPU kernels, two threads, which share rows and columns; with a parameter, the
+    kernels of that implementation."""
+    if not {"needs_amx", "each_implementation"} & set(vars(request.module)):
         yield
         return
     import torch
 
-    from tests.kernels import as_they_run_here
+    from tests.kernels import compiled_for
 
     before = torch.get_num_threads()
     torch.set_num_threads(max(2, before))
-    with as_they_run_here():
+    with compiled_for(request.param) if hasattr(request, "param") else contextlib.nullcontext():
         yield
     torch.set_num_threads(before)
 

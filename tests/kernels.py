@@ -1,4 +1,4 @@
-"""Where this project's CPU kernels can run: by AMX, or in tests by AVX-512's bf16 instructions; if not, why, said once."""
+"""This project's CPU kernels compiled for each instruction set that this processor has; without any, why not, said once."""
 
 import functools
 import os
@@ -9,20 +9,18 @@ import pytest
 
 from clap_ds.native import library
 
-_load_without_amx = functools.cache(library._load.__wrapped__)
+IMPLEMENTATIONS = library.executable()
+_load_first = library._load.__wrapped__
+_load = functools.cache(lambda name: _load_first())
 
 
 @contextmanager
-def as_they_run_here() -> Iterator[None]:
-    """Has the kernels compiled for what this processor has; a run takes those for AMX alone."""
-    if not library._why_not_this_processor():
-        yield
-        return
+def compiled_for(name: str) -> Iterator[None]:
+    """Has the kernels be this implementation's."""
     library.kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "FLAGS", tuple(flag.replace("-mamx", "-mno-amx") for flag in library.FLAGS))
-        patch.setattr(library, "NEEDED", tuple(name for name in library.NEEDED if "amx" not in name))
-        patch.setattr(library, "_load", _load_without_amx)
+        patch.setattr(library, "IMPLEMENTATIONS", {name: library.IMPLEMENTATIONS[name]})
+        patch.setattr(library, "_load", lambda: _load(name))
         yield
     library.kernel.cache_clear()
 
@@ -30,10 +28,13 @@ def as_they_run_here() -> Iterator[None]:
 def _lacking() -> str:
     if os.environ.get("CXX") == "false":  # how .ci/processors.py has everything done by torch's operations
         return "$CXX is false, so no native kernels"
-    with as_they_run_here():
-        return library._why_not_this_processor()
+    return "" if IMPLEMENTATIONS else library.unavailable()
 
 
 _LACKING = _lacking()
 needs_amx = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
-"""Runs this project's CPU kernels, which are for processors with AMX or AVX-512's bf16 instructions."""
+"""Runs this project's CPU kernels, those that a run takes."""
+each_implementation = pytest.mark.parametrize(
+    "kernels", [pytest.param(name, marks=needs_amx) for name in IMPLEMENTATIONS or [""]], indirect=True, scope="module"
+)
+"""Runs them in every implementation that this processor can execute."""

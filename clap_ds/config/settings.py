@@ -53,7 +53,7 @@ class ClapSettings(Section):
     packed captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
-    matrix units (AMX), `off`: torch's operations."""
+    AMX or AVX-512, `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
     `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""

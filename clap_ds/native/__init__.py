@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs with bf16 matrix units, compiled on first use, behind one door: `clap_ds.native.convert`."""
+"""C++ kernels for CPUs with AMX or AVX-512, compiled on first use, behind one door: `clap_ds.native.convert`."""

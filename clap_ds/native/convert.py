@@ -22,7 +22,7 @@ from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Layout
 from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
 from clap_ds.model.text import FirstTokenAttention
-from clap_ds.native.library import unavailable
+from clap_ds.native.library import executable, unavailable
 from clap_ds.native.linear import fits_linears, native_linears, native_mlp
 from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm, native_mel_power
 from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
@@ -32,9 +32,10 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer  # isort: 
 
 
 def report(setting: Literal["auto", "off"]) -> str:
-    """`native` where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else `torch` and why."""
+    """`native` and their implementation where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else
+    `torch` and why."""
     reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
-    return f"torch: {reason}" if reason else "native"
+    return f"torch: {reason}" if reason else f"native ({executable()[0]})"
 
 
 def convert(model: nn.Module) -> None:

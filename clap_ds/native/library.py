@@ -15,23 +15,37 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, run
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-mamx-tile", "-mamx-bf16", "-mavx512f", "-mavx512bw", "-mavx512vl"),
-    *("-mavx512bf16", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
 )
 COMPILE_TIMEOUT_S = 300
-AMX = "amx_tile"
-NEEDED = (AMX, "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-"""Of the processor's features, by their names in /proc/cpuinfo."""
+
+
+class Implementation(NamedTuple):
+    """Features of the processor that it needs, by their names in /proc/cpuinfo, and the compiler's flags beside `FLAGS`."""
+
+    needed: frozenset[str]
+    flags: tuple[str, ...]
+
+
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+BF16 = AVX512 | {"avx512_bf16"}
+IMPLEMENTATIONS = {
+    "AMX": Implementation(BF16 | {"amx_tile", "amx_bf16"}, ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DCLAP_AMX")),
+    "AVX-512": Implementation(BF16, ("-mavx512bf16",)),
+    "AVX-512 without bf16": Implementation(AVX512, ("-mno-avx512bf16",)),
+}
+"""What the kernels can be compiled for, the quickest first."""
 
 _C_TYPES: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_float}
 log = logging.getLogger(__name__)
@@ -49,14 +63,10 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def _why_not_this_processor() -> str:
-    """What it lacks; empty where it can run the kernels."""
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in torch's documentation
+def executable() -> list[str]:
+    """The implementations that this processor can execute; the first one is used."""
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
-    lacking = [name for name in NEEDED if name not in features]
-    if AMX in NEEDED and (not has_tiles() if has_tiles else AMX in lacking):
-        return "this CPU has no bf16 matrix units (AMX)"
-    return f"this CPU has no {', '.join(lacking)}" if features and lacking else ""
+    return [name for name, each in IMPLEMENTATIONS.items() if each.needed <= features]
 
 
 def _compiler() -> list[str]:
@@ -67,11 +77,11 @@ def _compiler() -> list[str]:
     return command
 
 
-def _build() -> Path:
-    """The library for this machine and these sources, compiled unless it is there."""
+def _build(flags: Sequence[str]) -> Path:
+    """The library for this machine, these sources and flags, compiled unless it is there."""
     compiler = _compiler()
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
-    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *FLAGS]
+    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
     parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
     directory = cache_directory()
     library = directory / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
@@ -82,7 +92,7 @@ def _build() -> Path:
         with library.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
             if not _is_whole(library):
-                _compile(compiler, library)
+                _compile(compiler, flags, library)
     except OSError as error:
         raise RuntimeError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
     return library
@@ -100,11 +110,11 @@ def _wait_for(lock: IO[str]) -> None:
     raise RuntimeError(f"another process still compiles them (it holds {lock.name})")
 
 
-def _compile(compiler: list[str], library: Path) -> None:
+def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *FLAGS, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        command = [*compiler, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
         with log_file.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
             done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:
@@ -126,9 +136,10 @@ def _is_whole(library: Path) -> bool:
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        if problem := _why_not_this_processor():
-            return problem
-        library = ctypes.CDLL(str(_build()))  # its OpenMP is torch's: loaded before, under the same name
+        if not executable():
+            return "this CPU has no AVX-512"
+        flags = *FLAGS, *IMPLEMENTATIONS[executable()[0]].flags
+        library = ctypes.CDLL(str(_build(flags)))  # its OpenMP is torch's: loaded before, under the same name
         return "the kernel doesn't let processes use AMX" if library.clap_request_amx() else library
     except Exception as error:  # whatever it is, torch can do without
         problem = str(error) or type(error).__name__

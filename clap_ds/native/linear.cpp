@@ -5,7 +5,6 @@
 
 namespace {
 
-constexpr int64_t SLICE = 768;  // of a sum, multiplied at once
 constexpr int64_t PACKING = 3;  // what packing an element costs, in copies of one
 
 // Both are odd functions of x around 1/2, fitted as x · p(u), u = 2 (x/5)² − 1, on [−5, 5] by least squares at Chebyshev nodes
@@ -65,19 +64,20 @@ struct Finish {
     Output to, activated;
     int64_t columns;
 
-    void prefetch_for(int64_t row, int64_t column) const {
-        if (slopes) prefetch(slopes + row * columns + column, 1);
-        if (added) prefetch(added + row * columns + column, 1);
-    }
-    // 32 results from `column` on.
-    void operator()(int64_t row, int64_t column, const float* c) const {
-        const int64_t at = row * columns + column;
-        __m512 low = load(c), high = load(c + 16);
-        if (bias) low = low + load(bias[column]), high = high + load(bias[column] + 16);
-        if (slopes) low = low * gelu_slope(load(slopes + at)), high = high * gelu_slope(load(slopes + at + 16));
-        if (added) low = low + load(added + at), high = high + load(added + at + 16);
-        to.store(at, low, high);
-        if (activated) activated.store(at, gelu(low), gelu(high));
+    // Block m of the result's `rows`, 32 columns wide; fetches what the one below needs.
+    void operator()(int64_t m, int64_t rows, int64_t column, const float* c) const {
+        __m512 shift[2] = {splat(0), splat(0)};
+        if (bias) shift[0] = load(bias[column]), shift[1] = load(bias[column] + 16);
+        for (int64_t row = BLOCK * m; row < std::min(BLOCK * (m + 1), rows); row++, c += BLOCK) {
+            const int64_t at = row * columns + column, below = at + (row + BLOCK < rows ? BLOCK * columns : 0);
+            if (slopes) prefetch(slopes + below, 1);
+            if (added) prefetch(added + below, 1);
+            __m512 low = load(c) + shift[0], high = load(c + 16) + shift[1];
+            if (slopes) low = low * gelu_slope(load(slopes + at)), high = high * gelu_slope(load(slopes + at + 16));
+            if (added) low = low + load(added + at), high = high + load(added + at + 16);
+            to.store(at, low, high);
+            if (activated) activated.store(at, gelu(low), gelu(high));
+        }
     }
 };
 
@@ -87,20 +87,14 @@ struct Finish {
 // Each thread works through its part in chunks of rows, groups of panels and slices of `inner` that stay in its cache together,
 // and packs a group just before it multiplies it: what one core packs for another is slow to fetch.
 template <typename Pack>
-void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Finish& finish) {
+void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Finish& given) {
     const int64_t slices = divide_up(inner, SLICE), slice = divide_up(inner / BLOCK, slices) * BLOCK;
     const int64_t longest = std::max<int64_t>(1, CACHED / (BLOCK * slice));  // blocks of a chunk
     const int64_t group = std::clamp<int64_t>(CACHED / (2 * BLOCK * slice), 1, MAX_GROUP);
-    const auto finish_block = [&](int64_t m, int64_t g, int64_t count, const float* c) {
-        const int64_t end = std::min(BLOCK * (m + 1), rows);
-        for (int64_t row = end; row < std::min(end + BLOCK, rows); row++)
-            for (int64_t n = 0; n < count; n++) finish.prefetch_for(row, BLOCK * (g + n));
-        for (int64_t row = BLOCK * m; row < end; row++)
-            for (int64_t n = 0; n < count; n++) finish(row, BLOCK * (g + n), c + (n * BLOCK + row % BLOCK) * BLOCK);
-    };
 #pragma omp parallel
     {
         Tiles tiles;
+        const Finish finish = given;  // a local variable, which no store changes
         const auto [blocks, panels] = part_of(divide_up(rows, BLOCK), finish.columns / BLOCK, longest);
         const int64_t chunk = std::min(longest, blocks.end - blocks.begin);
         auto packed = scratch<bf16>(group * BLOCK * slice), tiled = scratch<bf16>(chunk * BLOCK * inner);
@@ -115,10 +109,12 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
                     pack(BLOCK * g, count, k, length, &packed[0]);
                     for (int64_t m = start; m < stop; m++) {
                         float* c = &sums[slices > 1 ? (m - start) * count * BLOCK * BLOCK : 0];
-                        for (int64_t n = 0; n < count; n++)
-                            multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
-                                           length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0);
-                        if (k + length == inner) finish_block(m, g, count, c);
+                        for (int64_t n = 0; n <= count; n++) {  // finished one block after the matrix unit has started on it
+                            if (n < count)
+                                multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
+                                               length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0);
+                            if (n > 0 && k + length == inner) finish(m, rows, BLOCK * (g + n - 1), c + (n - 1) * BLOCK * BLOCK);
+                        }
                     }
                 }
             }

@@ -31,10 +31,12 @@ template <typename T>
 struct Joined {
     T* parts[3];
     int64_t rows, width;  // rows of all, elements of one
+    const int64_t each = rows / (1 + (parts[1] != nullptr) + (parts[2] != nullptr));
 
     T* operator[](int64_t row) const {
-        const int64_t each = rows / (1 + (parts[1] != nullptr) + (parts[2] != nullptr));
-        return parts[row / each] + row % each * width;
+        int part = 0;
+        for (; row >= each; row -= each) part++;
+        return parts[part] + row * width;
     }
     explicit operator bool() const { return parts[0] != nullptr; }
 };

@@ -1,4 +1,4 @@
-"""Linear layers by this project's CPU kernels: bf16 on matrix units, sums in fp32, and what follows a layer (bias, GELU,
+"""Linear layers by this project's CPU kernels: products of bf16, sums in fp32, and what follows a layer (bias, GELU,
 residual) in the same pass.
 
 All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N outputs.

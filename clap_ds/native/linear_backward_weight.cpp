@@ -27,9 +27,11 @@ class WeightGradient {
                     store(bias + i, pack_rows_as_a(&left[at], rows, N, valid, load(bias + i)));
                 });
                 for (int64_t i = 0; i < count; i += BLOCK)
-                    for (int64_t j = 0; j < width; j += BLOCK)
-                        multiply_block(&left[tile_at(i, 0, steps)], &right[tile_at(j, 0, steps)], steps,
-                                       &sums[(group + i - n.begin) * width + j], width, m0 > 0);
+                    for (int64_t j = 0; j < width; j += BLOCK) {
+                        float* c = &sums[(group + i - n.begin) * width + BLOCK * j];
+                        if (m0 > 0 && j + BLOCK < width) prefetch(c + BLOCK * BLOCK, BLOCK * BLOCK);
+                        multiply_block(&left[tile_at(i, 0, steps)], &right[tile_at(j, 0, steps)], steps, c, BLOCK, m0 > 0);
+                    }
             }
         }
     }
@@ -37,7 +39,8 @@ class WeightGradient {
     void write(const Joined<bf16>& dweight, const Joined<bf16>& dbias) const {
         for (int64_t i = 0; i < height; i++) {
             const Output to(dweight[n.begin + i] + k.begin, LARGE);  // not needed soon
-            for (int64_t j = 0; j < width; j += BLOCK) to.store(j, load(&sums[i * width + j]), load(&sums[i * width + j + 16]));
+            const float* from = &sums[i / BLOCK * BLOCK * width + i % BLOCK * BLOCK];
+            for (int64_t j = 0; j < width; j += BLOCK) to.store(j, load(from + BLOCK * j), load(from + BLOCK * j + 16));
         }
         _mm_sfence();
         if (dbias && k.begin == 0)  // threads that share rows all write it, else the one that has the first columns
@@ -64,7 +67,8 @@ class WeightGradient {
                                    std::clamp<int64_t>(CACHED / width / BLOCK * BLOCK, 8 * BLOCK, 16 * BLOCK));
     const int64_t panels = std::clamp<int64_t>(CACHED / 2 / (chunk * BLOCK), 1, MAX_GROUP);
     Scratch<bf16> right = scratch<bf16>(chunk * width), left = scratch<bf16>(panels * chunk * BLOCK);
-    Scratch<float> sums = scratch<float>(height * width), bias_sums = scratch<float>(height);
+    Scratch<float> sums = scratch<float>(height * width);  // in blocks
+    Scratch<float> bias_sums = scratch<float>(height);
 };
 
 }  // namespace

@@ -36,13 +36,13 @@ static inline void pack_transposed(bf16* tile, const bf16* columns, int64_t stri
 
 // A tile of A[n][k] = rows[k][n], of rows as in `load_pairs`. Returns `sum` plus the sums of the 16 columns.
 static inline __m512 pack_rows_as_a(bf16* tile, const bf16* rows, int64_t stride, int valid, __m512 sum = splat(0)) {
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    const __m512i ones = _mm512_set1_epi16(0x3f80);
     __m512 sums[2] = {sum, splat(0)};
     __m512i r[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
         r[i] = load_pairs(rows, stride, i, valid);
-        sums[i % 2] = _mm512_dpbf16_ps(sums[i % 2], (__m512bh)r[i], ones);
+        sums[i % 2] = add_products(sums[i % 2], r[i], ones);
     }
     transpose16(r);
     store_tile(tile, r);

@@ -1,4 +1,4 @@
-"""Softmax attention of captions over their own tokens on CPUs with bf16 matrix units.
+"""Softmax attention of captions over their own tokens on CPUs, by this project's kernels.
 
 Captions are segments of rows, so one kernel takes padded and packed ones, with every token or the first alone as query, and
 reads q, k and v where a projection left them. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.

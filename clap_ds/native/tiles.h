@@ -1,4 +1,5 @@
-// The one operation on tiles that the kernels are made of, by AMX or, for tests, AVX-512's bf16 instructions. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
+// The one operation on tiles that the kernels are made of, by AMX or by AVX-512, whichever the compiler is told that the processor
+// has. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
 // holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are added up pair by pair.
 #pragma once
 
@@ -20,7 +21,9 @@ struct Operand {
 
 enum Reuse { KEEPS, STREAMS };  // whether an operand should stay in the first-level cache
 
-#ifdef __AMX_BF16__
+#ifdef CLAP_AMX
+
+constexpr int64_t SLICE = 768;  // of a sum in a linear layer, multiplied at once
 
 // Sets up all eight tiles as 16 rows of 64 bytes for the calling thread, which needs one while it multiplies.
 struct Tiles {
@@ -102,31 +105,44 @@ INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_
 
 #else
 
+constexpr int64_t SLICE = 384;
+
 struct Tiles {
     Tiles() {}  // nothing to set up; not trivial, as compilers warn of variables that do nothing
 };
 
+// As above. So many rows and all columns at once as leave registers for B's row and A's pair.
 template <int M, int N, Reuse = KEEPS, Reuse = KEEPS>
 INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
-    for (int tile = 0; tile < M * N; tile++) {
-        Operand left = a.from(tile / N), right = b.from(tile % N);
-        const auto row = [=](int i) INLINED { return c + (tile / N * 16 + i) * c_stride + tile % N * 16; };
-        __m512 sums[16];
+    constexpr int ROWS = N == 1 ? 16 : N <= 3 ? 8 : 4;
+    static_assert(ROWS * N <= 24);
+    for (int first = 0; first < 16 * M; first += ROWS) {
+        const bf16 *left = a.at + first / 16 * a.tile + first % 16 * a.row, *right = b.at;
+        float* to = c + first * c_stride;
+        __m512 sums[ROWS][N];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) sums[i] = add ? load(row(i)) : splat(0);
-        for (int64_t step = 0; step < steps; step++, left.at += left.step, right.at += right.step) {
+        for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 6
+            for (int n = 0; n < N; n++) sums[i][n] = add ? load(to + i * c_stride + 16 * n) : splat(0);
+        for (int64_t step = 0; step < steps; step++, left += a.step, right += b.step) {
             for (int k = 0; k < 16; k++) {
-                const __m512bh pairs = (__m512bh)_mm512_loadu_si512(right.at + k * right.row);
+                __m512i pairs[N];
+#pragma GCC unroll 6
+                for (int n = 0; n < N; n++) pairs[n] = _mm512_loadu_si512(right + n * b.tile + k * b.row);
 #pragma GCC unroll 16
-                for (int i = 0; i < 16; i++) {
+                for (int i = 0; i < ROWS; i++) {
                     int pair;
-                    memcpy(&pair, left.at + i * left.row + 2 * k, sizeof(pair));
-                    sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), pairs);
+                    memcpy(&pair, left + i * a.row + 2 * k, sizeof(pair));
+                    const __m512i all = _mm512_set1_epi32(pair);
+#pragma GCC unroll 6
+                    for (int n = 0; n < N; n++) sums[i][n] = add_products(sums[i][n], all, pairs[n]);
                 }
             }
         }
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) store(row(i), sums[i]);
+        for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 6
+            for (int n = 0; n < N; n++) store(to + i * c_stride + 16 * n, sums[i][n]);
     }
 }
 

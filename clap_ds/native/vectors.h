@@ -27,8 +27,30 @@ static inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(
 static inline __m512 from_bf16(__m256i low) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
 }
+
+// Rounding to the nearest, and sums plus both products of each lane's pairs of bf16.
+#ifdef __AVX512BF16__
 static inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 static inline __m512i to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+static inline __m512 add_products(__m512 sums, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+}
+#else
+static inline __m256i to_bf16(__m512 x) {
+    const __m512i bits = (__m512i)x, odd = _mm512_srli_epi32(bits, 16) & _mm512_set1_epi32(1);
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(-1)), 16));
+}
+static inline __m512i to_bf16(__m512 low, __m512 high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(low)), to_bf16(high), 1);
+}
+static inline __m512 add_products(__m512 sums, __m512i a, __m512i b) {
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    sums = fma((__m512)(a & upper), (__m512)(b & upper), sums);
+    return fma((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), sums);
+}
+#endif
 
 static inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
 static inline __m512 load(const bf16* from) { return from_bf16(_mm256_loadu_si256((const __m256i*)from)); }

@@ -1,4 +1,4 @@
-"""Window attention on CPUs with bf16 matrix units (AMX).
+"""Window attention on CPUs by this project's kernels.
 
 Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time.
 Scores and softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass computes the

@@ -20,6 +20,7 @@ from clap_ds.model.swin import SwinBlock
 from clap_ds.model.text import TextTower
 from clap_ds.native import adamw, convert
 from clap_ds.native.convert import NATIVE, NativeRobertaLayer, NativeSwinBlock, report, reverted
+from clap_ds.native.library import executable
 from tests.kernels import needs_amx
 from tests.model.reference_clap import clips
 
@@ -199,7 +200,7 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kinds(native(text_tower(attention="sdpa")))
     micro = {"NativeLogMel": 1, "NativePatchEmbed": 1, "NativeSwinBlock": 1, "NativePatchMerging": 1}
     assert kinds(native(ClapModel(load_preset("micro"), attention="auto"))) == micro
-    assert report("auto") == "native"
+    assert report("auto") == f"native ({executable()[0]})"
     assert report("off") == 'torch: clap.cpu_kernels is "off"'
     monkeypatch.setattr(convert, "unavailable", lambda: "no compiler found")
     assert report("auto") == "torch: no compiler found"

@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from clap_ds.native import library
 from tests import needs
@@ -28,7 +27,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(SOURCE)
     monkeypatch.setattr(library, "HERE", tmp_path)
     monkeypatch.setattr(library, "FLAGS", ("-O0", "-shared", "-fPIC"))
-    monkeypatch.setattr(library, "_why_not_this_processor", str)
+    monkeypatch.setattr(library, "IMPLEMENTATIONS", {"any": library.Implementation(frozenset(), ())})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     return path
@@ -120,7 +119,7 @@ def test_locks_that_nobody_holds_that_are_held_and_that_there_are_not(
 
 
 def test_damaged_library_is_compiled_again(source: Path) -> None:
-    path = library._build()
+    path = library._build(library.FLAGS)
     whole = path.read_bytes()
     for damaged in (b"", whole[:5000], whole[:-100] + bytes(100)):
         path.unlink()  # what is open stays as it is
@@ -140,29 +139,28 @@ def test_cache_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch:
     assert "home directory" in problem()
 
 
-def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
+def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Once a machine: what is made is kept where a run looks for it."""
     monkeypatch.delenv("CXX", raising=False)
-    targets = [*(flag for flag in library.FLAGS if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
+    flags = *library.FLAGS, *library.IMPLEMENTATIONS[name].flags
+    targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    made = library._build().read_bytes()
+    made = library._build(flags).read_bytes()
     modules = "".join(path.read_text() for path in library.HERE.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 12
     assert not [name for name in names if f"\0{name}\0".encode() not in made]
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_processors(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """With and without torch's own answer."""
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
-    if known:
-        answer = lambda: "amx_tile" in library._processor()  # noqa: E731
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", answer, raising=False)
-    needed, tiles = library.NEEDED, "matrix units"
-    for features, expected in ((needed, ""), (needed[:-1], "avx512_bf16"), (needed[1:], tiles), ((), tiles)):
-        monkeypatch.setattr(library, "_processor", lambda features=features: f"flags : {' '.join(features)}")
-        found = library._why_not_this_processor()
-        assert expected in found
-        assert bool(expected) == bool(found)
+def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    skylake = "avx512f avx512bw avx512dq avx512vl"
+    sets = {"": [], "avx2": [], skylake: ["AVX-512 without bf16"], f"{skylake} avx512_bf16": ["AVX-512"]}
+    sets[f"{skylake} avx512_bf16 amx_tile amx_bf16"] = ["AMX"]
+    expected: list[str] = []
+    for features, first in sets.items():
+        monkeypatch.setattr(library, "_processor", lambda features=features: f"flags : {features}")
+        expected = first + expected
+        assert library.executable() == expected
+        assert expected or "no AVX-512" in problem()

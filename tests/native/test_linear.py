@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.native.linear import fits_linears, native_linears, native_mlp
-from tests.kernels import needs_amx
+from tests.kernels import each_implementation
 from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results, threads
 
-pytestmark = needs_amx
+pytestmark = each_implementation
 
 SHAPES = [
     *((1, 32, 32), (31, 64, 96), (33, 96, 64)),  # fewer rows than a block, one more than one

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
-from tests.kernels import needs_amx
+from tests.kernels import each_implementation
 from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
-pytestmark = needs_amx
+pytestmark = each_implementation
 
 SHAPES = [(1, 16), (7, 96), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096), (2, 3, 11, 48)]
 """Rows of every kernel: held in registers or not, one thread or several, odd in number."""

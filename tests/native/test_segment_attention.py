@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
-from tests.kernels import needs_amx
+from tests.kernels import each_implementation
 from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
-pytestmark = needs_amx
+pytestmark = each_implementation
 
 HEADS, SEED = 3, 5
 LENGTHS = torch.randint(1, 78, (12,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from clap_ds.native.window_attention import fits_windows, native_window_attention
-from tests.kernels import needs_amx
+from tests.kernels import each_implementation
 from tests.model.window_attention_cases import TOLERANCE, Case, by, draw, eager, errors, results
 from tests.native.exactness import threads
 
-pytestmark = needs_amx
+pytestmark = each_implementation
 
 BF16 = torch.bfloat16
 STAGES = [(64, 4), (32, 8), (16, 16), (8, 32)]
