@@ -112,7 +112,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
                         for (int64_t n = 0; n <= count; n++) {  // finished one block after the matrix unit has started on it
                             if (n < count)
                                 multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
-                                               length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0);
+                                               length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0, rows - BLOCK * m <= 16);
                             if (n > 0 && k + length == inner) finish(m, rows, BLOCK * (g + n - 1), c + (n - 1) * BLOCK * BLOCK);
                         }
                     }

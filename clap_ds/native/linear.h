@@ -17,10 +17,13 @@ static inline int64_t tile_at(int64_t i, int64_t step, int64_t steps) {
 }
 
 // c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds. Only the operand that the next block
-// needs again stays in the first-level cache: a, unless it is too long for that.
-static inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add) {
+// needs again stays in the first-level cache: a, unless it is too long for that. With `half` the lower 16 rows don't matter.
+static inline void multiply_block(
+    const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add, bool half = false) {
     const Operand left = {a, 32, TILE, 2 * TILE}, right = {packed, 32, TILE, 2 * TILE};
-    if (steps > LONGEST_KEPT)
+    if (half)
+        multiply_tiles<1, 2, KEEPS, STREAMS>(left, right, steps, c, c_stride, add);
+    else if (steps > LONGEST_KEPT)
         multiply_tiles<2, 2, STREAMS, STREAMS>(left, right, steps, c, c_stride, add);
     else
         multiply_tiles<2, 2, KEEPS, STREAMS>(left, right, steps, c, c_stride, add);

@@ -19,6 +19,7 @@ from clap_ds.data.sources import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.state import deepspeed_states, master_weights
 from clap_ds.model.clap import ClapModel
+from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
@@ -73,7 +74,10 @@ def _batches(run: RunSettings) -> Any:
 
 def _model(run: RunSettings) -> ClapModel:
     torch.manual_seed(3)
-    return ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False)
+    model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False)
+    if DEVICE.type == "cpu":
+        convert(model)  # as the engine does: both sides by the same kernels
+    return model
 
 
 def _engine(run: RunSettings, mutation: str) -> ClapEngine:
