@@ -40,8 +40,8 @@ VARIANTS = (
 STEPS = {
     "htsat_tiny": (120, f"{ONE_GPU}/htsat_tiny.json"),
     "tests_on_two_gpus": (90, f"{TESTS} tests/engine/test_two_gpus.py"),
+    "htsat_tiny_on_all_gpus": (90, f"{ALL_GPUS}/htsat_tiny.json"),
     "variants": (240, f"{VARIANTS} --output {{output}}/variants.md"),
-    "htsat_tiny_on_all_gpus": (120, f"{ALL_GPUS}/htsat_tiny.json"),
     "tests": (150, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
     **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
     "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
