@@ -89,7 +89,7 @@ def nothing_left_running() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """In the modules that test this project's CPU kernels, two threads, which share rows and columns; with a parameter, the
     kernels of that implementation."""
-    if not {"needs_amx", "each_implementation"} & set(vars(request.module)):
+    if not {"needs_kernels", "each_implementation"} & set(vars(request.module)):
         yield
         return
     import torch

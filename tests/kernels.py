@@ -32,9 +32,12 @@ def _lacking() -> str:
 
 
 _LACKING = _lacking()
-needs_amx = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
+needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Runs this project's CPU kernels, those that a run takes."""
 each_implementation = pytest.mark.parametrize(
-    "kernels", [pytest.param(name, marks=needs_amx) for name in IMPLEMENTATIONS or [""]], indirect=True, scope="module"
+    "kernels",
+    [pytest.param(name, marks=needs_kernels) for name in IMPLEMENTATIONS or [""]],
+    indirect=True,
+    scope="module",
 )
 """Runs them in every implementation that this processor can execute."""

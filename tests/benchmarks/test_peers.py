@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import cost_table, peers, sides
 from clap_ds.config.model import load_preset
-from tests.kernels import needs_amx
+from tests.kernels import needs_kernels
 
 SMALL = ["--preset", "micro", "--micro_batch", "3", "--text_tokens", "12", "--rounds", "2"]
 
@@ -44,7 +44,7 @@ def test_ratios_are_the_peers_time_over_ours_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_amx)])
+@pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
 def test_masters_step_as_adamw_in_fp32(natively: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(50).to(dtype), torch.randn(5, 50).to(dtype)

@@ -14,7 +14,7 @@ from clap_ds.config.settings import load_run
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
 from clap_ds.engine.wrapping import takes_flat_adamw
 from clap_ds.native.adamw import native_adamw, supports
-from tests.kernels import needs_amx
+from tests.kernels import needs_kernels
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -95,7 +95,7 @@ def assert_same(ours: Trained, reference: Trained) -> None:
     torch.testing.assert_close(*states, rtol=2e-6, atol=1e-7)
 
 
-@needs_amx
+@needs_kernels
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     ours = Trained().step(range(12), scale=scale)
@@ -103,7 +103,7 @@ def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float) 
     assert_same(ours, Trained().step(range(12), scale=scale))
 
 
-@needs_amx
+@needs_kernels
 @pytest.mark.parametrize("native_first", [True, False])
 def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPatch, native_first: bool) -> None:
     first, second = Trained(), Trained()
@@ -122,7 +122,7 @@ def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPat
     assert_same(second, Trained().step(range(10)))
 
 
-@needs_amx
+@needs_kernels
 def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
     ours, plain = masters(), masters()
     low = [torch.zeros(100, dtype=torch.bfloat16), torch.zeros(7)]
@@ -139,7 +139,7 @@ def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
         assert torch.equal(copied, p.detach().to(copied.dtype))
 
 
-@needs_amx
+@needs_kernels
 def test_native_step_of_many_parameters_at_any_address() -> None:
     torch.manual_seed(0)
     sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]
@@ -163,7 +163,7 @@ def test_native_step_of_many_parameters_at_any_address() -> None:
         assert torch.equal(rounded, q.bfloat16())
 
 
-@needs_amx
+@needs_kernels
 def test_what_the_native_step_takes() -> None:
     low, fp32 = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)
     assert supports(low, low, fp32)

@@ -21,10 +21,10 @@ from clap_ds.model.text import TextTower
 from clap_ds.native import adamw, convert
 from clap_ds.native.convert import NATIVE, NativeRobertaLayer, NativeSwinBlock, report, reverted
 from clap_ds.native.library import executable
-from tests.kernels import needs_amx
+from tests.kernels import needs_kernels
 from tests.model.reference_clap import clips
 
-pytestmark = needs_amx
+pytestmark = needs_kernels
 
 DEMO = load_preset("demo")
 BF16 = torch.bfloat16
