@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 VARIANTS = (("auto", "auto"), ("triton", "torch"), ("triton", "triton"))
 """`clap.model.attention` and `.mlp` whose plans are shown beside the run's own, each with and without compiled towers. What is
 left open is planned as it is taken untried, `sdpa` and `torch`; on the GPU a run may choose others."""
+MOST_GPUS = 2**16
+"""Whose loss is recorded tile by tile in some 20 s."""
 DELAYS_FROM = "jupiter_htsat_tiny"
 """The published series whose waiting for the slowest rank is assumed."""
 
@@ -62,6 +64,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Plan and print; a UserError for a bad configuration, GPU or caption length."""
     arguments = parse_arguments(argv)
+    if (most := max(arguments.nodes) * arguments.gpus_per_node) > MOST_GPUS:
+        raise UserError(f"--nodes, --gpus_per_node: plans are made for up to {MOST_GPUS:,} GPUs, found {most:,}")
+    if arguments.price_per_gpu_hour and not arguments.samples:
+        raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
     gpu, run = gpu_named(arguments.gpu), _changed(load_run(arguments.deepspeed_config), arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
     try:
@@ -78,7 +84,8 @@ def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
     if arguments.text_tokens:
         longest, preset = clap.preset().text.max_tokens, clap.model.preset
         if arguments.text_tokens > longest:
-            raise UserError(f"--text_tokens {arguments.text_tokens}: {preset} has positions for {longest}")
+            reserved = " (of RoBERTa's 514, two are reserved)" if longest == 512 else ""
+            raise UserError(f"--text_tokens {arguments.text_tokens}: {preset} has positions for {longest}{reserved}")
         data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
         clap = clap.model_copy(update={"text_tokens": arguments.text_tokens, "data": data})
     return RunSettings(run.path, clap, deepspeed)
@@ -130,7 +137,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "scales": _scales(run, gpu, chosen, own.num_parameters, nodes, arguments),
         "variants": variants,
         "price": str(price_of(arguments)) if price_of(arguments) else None,
-        "assumed": _assumed(gpu, arguments),
+        "assumed": _assumed(run, gpu, arguments),
     }  # fmt: skip
 
 
@@ -206,13 +213,16 @@ def _scale(
     return row
 
 
-def _assumed(gpu: Gpu, arguments: argparse.Namespace) -> list[str]:
+def _assumed(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> list[str]:
     from clap_ds.planning import memory, roofline
 
     def shares(found: dict[str, float]) -> str:
         return "–".join(f"{100 * value:.0f}" for value in (found["low"], found["high"])) + " %"
 
+    left_open = [name for name in ("attention", "mlp") if getattr(run.clap.model, name) == "auto"]
+    untried = f"`auto` of {' and '.join(f'clap.model.{name}' for name in left_open)} is what is taken untried"
     return [
+        *([f"{untried}; on the GPU the run takes the quickest of the kernels below"] if left_open else []),
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"products reach {shares(roofline.PRODUCT_SHARE)} of the peak, fused attention"
@@ -234,8 +244,8 @@ def render(report: dict[str, Any]) -> str:
         f"## Predicted, nothing measured: {report['preset']} on {report['gpu']}, {report['precision']}, micro-batch"
         f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}",
         f"{report['attention']} attention, {report['mlp']} MLPs, compile {report['compile']}: **{verdict}**,"
-        f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB; **{rate['middle']:,.0f} samples/s/GPU**"
-        f" ({rate['low']:,.0f}–{rate['high']:,.0f}) on one node before anything is sent.",
+        f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB with {report['scales'][-1]['gpus']:,} GPUs;"
+        f" **{rate['middle']:,.0f} samples/s/GPU** ({rate['low']:,.0f}–{rate['high']:,.0f}) before anything is sent.",
     ]  # fmt: skip
     if report["largest_micro_batch"]:
         lines.append(f"Largest micro-batch that fits: {report['largest_micro_batch']}.")

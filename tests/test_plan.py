@@ -61,3 +61,16 @@ def test_what_is_printed_names_itself_a_prediction(write_run: WriteRun, capsys: 
 def test_mistakes_are_said(write_run: WriteRun, options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan.main(["--deepspeed_config", str(write_run()), *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nodes", "1000000"], "up to 65,536 GPUs, found 4,000,000"),
+        (["--price_per_gpu_hour", "2"], "needs --samples"),
+        (["--text_tokens", "514"], "has positions for 512"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_at_once(options: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan.main(["--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxm", *options])

@@ -5,6 +5,7 @@ Leaves the steps in between to the command.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -220,9 +221,12 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     """A fresh model as `clap.model` describes it, to be run on the device.
 
     Raises:
-        ValueError: its text tower's pretrained weights can't be had.
+        ValueError: its text tower's pretrained weights can't be had, or a kernel is asked for that the device can't run.
     """
     options = run.clap.model
+    for name, kernel in (("attention", options.attention), ("mlp", options.mlp)):
+        if kernel == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"{run.path}: clap.model.{name}: 'triton' runs on GPUs, found a CPU: take 'auto'")
     return ClapModel(
         run.clap.preset(),
         drop_path=options.drop_path,
