@@ -6,21 +6,22 @@ the run's own micro-batch, with plain products in fp32 on the first and last cli
 others, so that those of weights are of these clips, too, and those of other clips are 0. Times are of the kernel by itself,
 forward and backward, not compiled together with its neighbours. Who asks, and what comes of it, is left to `kernels`.
 
-    python -m clap_ds.engine.kernel_trials '{"device": "cuda:0", "dtype": "bfloat16", "clips": 616}'
+    python -m clap_ds.engine.kernel_trials '{"device": "cuda:0", "dtype": "bfloat16", "clips": 616, "parent": 4711}'
 
-reads a question a line (`{"site": …, "kernel": …, "what": "check" or "time"}`) and answers each by a line of JSON:
-`{"seconds": …}`, or `{"problem": …}` with `passing` where another try may end otherwise. It ends with its standard input,
-whatever it is doing.
+says `{}` once it is ready, reads a list of questions (`{"site": …, "kernel": …, "what": "check" or "time"}`) from its standard
+input and answers one after the other by a line of JSON: `{}` for right, `{"seconds": …}`, or `{"problem": …}` with `passing`
+where another try may end otherwise. It ends when all are answered, after a fault of its CUDA context, and with its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import queue
+import signal
 import statistics
+import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -42,6 +43,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
 REPEATS = 5
 LEAD_CYCLES = 2_000_000
 """Of the GPU's clock, about 1 ms, which it waits before what is timed, so that the host is ahead of it as in training."""
+PASSING = torch.OutOfMemoryError | MemoryError | OSError | subprocess.SubprocessError
+PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`."""
 
 Operation = Callable[..., Tensor]
 """A kernel and a site's tensors → its output."""
@@ -222,8 +226,8 @@ def answer(
         return {} if problem is None else {"problem": problem}
     except Exception as error:  # of whatever type a compiler or a driver has
         reason = first_line(error)
-        # Of torch's allocator; CUDA and Triton say it in words.
-        is_passing = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in reason
+        # CUDA and Triton say it in words; what Triton starts or opens, such as a C compiler, may be there another time.
+        is_passing = isinstance(error, PASSING) or "out of memory" in reason or "C compiler" in reason
         return {"problem": reason, "passing": is_passing}
 
 
@@ -236,6 +240,9 @@ def main(argv: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print isn't an answer
     setup = json.loads(argv[1])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != setup["parent"]:
+        sys.exit("its parent has ended")
     device, dtype, clips = torch.device(setup["device"]), getattr(torch, setup["dtype"]), setup["clips"]
     if device.type == "cuda":
         set_up_cuda()  # as the ranks are
@@ -244,27 +251,17 @@ def main(argv: list[str]) -> None:
             torch.cuda.synchronize()
         except Exception as error:  # one that a GPU in exclusive compute mode refuses, such as this one beside its rank
             sys.exit(first_line(error))
-    questions: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            questions.put(line)
-        os._exit(0)
-
-    threading.Thread(target=listen, daemon=True).start()
     print("{}", file=answers)  # ready
-    while True:
-        question = json.loads(questions.get())
+    for question in json.loads(sys.stdin.read() or "[]"):
         found = answer(question, clips, dtype, device, stopwatch(device))
+        print(json.dumps(found), file=answers)
         if device.type == "cuda" and "problem" in found:
             try:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             except Exception:  # nothing runs in this process any more
-                found["ends"] = True
-        print(json.dumps(found), file=answers)
-        if "ends" in found:
-            os._exit(1)
+                break
+    os._exit(0)  # what a fault has left can't hold it up
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
 """Which kernels a run computes with where its settings leave that open (`auto`): on CUDA the quickest that is right, as tried
 on this GPU at the run's own sizes (`kernel_trials`), once: what was found is kept in the user's cache. Rank 0 decides for all.
 
-A run that resumes takes what its checkpoint says, so that its numbers go on as they began. What fails here doesn't fail the
-run: a site of which nothing is known keeps the kernel to take untried.
+A run that resumes takes what its checkpoint says, so that its numbers go on as they began; where not all had been tried then,
+it tries on. What fails here doesn't fail the run: a site of which nothing is known keeps the kernel to take untried.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +27,8 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import on_first
 from clap_ds.dist.progress import doing
 from clap_ds.engine import kernel_trials
-from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, first_line, to_json
-from clap_ds.engine.trial_processes import Crew
+from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, first_line
+from clap_ds.engine.trial_processes import Conditions, Found, try_kernels, untried
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.swin import Mlp, SwinBlock, WindowAttention
@@ -40,39 +36,7 @@ from clap_ds.native.library import cache_directory
 from clap_ds.record.hardware import device_name
 from clap_ds.record.schema import KernelRecord, SiteRecord
 
-TIME_LIMIT_S = 27.0
-CHECKING_SHARE = 0.65
-"""Of the time limit: what is known to be right by then is timed."""
-ANSWER_LIMIT_S = 12.0
-"""For each: a backward kernel takes a few seconds to compile."""
-MOST_CHILDREN = 8
-BYTES_OF_A_CHILD = 2**30
-"""On the GPU before any tensor."""
-TENSORS_OF_A_TRIAL = 6
-"""Memory of a trial, in tensors as large as an MLP's hidden layer, 4 times its input."""
-
-Found = dict[str, float | str]
-"""By kernel: seconds, or what is wrong with it."""
 _CONTENT = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)] | str]])
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What a trial's outcome depends on beside the site."""
-
-    device: torch.device
-    dtype: torch.dtype
-    clips: int
-
-    @classmethod
-    def of(cls, run: RunSettings, device: torch.device) -> Conditions:
-        """The run's micro-batch, and the dtype its modules compute in."""
-        name = run.precision.removeprefix("torch_autocast_")
-        dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name))
-        return cls(device, dtype, run.micro_batch)
-
-    def __str__(self) -> str:
-        return f"{self.clips} clips, {str(self.dtype).removeprefix('torch.')}"
 
 
 def choose_kernels(
@@ -126,44 +90,29 @@ def _by_name(site: Site) -> dict[str, KernelChoice]:
 
 def _decide(sites: Sequence[Site], conditions: Conditions, recorded: Mapping[str, Any]) -> KernelRecord:
     device, began_s = device_name(conditions.device), time.monotonic()
-    if recorded:
-        problem = _why_not(recorded, sites, device)
-        if problem is None:
-            record = KernelRecord(device=device, source="checkpoint", seconds=0.0, sites=recorded["sites"])
-            _show(record, sites, conditions, None)
-            return record
+    taken: dict[str, SiteRecord] = {}
+    if recorded and (problem := _why_not(recorded, sites, device)):
         print(f"note: the kernels that the checkpoint was trained with: {problem}; chosen anew", flush=True)
-    sites = [site for site in sites if len(site.candidates()) > 1]
-    if not sites:
+    elif recorded:
+        taken = {name: found for name, found in recorded["sites"].items() if not found.get("untried")}
+    undecided = [site for site in sites if str(site) not in taken and len(site.candidates()) > 1]
+    if not undecided and not taken:
         return {}
-    cache = cache_directory() / "kernels.json"
-    keys = {site: _key(site, conditions, device) for site in sites}
-    content = _cached(cache)
+    cache, problem = cache_directory() / "kernels.json", None
+    keys = {site: _key(site, conditions, device) for site in undecided}
+    content = _cached(cache) if undecided else {}
     known: dict[Site, Found] = {site: dict(content.get(key, {})) for site, key in keys.items()}
-    problem = None
-    if is_new := not _is_complete(known):
+    if is_new := any(untried(site, found) for site, found in known.items()):
         problem = try_kernels(known, conditions)
-        _write(cache, {keys[site]: found for site, found in _lasting(known).items() if found})
+        _write(cache, {keys[site]: found for site, found in known.items() if found})
     record = KernelRecord(
         device=device,
-        source="tried" if is_new else "cache",
+        source="tried" if is_new else "cache" if undecided else "checkpoint",
         seconds=time.monotonic() - began_s,
-        sites={str(site): _best(site, known[site]) for site in sites},
+        sites=taken | {str(site): _best(site, found) for site, found in known.items()},
     )
     _show(record, sites, conditions, problem)
     return record
-
-
-def _lasting(known: Mapping[Site, Found]) -> Mapping[Site, Found]:
-    """What the next run need not find out again: where only kernels to take untried run, the others may lack something that
-    will be there then, such as a C compiler."""
-    if any(isinstance(found.get(name), float) for site, found in known.items() for name in list(_by_name(site))[1:]):
-        return known
-    return {site: {name: it for name, it in found.items() if isinstance(it, float)} for site, found in known.items()}
-
-
-def _is_complete(known: Mapping[Site, Found]) -> bool:
-    return all(_by_name(site).keys() <= found.keys() for site, found in known.items())
 
 
 def _why_not(recorded: Mapping[str, Any], sites: Sequence[Site], device: str) -> str | None:
@@ -184,7 +133,8 @@ def _best(site: Site, found: Found) -> SiteRecord:
     kernels = list(_by_name(site))
     ms = {name: 1000 * time_s for name in kernels if isinstance(time_s := found.get(name), float)}
     problems = {name: problem for name in kernels if isinstance(problem := found.get(name), str)}
-    return SiteRecord(kernel=min(ms, key=ms.__getitem__, default=kernels[0]), ms=ms, problems=problems)
+    kernel = min(ms, key=ms.__getitem__, default=kernels[0])
+    return SiteRecord(kernel=kernel, ms=ms, problems=problems, untried=untried(site, found))
 
 
 def _show(record: KernelRecord, sites: Sequence[Site], conditions: Conditions, problem: str | None) -> None:
@@ -203,63 +153,6 @@ def _show(record: KernelRecord, sites: Sequence[Site], conditions: Conditions, p
     print(f"{head}: {'; '.join([*shown, *more])}", flush=True)
 
 
-def try_kernels(known: dict[Site, Found], conditions: Conditions) -> str | None:
-    """Add what can be found out in `TIME_LIMIT_S` to what is known; gives back what stood in the way of knowing all.
-
-    Kernels are compiled and compared by several processes at a time, and timed by one alone, which gets ready meanwhile;
-    first of each site the one to take untried, then a second of each, and so on.
-    """
-    until_s = time.monotonic() + TIME_LIMIT_S
-    rows = itertools.zip_longest(*([(site, kernel) for kernel in _by_name(site)] for site in known))
-    pairs = [pair for row in rows for pair in row if pair is not None and pair[1] not in known[pair[0]]]
-    problems: list[str] = []
-
-    def ask(crew: Crew, what: str, number_at_a_time: int, until_s: float) -> list[int]:
-        """Numbers of the pairs that have no problem, after noting what was found."""
-        questions = [{"site": to_json(site), "kernel": name, "what": what} for site, name in pairs]
-        answers = crew.ask(questions, num_children=number_at_a_time, limit_s=ANSWER_LIMIT_S, until_s=until_s)
-        for number, answer in answers.items():
-            site, name = pairs[number]
-            if answer.get("passing"):
-                problems.append(f"{name} at {site}: {answer['problem']}")
-            elif found := answer.get("problem", answer.get("seconds")):
-                known[site][name] = found
-        return sorted(number for number, answer in answers.items() if "problem" not in answer)
-
-    with Crew(_command(conditions), _environment()) as timing:
-        timing.prepare(1)
-        with Crew(_command(conditions), _environment()) as checking:
-            check_until_s = until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S
-            right = ask(checking, "check", _num_children(known, conditions), check_until_s)
-        pairs = [pairs[number] for number in right]
-        ask(timing, "time", 1, until_s)
-    if _is_complete(known):
-        return None
-    return next(iter(problems), checking.problem or timing.problem or f"{TIME_LIMIT_S:g} s were over")
-
-
-def _command(conditions: Conditions) -> list[str]:
-    dtype = str(conditions.dtype).removeprefix("torch.")
-    setup = json.dumps({"device": str(conditions.device), "dtype": dtype, "clips": conditions.clips})
-    return [sys.executable, "-P", "-m", kernel_trials.__name__, setup]
-
-
-def _environment() -> dict[str, str]:
-    """With this package where the child looks first, wherever it was found."""
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path}
-
-
-def _num_children(sites: Mapping[Site, Any], conditions: Conditions) -> int:
-    """As many as have a core and, on the GPU, memory."""
-    if conditions.device.type != "cuda":
-        return 1
-    hidden = max(4 * site.dim * site.grid**2 for site in sites) * conditions.clips * conditions.dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(conditions.device)
-    room = (free - BYTES_OF_A_CHILD) // (BYTES_OF_A_CHILD + TENSORS_OF_A_TRIAL * hidden)  # one waits to time them
-    return max(1, min(MOST_CHILDREN, len(os.sched_getaffinity(0)), room))
-
-
 def _key(site: Site, conditions: Conditions, device: str) -> str:
     """All that an outcome depends on."""
     version = importlib.import_module("triton").__version__ if has_triton_package() else "none"
@@ -268,7 +161,10 @@ def _key(site: Site, conditions: Conditions, device: str) -> str:
 
 def _source() -> str:
     """Hash of what computes here and of what tries it."""
-    files = sorted({*(PACKAGE / "model").glob("*window*.py"), *(PACKAGE / "model").glob("*triton*.py")})
+    model = PACKAGE / "model"
+    files = sorted(
+        {*model.glob("*window*.py"), *model.glob("*triton*.py"), model / "swin.py", model / "kernel_choice.py"}
+    )
     parts = [path.read_bytes() for path in [*files, Path(kernel_trials.__file__)]]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

@@ -1,200 +1,211 @@
-"""Child processes that answer questions, a line of JSON each: several at a time, within limits; who fails costs one answer.
-
-A child that ends, hangs or talks nonsense is killed with all it has started and replaced, a bounded number of times; the answer
-to its question says so. Knows nothing of what is asked. Standard library only.
+"""Has kernels tried by processes of their own (`kernel_trials`): several at a time say which are right, then one alone how long
+these take, all within a limit. What fails costs itself; what isn't found out stays open. Whose kernels, and what comes of it,
+is left to `kernels`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
-Question = dict[str, Any]
+import torch
+
+from clap_ds.config.places import PACKAGE
+from clap_ds.config.settings import RunSettings
+from clap_ds.engine import kernel_trials
+from clap_ds.engine.kernel_trials import Site, to_json
+
+TIME_LIMIT_S = 27.0
+OVER = "time was over"
+CHECKING_SHARE = 0.65
+"""Of the time limit: what is known to be right by then is timed."""
+END_LIMIT_S = 1.0
+"""For processes that were killed: the driver may hold them back, whom nobody can hurry."""
+POLL_S = 0.02
+MOST_BYTES = 2**20
+"""Of a process's answers."""
+MOST_CHILDREN = 8
+BYTES_OF_A_CHILD = 2**30
+"""On the GPU before any tensor."""
+TENSORS_OF_A_TRIAL = 6
+"""Memory of a trial, in tensors as large as an MLP's hidden layer, 4 times its input."""
+
+Found = dict[str, float | str]
+"""By kernel: seconds, or what is wrong with it."""
+Pair = tuple[Site, str]
+"""Of a site and a kernel for it."""
 Answer = dict[str, Any]
-END_LIMIT_S = 5.0
-"""For a process that is through, or has been killed."""
-MOST_BYTES = 2**16
-"""Of a line."""
+"""As `kernel_trials` gives it."""
 
 
-class Child:
-    """A process that says `{}` once it is ready, then a line of JSON for every line it gets; `ends` in one: it does so now.
+@dataclass(frozen=True)
+class Conditions:
+    """What a trial's outcome depends on beside the site."""
 
-    Attributes:
-        question: number of the one it is at, None while it has none.
-        asked_s: when it got that, by the monotonic clock.
+    device: torch.device
+    dtype: torch.dtype
+    clips: int
+
+    @classmethod
+    def of(cls, run: RunSettings, device: torch.device) -> Conditions:
+        """The run's micro-batch, and the dtype its modules compute in."""
+        name = run.precision.removeprefix("torch_autocast_")
+        dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name))
+        return cls(device, dtype, run.micro_batch)
+
+    def __str__(self) -> str:
+        return f"{self.clips} clips, {str(self.dtype).removeprefix('torch.')}"
+
+
+def try_kernels(known: dict[Site, Found], conditions: Conditions) -> str | None:
+    """Add what can be found out in `TIME_LIMIT_S` to what is known; gives back what stood in the way of knowing all.
+
+    Each process that compares kernels has a share of the sites. The one that times them gets ready meanwhile.
     """
+    until_s = time.monotonic() + TIME_LIMIT_S
+    number = _num_children(known, conditions)
+    of_sites = [[(site, name) for name in untried(site, found)] for site, found in known.items()]
+    shares = [list(itertools.chain(*of_sites[first::number])) for first in range(number)]
+    answers, problems, timing = dict[Pair, Answer](), list[str](), list[_Child]()
+    try:
+        timing.append(_Child(conditions))
+        _ask("check", shares, conditions, until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S, answers)
+        right = [pair for pair in itertools.chain(*of_sites) if answers.get(pair) == {}]
+        _ask("time", [right], conditions, until_s, answers, *timing)
+    except OSError as error:  # no further process, or no room for what it says
+        problems.append(str(error))
+    finally:
+        _kill(timing)
+    for (site, name), answer in answers.items():
+        if answer.get("passing"):
+            problems.append(f"{name} at {site}: {answer['problem']}")
+        elif answer:
+            known[site][name] = answer.get("problem") or answer["seconds"]
+    is_complete = not any(untried(site, found) for site, found in known.items())
+    return None if is_complete else next(iter(problems), OVER)
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+
+def untried(site: Site, found: Mapping[str, Any]) -> list[str]:
+    """Names of the site's kernels of which nothing is known."""
+    return [name for name in map(str, site.candidates()) if name not in found]
+
+
+class _Child:
+    """A process that is told once what to try, and is gone when this one is."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._said, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            _command(conditions), env=_environment(), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=self._said, stderr=self._log,
         )  # fmt: skip
-        self.is_ready = False
-        self.question: int | None = None
-        self.asked_s = 0.0
-        self._heard = b""
+        self.was_late = False
 
-    def fileno(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    def ask(self, number: int, question: Question) -> None:
+    def ask(self, what: str, pairs: list[Pair]) -> None:
+        self._pairs = pairs
+        questions = [{"site": to_json(site), "kernel": name, "what": what} for site, name in pairs]
         assert self.process.stdin is not None
-        self.question, self.asked_s = number, time.monotonic()
-        with suppress(OSError):  # it has ended, which `hear` says
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+        with suppress(OSError), self.process.stdin as pipe:  # it has ended, which `finish` says
+            pipe.write(json.dumps(questions).encode())
 
-    def hear(self) -> Answer | None:
-        """A whole line if there is one by now; raises EOFError, saying why, where no more will come."""
-        some = os.read(self.fileno(), MOST_BYTES)
-        self._heard += some
-        if not some:
-            raise EOFError(self._end())
-        if not self._heard.endswith(b"\n"):
-            return None
-        line, self._heard = self._heard, b""
-        try:
-            return dict(json.loads(line))
-        except (ValueError, TypeError):
-            raise EOFError(f"its process said {line[:80]!r}") from None
+    @property
+    def answers(self) -> list[Answer] | None:
+        """So far, in the questions' order; None before it was ready."""
+        _, ready, said = os.pread(self._said.fileno(), MOST_BYTES, 0).partition(b"{}\n")
+        return [json.loads(line) for line in said.split(b"\n")[:-1]] if ready else None
+
+    @property
+    def is_through(self) -> bool:
+        """With its questions, though the driver may hold it back at its end, or with itself."""
+        return self.process.poll() is not None or len(self.answers or []) == len(self._pairs)
+
+    def finish(self, answers: dict[Pair, Answer]) -> list[Pair]:
+        """Add its answers and, to the question it ended over, how; gives back those left for another."""
+        own, code = self.answers, self.process.returncode
+        answers.update(zip(self._pairs, own or [], strict=False))
+        left = self._pairs[len(own or []) :]
+        if not left or (code == 0 and own):  # after an answer it may give up by itself
+            return left
+        # Stopped, here or by somebody else (a person, a system without memory), or not begun: another try may end otherwise.
+        is_passing = self.was_late or own is None or code in (-signal.SIGKILL, -signal.SIGTERM)
+        answers[left[0]] = {"problem": OVER if self.was_late else self._end(), "passing": is_passing}
+        return [] if is_passing else left[1:]
 
     def _end(self) -> str:
-        try:
-            code = self.process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return "its process says no more"
-        self.log.seek(0)
-        last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
+        code = self.process.returncode
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return ": ".join([f"its process ended {how}", *last])
 
-    @property
-    def was_stopped(self) -> bool:
-        """By somebody else: a person, or a system without memory."""
-        return self.process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
-    def kill(self) -> None:
-        """And all that it has started."""
+def _ask(
+    what: str,
+    shares: list[list[Pair]],
+    conditions: Conditions,
+    until_s: float,
+    answers: dict[Pair, Answer],
+    *ready: _Child,
+) -> None:
+    """Have each share answered by a process, one that is ready or a new one, and what that leaves by another, until then."""
+    waiting, spare = [share for share in shares if share], [*ready]
+    children, running = list[_Child](), list[_Child]()
+    try:
+        while (waiting or running) and time.monotonic() < until_s:
+            for share in waiting:
+                children.append(spare.pop() if spare else _Child(conditions))
+                children[-1].ask(what, share)
+                running.append(children[-1])
+            through = [child for child in running if child.is_through]
+            running = [child for child in running if child not in through]
+            waiting = [left for child in through if (left := child.finish(answers))]
+            time.sleep(POLL_S)
+    finally:
+        _kill(children)
+    for child in running:
+        child.finish(answers)
+
+
+def _kill(children: Sequence[_Child]) -> None:
+    """And all that they have started; those that have ended are left."""
+    late = [child for child in children if child.process.poll() is None]
+    for child in late:
+        child.was_late = True
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # the driver may hold it back, whom nobody can hurry
-            self.process.wait(END_LIMIT_S)
-        for pipe in (self.process.stdin, self.process.stdout, self.log):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
+            os.killpg(child.process.pid, signal.SIGKILL)
+    until_s = time.monotonic() + END_LIMIT_S
+    for child in late:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, until_s - time.monotonic()))
 
 
-class Crew:
-    """Children that share questions; they end with the block of code.
+def _command(conditions: Conditions) -> list[str]:
+    dtype = str(conditions.dtype).removeprefix("torch.")
+    setup = {"device": str(conditions.device), "dtype": dtype, "clips": conditions.clips, "parent": os.getpid()}
+    return [sys.executable, "-P", "-m", kernel_trials.__name__, json.dumps(setup)]
 
-    Args:
-        command: of a child.
-        most_lost: children that may be lost; after that no further question is asked.
 
-    Attributes:
-        problem: what the last child that was lost ended of, None where none was.
-    """
+def _environment() -> dict[str, str]:
+    """With this package where the child looks first, wherever it was found."""
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, most_lost: int = 4) -> None:
-        self._command, self._environment, self._spare = command, environment, most_lost
-        self._children: list[Child] = []
-        self.problem: str | None = None
 
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._keep(0)
-
-    def prepare(self, number: int) -> None:
-        """Have so many children get ready for questions to come."""
-        while len(self._children) < number and self._spare > 0:
-            self._start()
-
-    def ask(
-        self, questions: Sequence[Question], *, num_children: int, limit_s: float, until_s: float
-    ) -> dict[int, Answer]:
-        """Answers by the question's number, in the order they came; `{"problem": …}` where a child was lost over it, with
-        `passing` where somebody else has stopped it or it took too long: another try may end otherwise.
-
-        Args:
-            num_children: most of them at a time; those beyond end.
-            limit_s: for each answer.
-            until_s: when to stop, by the monotonic clock: what isn't answered by then has no answer.
-        """
-        self._keep(num_children)
-        waiting, answers = deque(range(len(questions))), dict[int, Answer]()
-        while len(answers) < len(questions) and time.monotonic() < until_s:
-            busy = sum(child.question is not None for child in self._children)
-            self.prepare(min(num_children, busy + len(waiting)))
-            for child in self._children:
-                if child.is_ready and child.question is None and waiting:
-                    number = waiting.popleft()
-                    child.ask(number, questions[number])
-            if not self._children:
-                break
-            self._hear(answers, limit_s, until_s)
-        for child in [child for child in self._children if child.question is not None or not child.is_ready]:
-            self._drop(child)  # an answer that is late would be taken for another question's
-        return answers
-
-    def _start(self) -> None:
-        try:
-            self._children.append(Child(self._command, self._environment))
-        except OSError as error:
-            self.problem, self._spare = str(error), 0
-
-    def _hear(self, answers: dict[int, Answer], limit_s: float, until_s: float) -> None:
-        """Wait until a child says something, or is late."""
-        asked = [child.asked_s + limit_s for child in self._children if child.question is not None]
-        with selectors.DefaultSelector() as selector:
-            for child in self._children:
-                selector.register(child, selectors.EVENT_READ)
-            timeout = max(0.0, min([until_s, *asked]) - time.monotonic())
-            heard: list[Child] = [key.fileobj for key, _ in selector.select(timeout)]  # type: ignore[misc]
-        for child in heard:
-            number = child.question
-            try:
-                found = child.hear()
-            except EOFError as error:
-                found = {"problem": str(error), "ends": True, "passing": child.was_stopped}
-            if found is None:
-                continue
-            if found.pop("ends", False):
-                self._lose(child, found["problem"])
-            child.is_ready, child.question = True, None
-            if number is not None:
-                answers[number] = found
-        now_s = time.monotonic()
-        for child in [each for each in self._children if each.question is not None and now_s >= each.asked_s + limit_s]:
-            assert child.question is not None
-            answers[child.question] = {"problem": f"no end within {limit_s:g} s", "passing": True}
-            self._lose(child, f"no end within {limit_s:g} s")
-
-    def _lose(self, child: Child, problem: str) -> None:
-        self.problem = problem
-        self._spare -= 1
-        self._drop(child)
-
-    def _drop(self, child: Child) -> None:
-        self._children.remove(child)
-        child.kill()
-
-    def _keep(self, most: int) -> None:
-        while len(self._children) > most:
-            self._drop(self._children[-1])
+def _num_children(sites: Mapping[Site, Any], conditions: Conditions) -> int:
+    """As many as have a core and, on the GPU, memory."""
+    if conditions.device.type != "cuda":
+        return 1
+    hidden = max(4 * site.dim * site.grid**2 for site in sites) * conditions.clips * conditions.dtype.itemsize
+    free, _ = torch.cuda.mem_get_info(conditions.device)
+    room = (free - BYTES_OF_A_CHILD) // (BYTES_OF_A_CHILD + TENSORS_OF_A_TRIAL * hidden)  # one waits to time them
+    return max(1, min(MOST_CHILDREN, len(os.sched_getaffinity(0)), room))

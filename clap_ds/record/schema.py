@@ -6,7 +6,7 @@ and a record of an older version has fewer fields. Times are in seconds, rates i
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 VERSION = 2
 """`schema` in `summary.json`; records before it have none and the same fields, where they have them."""
@@ -39,11 +39,12 @@ class StepTime(TypedDict, total=False):
 
 class SiteRecord(TypedDict):
     """Of one part of the model, as sizes tell it: the kernel that computes it, milliseconds (forward and backward) of each that
-    is right, and why others aren't taken."""
+    is right, why others aren't taken, and which weren't tried to the end: where there are any, a run that resumes tries on."""
 
     kernel: str
     ms: dict[str, float]
     problems: dict[str, str]
+    untried: NotRequired[list[str]]
 
 
 class KernelRecord(TypedDict, total=False):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,7 +96,12 @@ def test_whatever_goes_wrong_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
     assert found(None, "time") == {"seconds": 0.5}
     assert found(RuntimeError("no such instruction\nat line 3")) == {"problem": "no such instruction", "passing": False}
     assert found(torch.OutOfMemoryError("too much"), "time") == {"problem": "too much", "passing": True}
-    assert found(RuntimeError("Triton Error [CUDA]: out of memory"))["passing"]
+    for passing in (
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("Failed to find C compiler."),
+        OSError(),
+    ):
+        assert found(passing)["passing"]
     assert found(KeyError()) == {"problem": "KeyError", "passing": False}
 
 
@@ -107,13 +113,37 @@ def test_kernels_that_need_a_gpu_do_not_run_without(site: Site) -> None:
         assert "problem" in answer(question, CLIPS, torch.bfloat16, CPU, lambda do: 0.0)
 
 
+IN_PLACE: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+
+
+def command(device: str, parent: int) -> list[str]:
+    setup = {"device": device, "dtype": "bfloat16", "clips": 1, "parent": parent}
+    return [sys.executable, "-P", "-m", kernel_trials.__name__, json.dumps(setup)]
+
+
+@pytest.mark.end_to_end
+def test_it_ends_with_its_parent() -> None:
+    """Though its standard input stays open."""
+    script = (
+        "import os, subprocess, sys; subprocess.run([word.replace('-1', str(os.getpid())) for word in sys.argv[1:]])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *command("cpu", -1)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **IN_PLACE,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "{}\n"
+        parent.kill()
+        assert select.select([parent.stdout], [], [], 60)[0]  # the end of the last process that has it open
+        assert parent.stdout.read() == ""
+
+
 @pytest.mark.end_to_end
 def test_a_gpu_that_cannot_be_had_is_said_in_a_line() -> None:
-    setup = json.dumps({"device": "cuda:99", "dtype": "bfloat16", "clips": 1})
-    command = [sys.executable, "-P", "-m", kernel_trials.__name__, setup]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    ended = subprocess.run(command("cuda:99", os.getpid()), capture_output=True, text=True, **IN_PLACE)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "Traceback" not in ended.stderr
     assert "cuda" in ended.stderr.splitlines()[-1].casefold()

@@ -1,130 +1,158 @@
-"""A child that hangs, dies or talks nonsense costs the answer to its question and no other, and leaves nothing running."""
+"""A kernel over which its process hangs, dies or ends costs itself, and nothing goes on running."""
 
-import os
+import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from clap_ds.engine import trial_processes
-from clap_ds.engine.trial_processes import Crew, Question
+from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site
+from clap_ds.engine.trial_processes import Conditions, Found, try_kernels
+from clap_ds.model.kernel_choice import KernelChoice
 
+CONDITIONS = Conditions(torch.device("cpu"), torch.float32, 1)
 CHILD = """
 import json, os, signal, subprocess, sys, time
-print("{}", flush=True)
-for line in sys.stdin:
-    question = json.loads(line)
-    do = question["do"]
-    if do == "hang":
-        time.sleep(600)
-    if do == "die":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if do == "be killed":
+print("what an import says", "{}", sep=chr(10), flush=True)
+for question in json.load(sys.stdin):
+    does, found = question["kernel"], {"seconds": 0.002} if question["what"] == "time" else {}
+    if does == "is wrong":
+        found = {"problem": "its output is off", "passing": False}
+    if does == "lacks memory":
+        found = {"problem": "out of memory", "passing": True}
+    if does == "says who":
+        found = {"problem": str(os.getpid()), "passing": False}
+    if does == "faults":
+        print(json.dumps({"problem": "illegal address", "passing": False}), flush=True)
+        os._exit(0)
+    if does == "aborts":
+        os.abort()
+    if does == "aborts when timed" and found:
+        os.abort()
+    if does == "exits":
+        sys.exit("Traceback …" + chr(10) + "out of luck")
+    if does == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if do == "fail":
-        sys.exit("Traceback …\\nout of luck")
-    if do == "start another":
+    if does == "hangs":
         another = subprocess.Popen(["sleep", "600"])
-        open(question["file"], "w").write(str(another.pid))
+        print(another.pid, file=open(sys.argv[1] + "~", "w"), flush=True)
+        os.replace(sys.argv[1] + "~", sys.argv[1])
         time.sleep(600)
-    if do == "babble":
-        print("hello", flush=True)
-        time.sleep(600)
-    if do == "give up":
-        print(json.dumps({"problem": "a fault", "ends": True}), flush=True)
-        sys.exit(1)
-    print(json.dumps({"did": do, "by": os.getpid()}), flush=True)
+    print(json.dumps(found), flush=True)
+if does == "lingers":
+    time.sleep(600)
 """
-WITHOUT_SITE = [sys.executable, "-I", "-S", "-c"]
 
 
-def crew(most_lost: int = 9, program: str = CHILD) -> Crew:
-    return Crew([*WITHOUT_SITE, program], os.environ, most_lost=most_lost)
-
-
-def to(*tasks: str) -> list[Question]:
-    return [{"do": task} for task in tasks]
-
-
-def in_time(seconds: float = 60) -> float:
-    return time.monotonic() + seconds
-
-
-def test_each_child_that_fails_costs_one_answer() -> None:
-    tasks = ("this", "hang", "that", "die", "be killed", "fail", "babble", "give up", "the rest")
-    with crew() as children:
-        answers = children.ask(to(*tasks), num_children=2, limit_s=2.0, until_s=in_time())
-        again = children.ask(to("this"), num_children=1, limit_s=2.0, until_s=in_time())
-    found = {tasks[number]: answer for number, answer in answers.items()}
-    assert {task for task, answer in found.items() if answer.get("did") == task} == {"this", "that", "the rest"}
-    problems = {task: answer["problem"] for task, answer in found.items() if "problem" in answer}
-    assert problems == {
-        "hang": "no end within 2 s",
-        "die": "its process ended by SIGSEGV",
-        "be killed": "its process ended by SIGKILL",
-        "fail": "its process ended with exit code 1: out of luck",
-        "babble": "its process said b'hello\\n'",
-        "give up": "a fault",
-    }
-    assert {task for task, answer in found.items() if answer.get("passing")} == {"hang", "be killed"}
-    assert again[0]["did"] == "this"
-
-
-def test_after_so_many_losses_nothing_more_is_asked() -> None:
-    with crew(most_lost=2) as children:
-        answers = children.ask(to("die", "die", "this"), num_children=1, limit_s=9.0, until_s=in_time())
-        assert (sorted(answers), children.problem) == ([0, 1], "its process ended by SIGSEGV")
-        assert children.ask(to("this"), num_children=1, limit_s=9.0, until_s=in_time()) == {}
-
-
-def test_questions_are_shared_and_superfluous_children_end() -> None:
-    with crew() as children:
-        found = children.ask(to(*"abcdefgh"), num_children=3, limit_s=9.0, until_s=in_time())
-        several = {answer["by"] for answer in found.values()}
-        found = children.ask(to(*"abc"), num_children=1, limit_s=9.0, until_s=in_time())
-        (one,) = {answer["by"] for answer in found.values()}
-        assert one in several
-        assert len(several) <= 3
-        assert not any(_is_running(process) for process in several - {one})
-    assert not _is_running(one)
-
-
-def test_children_that_are_prepared_get_the_questions() -> None:
-    with crew() as children:
-        children.prepare(1)
-        (prepared,) = (child.process.pid for child in children._children)
-        found = children.ask(to(*"ab"), num_children=1, limit_s=9.0, until_s=in_time())
-    assert {answer["by"] for answer in found.values()} == {prepared}
-
-
-def test_at_the_time_limit_what_is_known_is_given_back_and_nothing_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that says which process goes on where a kernel hangs; time for checks is over then."""
     file = tmp_path / "pid"
-    file.touch()
-    questions = [*to("this"), {"do": "start another", "file": str(file)}, *to("that")]
-    with crew() as children, monkeypatch.context() as patch:
-        patch.setattr(trial_processes, "time", SimpleNamespace(monotonic=lambda: 9.0 if file.read_text() else 0.0))
-        answers = children.ask(questions, num_children=1, limit_s=60, until_s=0.05)
-        assert (sorted(answers), children.problem) == ([0], None)
-    _wait(lambda: not _is_running(int(file.read_text())))
+    command = [sys.executable, "-I", "-S", "-c", CHILD, str(file)]
+    limit_s = time.monotonic() + 60
+    clock = SimpleNamespace(
+        monotonic=lambda: 18.0 if file.exists() else 0.0 if time.monotonic() < limit_s else 1e9, sleep=time.sleep
+    )
+    monkeypatch.setattr(trial_processes, "_command", lambda conditions: command)
+    monkeypatch.setattr(trial_processes, "time", clock)
+    return file
+
+
+def outcome(patch: pytest.MonkeyPatch, *of_sites: str, children: int = 1) -> tuple[list[Found], str | None]:
+    """Found of sites whose kernels do what is said, and the problem."""
+    known: dict[Site, Found] = {AttentionSite(8, 8, 0, 1, 16 * number): {} for number, _ in enumerate(of_sites)}
+    patch.setattr(
+        AttentionSite, "candidates", lambda site: list(map(KernelChoice, of_sites[site.dim // 16].split(", ")))
+    )
+    patch.setattr(trial_processes, "_num_children", lambda *_: children)
+    problem = try_kernels(known, CONDITIONS)
+    return list(known.values()), problem
+
+
+def test_each_kernel_costs_itself(monkeypatch: pytest.MonkeyPatch, hanging: Path) -> None:
+    (first, second), problem = outcome(
+        monkeypatch, "is wrong, faults, aborts, exits, aborts when timed, is right", "lingers", children=2
+    )
+    assert first == {
+        "is wrong": "its output is off",
+        "faults": "illegal address",
+        "aborts": "its process ended by SIGABRT",
+        "exits": "its process ended with exit code 1: out of luck",
+        "aborts when timed": "its process ended by SIGABRT",
+        "is right": 0.002,
+    }
+    assert (second, problem) == ({"lingers": 0.002}, None)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "known", "problem"),
+    [
+        ("lacks memory, is right", {"is right": 0.002}, "lacks memory at attention 8×8×0, .*: out of memory"),
+        ("is right, is killed, aborts", {"is right": 0.002}, "is killed at .*: its process ended by SIGKILL"),
+        ("is right, hangs, aborts", {"is right": 0.002}, "hangs at .*: time was over"),
+    ],
+)
+def test_what_may_end_otherwise_another_time_stays_open(
+    monkeypatch: pytest.MonkeyPatch, hanging: Path, kernels: str, known: Found, problem: str
+) -> None:
+    (found,), why = outcome(monkeypatch, kernels)
+    assert found == known
+    assert re.fullmatch(problem, str(why))
+
+
+def test_nothing_that_a_kernel_has_started_goes_on(monkeypatch: pytest.MonkeyPatch, hanging: Path) -> None:
+    outcome(monkeypatch, "hangs")
+    deadline = time.monotonic() + 60
+    while _is_running(int(hanging.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sites_are_shared_among_processes(monkeypatch: pytest.MonkeyPatch, hanging: Path) -> None:
+    found, problem = outcome(monkeypatch, *(3 * ["says who"]), children=2)
+    assert len({each["says who"] for each in found}) == 2
+    assert problem is None
+
+
+def test_what_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch, hanging: Path) -> None:
+    monkeypatch.setattr(MlpSite, "candidates", lambda site: [KernelChoice("aborts"), KernelChoice("is right")])
+    known: dict[Site, Found] = {MlpSite(8, 32, 4): {"aborts": 7.0}}
+    assert try_kernels(known, CONDITIONS) is None
+    assert list(known.values()) == [{"aborts": 7.0, "is right": 0.002}]
 
 
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
         (["/there/is/no/such/program"], "No such file"),
-        ([*WITHOUT_SITE, "raise SystemExit('no module named so')"], "exit code 1: no module named so"),
+        ([sys.executable, "-I", "-S", "-c", "raise SystemExit('all GPUs are busy')"], "exit code 1: all GPUs are busy"),
     ],
     ids=["absent", "fails at once"],
 )
-def test_children_that_cannot_start_are_given_up_soon(command: list[str], problem: str) -> None:
-    with Crew(command, os.environ, most_lost=3) as children:
-        assert children.ask(to("this"), num_children=2, limit_s=9, until_s=in_time()) == {}
-        assert problem in str(children.problem)
+def test_processes_that_cannot_start_say_nothing_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, hanging: Path, command: list[str], problem: str
+) -> None:
+    monkeypatch.setattr(trial_processes, "_command", lambda conditions: command)
+    found, why = outcome(monkeypatch, "is right, aborts", "is right", children=2)
+    assert found == [{}, {}]
+    assert problem in str(why)
+
+
+@pytest.mark.end_to_end
+def test_trials_of_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here Triton's kernels are right, too, under its interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(trial_processes, "TIME_LIMIT_S", 240.0)
+    known: dict[Site, Found] = {site: {} for site in (AttentionSite(8, 8, 0, 1, 16), MlpSite(8, 32, 4))}
+    assert try_kernels(known, CONDITIONS) is None
+    for site, found in known.items():
+        assert len(found) > 1
+        assert {name: type(what) for name, what in found.items()} == {str(each): float for each in site.candidates()}
 
 
 def _is_running(process: int) -> bool:
@@ -133,10 +161,3 @@ def _is_running(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = in_time()
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
