@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +32,6 @@ CHECKING_SHARE = 0.65
 END_LIMIT_S = 1.0
 """For processes that were killed: the driver may hold them back, whom nobody can hurry."""
 POLL_S = 0.02
-MOST_BYTES = 2**20
-"""Of a process's answers."""
 MOST_CHILDREN = 8
 BYTES_OF_A_CHILD = 2**30
 """On the GPU before any tensor."""
@@ -79,9 +77,10 @@ def try_kernels(known: dict[Site, Found], conditions: Conditions) -> str | None:
     answers, problems, timing = dict[Pair, Answer](), list[str](), list[_Child]()
     try:
         timing.append(_Child(conditions))
-        _ask("check", shares, conditions, until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S, answers)
+        others = (_Child(conditions) for _ in itertools.count())
+        _ask("check", shares, until_s - (1 - CHECKING_SHARE) * TIME_LIMIT_S, answers, others)
         right = [pair for pair in itertools.chain(*of_sites) if answers.get(pair) == {}]
-        _ask("time", [right], conditions, until_s, answers, *timing)
+        _ask("time", [right], until_s, answers, itertools.chain(timing, others))
     except OSError as error:  # no further process, or no room for what it says
         problems.append(str(error))
     finally:
@@ -121,7 +120,7 @@ class _Child:
     @property
     def answers(self) -> list[Answer] | None:
         """So far, in the questions' order; None before it was ready."""
-        _, ready, said = os.pread(self._said.fileno(), MOST_BYTES, 0).partition(b"{}\n")
+        _, ready, said = os.pread(self._said.fileno(), 2**20, 0).partition(b"{}\n")
         return [json.loads(line) for line in said.split(b"\n")[:-1]] if ready else None
 
     @property
@@ -138,11 +137,10 @@ class _Child:
             return left
         # Stopped, here or by somebody else (a person, a system without memory), or not begun: another try may end otherwise.
         is_passing = self.was_late or own is None or code in (-signal.SIGKILL, -signal.SIGTERM)
-        answers[left[0]] = {"problem": OVER if self.was_late else self._end(), "passing": is_passing}
+        answers[left[0]] = {"problem": OVER if self.was_late else self._end(code), "passing": is_passing}
         return [] if is_passing else left[1:]
 
-    def _end(self) -> str:
-        code = self.process.returncode
+    def _end(self, code: int) -> str:
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -150,20 +148,14 @@ class _Child:
 
 
 def _ask(
-    what: str,
-    shares: list[list[Pair]],
-    conditions: Conditions,
-    until_s: float,
-    answers: dict[Pair, Answer],
-    *ready: _Child,
+    what: str, shares: list[list[Pair]], until_s: float, answers: dict[Pair, Answer], start: Iterator[_Child]
 ) -> None:
-    """Have each share answered by a process, one that is ready or a new one, and what that leaves by another, until then."""
-    waiting, spare = [share for share in shares if share], [*ready]
-    children, running = list[_Child](), list[_Child]()
+    """Have each share answered by a process, and what that leaves by another, until then."""
+    waiting, children, running = [share for share in shares if share], list[_Child](), list[_Child]()
     try:
         while (waiting or running) and time.monotonic() < until_s:
             for share in waiting:
-                children.append(spare.pop() if spare else _Child(conditions))
+                children.append(next(start))
                 children[-1].ask(what, share)
                 running.append(children[-1])
             through = [child for child in running if child.is_through]

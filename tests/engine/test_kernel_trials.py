@@ -96,12 +96,9 @@ def test_whatever_goes_wrong_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
     assert found(None, "time") == {"seconds": 0.5}
     assert found(RuntimeError("no such instruction\nat line 3")) == {"problem": "no such instruction", "passing": False}
     assert found(torch.OutOfMemoryError("too much"), "time") == {"problem": "too much", "passing": True}
-    for passing in (
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        RuntimeError("Failed to find C compiler."),
-        OSError(),
-    ):
-        assert found(passing)["passing"]
+    assert found(RuntimeError("Triton Error [CUDA]: out of memory"))["passing"]
+    assert found(RuntimeError("Failed to find C compiler."))["passing"]
+    assert found(OSError())["passing"]
     assert found(KeyError()) == {"problem": "KeyError", "passing": False}
 
 
@@ -124,16 +121,9 @@ def command(device: str, parent: int) -> list[str]:
 @pytest.mark.end_to_end
 def test_it_ends_with_its_parent() -> None:
     """Though its standard input stays open."""
-    script = (
-        "import os, subprocess, sys; subprocess.run([word.replace('-1', str(os.getpid())) for word in sys.argv[1:]])"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *command("cpu", -1)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **IN_PLACE,
-    ) as parent:
+    script = "import os, subprocess, sys; subprocess.run([it.replace('-1', str(os.getpid())) for it in sys.argv[1:]])"
+    line = [sys.executable, "-c", script, *command("cpu", -1)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **IN_PLACE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "{}\n"
         parent.kill()
