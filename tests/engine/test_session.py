@@ -1,9 +1,13 @@
-"""How a run's end is told from the exception that ended it."""
+"""How a run's end is told from the exception that ended it, and which kernels a model isn't built with."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from clap_ds.engine.session import is_out_of_memory
+from clap_ds.config.settings import load_run
+from clap_ds.engine.session import build_model, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,10 @@ from clap_ds.engine.session import is_out_of_memory
 )
 def test_exhausted_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize("field", ["attention", "mlp"])
+def test_a_triton_kernel_asked_for_on_a_cpu_is_refused(field: str, write_run: Callable[..., Path]) -> None:
+    run = load_run(write_run(clap={"model": {"preset": "micro", field: "triton"}}))
+    with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' runs on GPUs, found a CPU"):
+        build_model(run, torch.device("cpu"))
