@@ -75,7 +75,9 @@ def set_up_cuda(*, cuda_graphs: bool = False) -> None:
 
     torch.backends.cuda.enable_cudnn_sdp(False)
     if not cuda_graphs and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        # Versions of torch that don't have the first name have the second, which others warn of.
+        own = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def are_hidden() -> bool:
