@@ -67,7 +67,7 @@ class ClapEngine:
         self.kernels = KernelRecord()
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
-        self.loss = _loss(run)
+        self.loss = build_loss(run)
         self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
@@ -252,7 +252,8 @@ class ClapEngine:
                     master.clamp_(max=self._max_log_scale)
 
 
-def _loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
+def build_loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
+    """The run's contrastive loss."""
     settings = run.clap.loss
     by_default = "bf16" if run.precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
     wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32

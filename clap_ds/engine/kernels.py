@@ -7,6 +7,7 @@ it tries on. What fails here doesn't fail the run: a site of which nothing is kn
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -159,6 +160,7 @@ def _key(site: Site, conditions: Conditions, device: str) -> str:
     return f"{device}; torch {torch.__version__}; triton {version}; kernels {_source()}; {conditions}; {site}"
 
 
+@functools.cache
 def _source() -> str:
     """Hash of what computes here and of what tries it."""
     model = PACKAGE / "model"

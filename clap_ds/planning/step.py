@@ -150,7 +150,7 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
         scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + sigmoid)]
         hashes = torch.empty(size, dtype=torch.long) if captions else None
         with recorded.part("loss"):
-            engine._loss(run)(*features, *scalars, captions_B=hashes).backward()
+            engine.build_loss(run)(*features, *scalars, captions_B=hashes).backward()
     return recorded
 
 
@@ -240,7 +240,7 @@ def _note_gradients(model: nn.Module, recorded: Recorded, *, from_the_start: boo
 
 def _micro_step(run: RunSettings, model: ClapModel, inputs: tuple[Any, ...], recorded: Recorded) -> None:
     """Forward, loss and backward of one micro-batch, as `ClapEngine.forward_backward` or, cached, `FeatureCache`."""
-    loss = engine._loss(run)
+    loss = engine.build_loss(run)
     cached = run.clap.train.accumulation == "cached"
     if isinstance(loss, SoftmaxLoss) and not cached:
         loss.gather_early(model)
