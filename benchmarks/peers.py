@@ -2,12 +2,18 @@
 
     python -m benchmarks.peers [--micro_batch 8] [--text_tokens 77] [--precision bf16 fp32] [--rounds 8]
 
-Both sides hold the same weights and take the same batch, and each round times one step of either, in turn, so that what else
-the machine does falls on both. Every side runs at its best setting: bf16 by autocast or by cast weights with fp32 masters,
-whichever is quicker for it, and the quicker text attention. HF's model takes log-mel features where ours takes waveforms: it
-is given them by this project's front end on the same device, timed as part of its step. Its own extractor, which works clip
-by clip in NumPy, is timed too and its cost shown apart. Random regularisation is off on both sides, or the losses could not
-be compared; `--noise` times the steps with dropout 0.1 and compares losses that noise makes differ.
+All sides hold the same weights and take the same batch, and each round times one step of each, in turn, so that what else
+the machine does falls on all. Ours in bf16 is the step of `clap_ds/bench.py` on one rank (`engine`); what DeepSpeed and the
+engine cost shows against the same model, loss and AdamW without them (`bare`). HF's runs at its best setting: by autocast or
+by cast weights with fp32 masters, whichever is quicker, and the quicker text attention. Beside it, the same model as the
+loops of open_clip and LAION-CLAP train: by autocast, with torch's AdamW as it comes. On CPUs the step is held against the
+least time that its products can take at the rate measured for them, and AdamW at the speed of memory
+(`benchmarks.products`).
+
+HF's model takes log-mel features where ours takes waveforms: it is given them by this project's front end on the same device,
+timed as part of its step. Its own extractor, which works clip by clip in NumPy, is timed too and its cost shown apart. Random
+regularisation is off on all sides, or the losses could not be compared; `--noise` times the steps with dropout 0.1 and
+compares losses that noise makes differ.
 """
 
 from __future__ import annotations
@@ -20,10 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
-from benchmarks.sides import Side, add_step_options, make_batch, our_model, our_side, peer_side
+from benchmarks.products import limit_s
+from benchmarks.sides import EngineSide, Side, add_step_options, loop_side, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
+from clap_ds.dist.distributed import Ranks, initialize
+from clap_ds.native.convert import report
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import MedianInterval, median_interval
 from clap_ds.weights.hf_config import feature_extractor
@@ -33,8 +42,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 COMPARED = {"forward": ("front_end", "forward")} | {name: (name,) for name in ("backward", "optimizer", "step")}
 """What ratios are given of, and the parts of a step that make it up."""
 PARTS = ("front_end", *COMPARED)
+BARE = "ours, bare"
 SIDES = f"ms {{side}}{''.join(f' | {part} {{{part}:.1f}}' for part in PARTS)} | first loss {{loss:.5f}}"
-SPEEDS = "part {part} | × the peer's speed {median:.2f} | interval {low:.2f}–{high:.2f} ({coverage:.0%})"
+SPEEDS = "part {part} | ours, × its speed {median:.2f} | interval {low:.2f}–{high:.2f} ({coverage:.0%})"
 
 
 Times = Sequence[dict[str, float]]
@@ -50,11 +60,16 @@ def ratios(ours: Times, peer: Times, parts: Sequence[str]) -> MedianInterval:
 def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device) -> dict[str, Any]:
     """Time every side of one precision; returns the result as JSON can hold it."""
     batch, noise = make_batch(arguments, config, device), 0.1 if arguments.noise else 0.0
-    sides: dict[str, Side] = {}
+    sides: dict[str, Side | EngineSide] = {}
     for low in ["none"] if precision == "fp32" else arguments.modes:
         model = our_model(config, device, low=low, noise=noise)
         sides[f"transformers, {low}"] = peer_side(model, device, low=low, noise=noise)
-        sides[f"ours, {low}"] = our_side(model, low)
+        if low == "autocast":
+            sides["open_clip's loop"] = loop_side(model, device, style="open_clip", noise=noise)
+            sides["LAION-CLAP's loop"] = loop_side(model, device, style="LAION", noise=noise)
+        if low == "cast":
+            sides["ours, engine"] = EngineSide(arguments, batch, noise=noise)
+        sides[BARE if low == "cast" else f"ours, {low}"] = our_side(model, low)
     actions = {name: functools.partial(side.step, batch) for name, side in sides.items()}
     times = in_turns(actions, arguments.rounds, warm_up=2)
     median = {
@@ -62,18 +77,17 @@ def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, d
         for name, steps in times.items()
     }
     by_speed = sorted(sides, key=lambda name: median[name]["step"])
-    ours, peer = (next(name for name in by_speed if name.startswith(who)) for who in ("ours", "transformers"))
+    peer = next(name for name in by_speed if name.startswith("transformers"))
+    ours = next(name for name in ("ours, engine", *by_speed) if name in sides and name.startswith("ours"))
     losses = {name: side.losses[0] for name, side in sides.items()}
     difference = abs(losses[ours] - losses[peer]) / abs(losses[peer])
-    result: dict[str, Any] = {
-        "precision": precision,
-        "ours": ours,
-        "peer": peer,
-        "median_s": median,
-        "first_loss": losses,
-    }
-    result |= {"loss_difference": difference, "loss_agrees": difference < TOLERANCE[precision]}
+    result: dict[str, Any] = {"precision": precision, "ours": ours, "peer": peer, "median_s": median}
+    result |= {"first_loss": losses, "loss_difference": difference, "loss_agrees": difference < TOLERANCE[precision]}
     result["speed_ratio"] = {name: vars(ratios(times[ours], times[peer], parts)) for name, parts in COMPARED.items()}
+    others = [name for name in by_speed if name not in (ours, peer)]
+    result["step_ratio"] = {name: vars(ratios(times[ours], times[name], COMPARED["step"])) for name in others}
+    if BARE in sides and device.type == "cpu":
+        result["limit"] = limit_s(our_model(config, device, low="cast").train(), batch)
     return result | {"extractor_s": extractor_seconds(batch, config)}
 
 
@@ -92,11 +106,27 @@ def tables(result: dict[str, Any]) -> str:
         sides.append({"side": name, "loss": loss, **times})
     speeds = [{"part": name, **ratio} for name, ratio in result["speed_ratio"].items()]
     best, extractor_s = result["median_s"][result["peer"]], result["extractor_s"]
+    speeds += [{"part": f"step, {name}", **ratio} for name, ratio in result["step_ratio"].items()]
     extracted = (best["step"] - best["front_end"] + extractor_s) / result["median_s"][result["ours"]]["step"]
     speeds.append({"part": f"step with HF's own feature extractor ({1000 * extractor_s:.0f} ms)", "median": extracted})
     agreement = "agree" if result["loss_agrees"] else "DISAGREE"
     losses = f"Losses differ by {result['loss_difference']:.1e}: {agreement}."
-    return "\n\n".join([f"## {result['precision']}", table(SIDES, sides), table(SPEEDS, speeds), losses])
+    header = f"## {result['precision']}: {result['ours']}, beside {result['peer']}"
+    return "\n\n".join([header, table(SIDES, sides), table(SPEEDS, speeds), losses, *_limit(result)])
+
+
+def _limit(result: dict[str, Any]) -> list[str]:
+    """What share of the least time our step reaches."""
+    if not (limit := result.get("limit")):
+        return []
+    shares = {name: limit["limit_s"] / result["median_s"][name]["step"] for name in (result["ours"], result["peer"])}
+    return [
+        f"Least time: {limit['flops'] / 1e9:,.0f} GFLOPs at {limit['product_flops_per_s'] / 1e12:.2f} TFLOPS, the rate of its"
+        f" products by the quicker of two libraries, and AdamW at {limit['memory_bytes_per_s'] / 1e9:.0f} GB/s:"
+        f" {1000 * limit['products_s']:.0f} + {1000 * limit['adamw_s']:.0f} ms. Reached: "
+        + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        + "."
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,11 +139,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plain_allocator", action="store_true", help="memory as the C library gives it, for both")
     arguments = parser.parse_args(argv)
     device, config = choose_device(plain_allocator=arguments.plain_allocator), load_preset(arguments.preset)
-    results = [compare(arguments, config, precision, device) for precision in arguments.precision]
     text = (
         f"# {config.title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
-        f" {arguments.text_tokens} text tokens, {arguments.text}."
+        f" {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."
     )
+    if device.type == "cpu":
+        initialize(Ranks.from_environment(), compile_cpu_collective=False)
+        text += f" CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
+    results = [compare(arguments, config, precision, device) for precision in arguments.precision]
     show(arguments.output, "\n\n".join([text, *map(tables, results)]), results)
     return 0 if all(result["loss_agrees"] for result in results) else 1
 

@@ -1,23 +1,28 @@
-"""Two implementations of CLAP's training step that hold the same weights and take the same batch: this project's and
-`transformers.ClapModel`'s. `benchmarks.peers` and `benchmarks.cost_table` time them."""
+"""Implementations of CLAP's training step that hold the same weights and take the same batch: this project's, with DeepSpeed
+and without, `transformers.ClapModel`'s, and that model in the training loops of open_clip and LAION-CLAP. `benchmarks.peers`
+and `benchmarks.cost_table` time them."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import ClapConfig, preset_names
+from benchmarks.common import seconds
+from clap_ds.config.model import AudioConfig, ClapConfig, preset_names
 from clap_ds.config.sections import SyntheticData
+from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.mel import LogMel
+from clap_ds.model.mel import MIN_POWER, LogMel
 from clap_ds.model.window_attention import AskedKernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
@@ -49,6 +54,35 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
     of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
     with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
+
+
+class EngineSide:
+    """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it, in bf16. Ranks have been initialised."""
+
+    def __init__(self, arguments: argparse.Namespace, batch: Batch, *, noise: float) -> None:
+        from clap_ds.engine.engine import ClapEngine
+        from clap_ds.engine.session import build_model
+
+        model = {"preset": arguments.preset, "drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
+        settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0}
+        config |= {
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
+            "log_level": "error",
+        }
+        run = RunSettings(Path("peers"), ClapSettings.model_validate(settings), config)
+        torch.manual_seed(0)
+        self.engine = ClapEngine(run, build_model(run, batch.device), batch.device)
+        self.losses: list[float] = []
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """As `Side.step`; the loss is in `forward`, all else of the engine's in `step` alone."""
+        timer, device = PhaseTimer(batch.device, instrumented=True), batch.device
+        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), device)
+        parts = timer.seconds
+        forward_s = parts["forward"] + parts["loss"]
+        return {"front_end": 0.0, **parts, "forward": forward_s, "step": whole_s}
 
 
 class MasterAdamW:
@@ -91,6 +125,7 @@ class Side:
         prepare: batch → what `loss` takes; timed as the front end.
         natively: as of `MasterAdamW`.
         losses: of the steps taken.
+        optimizer: has `step()`, which also drops the gradients; `MasterAdamW` unless given.
     """
 
     model: nn.Module
@@ -99,10 +134,11 @@ class Side:
     loss: Callable[..., Tensor]
     natively: bool = False
     losses: list[float] = field(default_factory=list)
+    optimizer: Any = None
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.model.train().parameters() if parameter.requires_grad]
-        self.optimizer = MasterAdamW(trained, natively=self.natively)
+        self.optimizer = self.optimizer or MasterAdamW(trained, natively=self.natively)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One training step: seconds of each of its parts and of the whole, the device synchronised between them."""
@@ -144,9 +180,59 @@ def our_side(model: ClapModel, low: str) -> Side:
     return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
 
 
+class LoopAdamW(torch.optim.AdamW):
+    """As open_clip and LAION-CLAP make theirs: torch's default kernel, no decay of biases and norms."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [{"params": [p for p in parameters if (p.ndim < 2) == small]} for small in (False, True)]
+        super().__init__([{**groups[0], "weight_decay": 0.2}, {**groups[1], "weight_decay": 0.0}], lr=1e-6)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.zero_grad()
+
+
+class ConvolutionMel(LogMel):
+    """The same features as torchlibrosa has them for LAION-CLAP: its Fourier transform is a convolution."""
+
+    waves_K1N: Tensor
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__(config)
+        numbers = torch.arange(self.num_fft, dtype=torch.float64)
+        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (2 * math.pi / self.num_fft)
+        waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
+        self.register_buffer("waves_K1N", waves_KN[:, None], persistent=False)
+
+    def forward(self, waveforms: Tensor) -> Tensor:
+        padded = F.pad(waveforms[:, None], (self.num_fft // 2,) * 2, mode="reflect")
+        with torch.autocast(waveforms.device.type, enabled=False):
+            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves_K1N, stride=self.hop_size).chunk(2, dim=1)
+            return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
+
+
 def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float = 0.0) -> Side:
-    """`transformers.ClapModel` with the weights of ours. Its window attention has only the eager form; its text attention goes
-    through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower."""
+    """`transformers.ClapModel` with the weights of ours at its best. Its window attention has only the eager form; its text
+    attention goes through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower."""
+    mel = LogMel(ours.config.audio).to(device)
+    if device.type == "cpu":
+        convert(mel)
+    return _peer_side(ours, device, low, noise, mel)
+
+
+def loop_side(
+    ours: ClapModel, device: torch.device, *, style: Literal["open_clip", "LAION"], noise: float = 0.0
+) -> Side:
+    """That model as in the training loop of open_clip or LAION-CLAP: fp32 weights, autocast, torch's AdamW as it comes; with
+    LAION's front end. In bf16, too, where LAION's is fp16, which CPUs are slow at."""
+    mel = (ConvolutionMel if style == "LAION" else LogMel)(ours.config.audio).to(device)
+    side = _peer_side(ours, device, "autocast", noise, mel)
+    side.optimizer = LoopAdamW(side.model)
+    return side
+
+
+def _peer_side(ours: ClapModel, device: torch.device, low: str, noise: float, mel: LogMel) -> Side:
     hf_config: Any = config_to_transformers(ours.config)
     hf_config.audio_config.drop_path_rate = noise
     hf_config.audio_config.hidden_dropout_prob = hf_config.audio_config.attention_probs_dropout_prob = 0.0  # as LAION's
@@ -157,9 +243,6 @@ def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float =
         # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
         model.text_model.config._attn_implementation = "sdpa"
     model.to(device, torch.bfloat16 if low == "cast" else None)
-    mel = LogMel(ours.config.audio).to(device)
-    if device.type == "cpu":
-        convert(mel)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None

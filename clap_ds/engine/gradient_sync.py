@@ -35,6 +35,8 @@ class GradientSync:
         self._bucket_mb = bucket_mb
         self._attached = False
         self._recorder = _UsedParameters(self._module) if overlapped else None
+        if dist.get_world_size() == 1:
+            engine.enable_backward_allreduce = False  # it copies every gradient to a buffer and back
 
     def before_forward(self) -> None:
         """Call before the forward pass of every micro-batch: gradients travel only at the accumulation boundary."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from clap_ds.native import adamw as adamw_native
+from clap_ds.native.library import is_ready, unavailable
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Of `optimizer.params`, what `FlatAdamW` takes."""
@@ -48,7 +49,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
-        self._cpu_kernels = cpu_kernels
+        self.cpu_kernels = cpu_kernels
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -64,7 +65,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 
         Args:
             closure: for the interface; must be None.
-            grads: of each group's master, flat, in any floating dtype; None to take them from the parameters themselves.
+            grads: of each group's master, flat, in any floating dtype, in one tensor or in several that follow each other; None
+                to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
             scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
             grad_norms: for the interface; `scale` has it in.
@@ -75,19 +77,24 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             super().step()
             return
         by_torch: list[tuple[Tensor, Tensor]] = []
-        for group, (gradient,), (low,) in zip(self.param_groups, grads, output_params, strict=True):
+        for group, gradients, (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
-            plain = self._cpu_kernels and not (group["amsgrad"] or group["maximize"])
-            if plain and adamw_native.supports(low, gradient, master):
-                self._step_natively(group, gradient, low, float(scale), found_inf)
+            if self.steps_natively(gradients, low, master):
+                self._step_natively(group, gradients, low, float(scale), found_inf)
                 continue
-            master.grad = gradient.float()
+            master.grad = torch.cat([each.view(-1) for each in gradients]).float()
             by_torch.append((master, low))
         if by_torch:
             self._step_by_torch(scale, found_inf)
         for master, low in by_torch:
             low.copy_(master)
             master.grad = None
+
+    def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
+        """Whether the CPU kernel steps a group of these."""
+        kept = self.param_groups[0]
+        plain = self.cpu_kernels and not (kept["amsgrad"] or kept["maximize"])
+        return plain and adamw_native.supports(low, low, master) and is_ready(*gradients)
 
     def _step_by_torch(self, scale: float | Tensor, found_inf: Tensor | None) -> None:
         """Those masters that have a gradient. These attributes are where torch's fused kernels look for both."""
@@ -99,7 +106,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         self.grad_scale = self.found_inf = None
 
     def _step_natively(
-        self, group: dict[str, Any], gradient: Tensor, low: Tensor, scale: float, found_inf: Tensor | None
+        self, group: dict[str, Any], gradients: list[Tensor], low: Tensor, scale: float, found_inf: Tensor | None
     ) -> None:
         (master,) = group["params"]
         state = self.state[master]
@@ -110,8 +117,10 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             return
         state["step"] += 1
         options = {name: group[name] for name in OPTIONS}
+        sizes = [each.numel() for each in gradients]
+        masters, *moments = (each.split(sizes) for each in (master.detach(), state["exp_avg"], state["exp_avg_sq"]))
         adamw_native.native_adamw(
-            *([low], [gradient], [master], [state["exp_avg"]], [state["exp_avg_sq"]]),
+            *(low.split(sizes), gradients, masters, *moments),
             **options,
             step=int(state["step"]),
             scale=scale,
@@ -135,6 +144,7 @@ class FlatStep:
     def __init__(self, wrapper: FP16_Optimizer) -> None:
         self._wrapper = wrapper
         self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
+        self._flats = wrapper.fp16_groups_flat, wrapper.fp32_groups_flat
         wrapper.step_fused_adam = self
 
     @staticmethod
@@ -148,30 +158,38 @@ class FlatStep:
         """Clip and update; the wrapper's `_global_grad_norm` is then the norm before clipping, scalar fp64. Returns False,
         as the wrapper does where nothing overflowed."""
         wrapper = self._wrapper
-        gradients = [
-            _flatten_dense_tensors([torch.zeros_like(p) if p.grad is None else p.grad for p in group])
-            for group in wrapper.fp16_groups
-        ]
-        norm = wrapper._global_grad_norm = norm_of(gradients)
+        gradients = [self._gradients(*group) for group in zip(wrapper.fp16_groups, *self._flats, strict=True)]
+        norm = wrapper._global_grad_norm = norm_of(
+            [each for group in gradients for each in group], natively=wrapper.optimizer.cpu_kernels
+        )
         self.skipped = ~norm.isfinite()
         most = wrapper.clip_grad
         wrapper.optimizer.step(
-            grads=[[gradient] for gradient in gradients],
+            grads=gradients,
             output_params=[[low] for low in wrapper.fp16_groups_flat],
             scale=((norm + 1e-6) / most).clamp(min=1).float() if most > 0 else 1.0,
             found_inf=self.skipped.float(),
         )
         return False
 
+    def _gradients(self, group: Sequence[Tensor], low: Tensor, master: Tensor) -> list[Tensor]:
+        """Of a group's parameters: each its own where the CPU kernel takes them, else flat, for few kernels."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
+        natively = self._wrapper.optimizer.steps_natively(gradients, low, master)
+        return gradients if natively else [_flatten_dense_tensors(gradients)]
 
-def norm_of(flat: Sequence[Tensor]) -> Tensor:
-    """2-norm of flat tensors of any floating dtype taken together, scalar fp64 on their device.
+
+def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
+    """2-norm of contiguous tensors of any floating dtype taken together, scalar fp64 on their device; `natively`, by the CPU
+    kernel where that can be.
 
     By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs.
     """
-    rows = []
-    for each in flat:
-        whole = len(each) - len(each) % NORM_ROW
-        rows += [each[:whole].view(-1, NORM_ROW), each[whole:].view(1, -1)]
-    norms = torch.cat([torch.linalg.vector_norm(row, dim=1, dtype=torch.float32) for row in rows])
-    return torch.linalg.vector_norm(norms, dtype=torch.float64)
+    taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
+    norms = [adamw_native.native_norm(taken).view(1)] if taken else []
+    for each in tensors:
+        if not (taken and is_ready(each)):
+            whole = each.numel() - each.numel() % NORM_ROW
+            for rows in (each.view(-1)[:whole].view(-1, NORM_ROW), each.view(-1)[whole:].view(1, -1)):
+                norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)

@@ -1,4 +1,5 @@
-// AdamW for bf16 parameters with fp32 masters, in one pass over each tensor's gradient, master, moments and parameter.
+// AdamW for bf16 parameters with fp32 masters, in one pass over each tensor's gradient, master, moments and parameter; and the
+// squares of bf16 gradients.
 #include "memory.h"
 #include "vectors.h"
 
@@ -12,9 +13,15 @@ struct Parameter {
     int64_t size;
 };
 
+// Likewise, of two integers.
+struct Values {
+    const bf16* at;
+    int64_t size;
+};
+
 struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
 
-constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time
+constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time; adamw.py counts with it
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
 
 // A product that the compiler won't join with a sum after it. Rounded where torch's vector kernel rounds, which for beta1 above
@@ -61,29 +68,61 @@ void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t en
     }
 }
 
-int64_t blocks_of(const Parameter& p) { return divide_up(p.size, BLOCK); }
+// Calls function(tensor, begin, end, block) for this thread's equal run of the blocks of all `tensors`, counted on end.
+template <typename Tensor, typename Function>
+void for_own_blocks(const Tensor* tensors, int64_t count, Function function) {
+    int64_t blocks = 0;
+    for (int64_t n = 0; n < count; n++) blocks += divide_up(tensors[n].size, BLOCK);
+    const Range own = share_of(blocks);
+    int64_t passed = 0;
+    for (int64_t n = 0; n < count && passed < own.end; passed += divide_up(tensors[n++].size, BLOCK))
+        for (int64_t b = std::max(own.begin, passed); b < std::min(own.end, passed + divide_up(tensors[n].size, BLOCK)); b++)
+            function(tensors[n], (b - passed) * BLOCK, std::min(tensors[n].size, (b - passed + 1) * BLOCK), b);
+}
+
+// In fp64, of at most BLOCK elements added up in fp32, 1/64 of them in a lane.
+double sum_of_squares(const bf16* from, int64_t count) {
+    __m512 sums[4] = {};
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        prefetch(from + i + 2 * AHEAD, 64);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            const __m512 x = load(from + i + 16 * k);
+            sums[k] = fma(x, x, sums[k]);
+        }
+    }
+    for (; i < count; i += 16) {
+        const __m512 x = from_bf16(_mm256_maskz_loadu_epi16(first_lanes(count - i), from + i));
+        sums[0] = fma(x, x, sums[0]);
+    }
+    double sum = 0;
+    for (const __m512 each : sums)
+        sum += _mm512_reduce_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(each))) +
+               _mm512_reduce_add_pd(_mm512_cvtps_pd(_mm512_extractf32x8_ps(each, 1)));
+    return sum;
+}
 
 }  // namespace
 
 // One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient / scale;
 // master = keep · master − step · average / (√square / bias + eps), and low = master rounded.
-// parameters: `count` of them, whose blocks, counted on end, are dealt out to the threads in equal runs.
 extern "C" void clap_adamw(const Parameter* parameters, int64_t count, float scale, float rate1, float beta2, float rate2,
                            float bias, float eps, float step, float keep) {
-    int64_t blocks = 0;
-    for (int64_t n = 0; n < count; n++) blocks += blocks_of(parameters[n]);
-#pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), blocks)))
+#pragma omp parallel
     {
         const Coefficients coefficients = {scale, rate1, beta2, rate2, bias, eps, step, keep};
-        const Range own = share_of(blocks);
-        int64_t passed = 0;
-        for (int64_t n = 0; n < count && passed < own.end; n++) {
-            const Parameter& p = parameters[n];
-            const int64_t begin = std::max<int64_t>(0, own.begin - passed) * BLOCK;
-            const int64_t end = std::min(p.size, (own.end - passed) * BLOCK);
-            if (begin < end) update(p, coefficients, begin, end);
-            passed += blocks_of(p);
-        }
+        for_own_blocks(parameters, count, [&](const Parameter& p, int64_t begin, int64_t end, int64_t) {
+            update(p, coefficients, begin, end);
+        });
         _mm_sfence();
     }
+}
+
+// Each block's sum of squares, to be added up in their order, whatever the number of threads.
+extern "C" void clap_sums_of_squares(const Values* tensors, int64_t count, double* sums) {
+#pragma omp parallel
+    for_own_blocks(tensors, count, [&](const Values& values, int64_t begin, int64_t end, int64_t block) {
+        sums[block] = sum_of_squares(values.at + begin, end - begin);
+    });
 }

@@ -1,6 +1,7 @@
 """AdamW on CPUs by this project's own kernel: bf16 parameters with fp32 masters, each byte of theirs touched once a step.
 
-With torch's kernel a step also makes fp32 copies of the gradients and copies the masters back.
+With torch's kernel a step also makes fp32 copies of the gradients and copies the masters back. `native_norm` reads gradients
+once, too, and adds their squares up without losing any.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from clap_ds.native.library import is_ready, kernel, unavailable
+
+BLOCK = 1 << 14
+"""Elements of a tensor whose squares are added up in fp32; adamw.cpp has the same."""
 
 
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
@@ -54,3 +58,12 @@ def native_adamw(
     numbers = (scale, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(bias2), eps, lr / bias1, 1.0 - lr * weight_decay)
     kernel("clap_adamw")(table, len(rows), *map(float, numbers))
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])
+
+
+def native_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm of contiguous bf16 tensors on the CPU, taken together, scalar fp64; the same bits with any number of threads."""
+    assert is_ready(*tensors)
+    table = torch.tensor([[each.data_ptr(), each.numel()] for each in tensors])
+    sums = torch.empty(sum(-(-each.numel() // BLOCK) for each in tensors), dtype=torch.float64)
+    kernel("clap_sums_of_squares")(table, len(tensors), sums)
+    return sums.sum().sqrt()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cost_table, peers, sides
+from benchmarks import cost_table, peers, products, sides
 from clap_ds.config.model import load_preset
+from clap_ds.model.mel import LogMel
 from tests.kernels import needs_kernels
 
 SMALL = ["--preset", "micro", "--micro_batch", "3", "--text_tokens", "12", "--rounds", "2"]
@@ -28,6 +29,37 @@ def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
     assert result["loss_difference"] < 1e-5
     assert set(result["speed_ratio"]) == {"forward", "backward", "optimizer", "step"}
     assert "| ours, none |" in " ".join(path.read_text().split())
+
+
+def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path) -> None:
+    path = tmp_path / "peers.md"
+    assert peers.main([*SMALL, "--precision", "bf16", "--output", str(path)]) == 0
+    (result,) = json.loads(path.with_suffix(".json").read_text())
+    losses = result["first_loss"]
+    assert {"ours, engine", "ours, bare", "open_clip's loop", "LAION-CLAP's loop"} <= losses.keys()
+    assert max(losses.values()) - min(losses.values()) < 0.02 * min(losses.values())
+    limit = result["limit"]
+    assert limit["limit_s"] == limit["products_s"] + limit["adamw_s"]
+    assert f"Reached: {result['ours']} " in path.read_text()
+
+
+def test_laions_front_end_gives_the_same_features() -> None:
+    config = load_preset("micro").audio
+    waveforms = torch.randn(2, config.num_samples) * 0.1
+    torch.testing.assert_close(sides.ConvolutionMel(config)(waveforms), LogMel(config)(waveforms), rtol=1e-3, atol=1e-3)
+
+
+def test_products_are_all_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "products.md"
+    small = ["--preset", "micro", "--text_tokens", "12", "--micro_batches", "2", "--seconds", "0"]
+    products.main([*small, "--output", str(path)])
+    (rows,) = json.loads(path.with_suffix(".json").read_text()).values()
+    config = load_preset("micro")
+    of_blocks = 4 * sum(config.audio.depths)  # qkv, output, and two of the MLP
+    of_merging = config.audio.num_stages - 1
+    of_text = 6 * config.text.num_layers
+    assert sum(row["count"] for row in rows) >= of_blocks + of_merging + of_text
+    assert all(row["output_onednn"] > 0 for row in rows)
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

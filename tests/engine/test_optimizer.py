@@ -261,8 +261,19 @@ def test_a_loss_scale_keeps_deepspeeds_step() -> None:
     assert not FlatStep.has_place_for(FlatAdamW(masters()))
 
 
-def test_norm_is_exact_over_many_numbers() -> None:
+@pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
+def test_norm_is_exact_over_many_numbers(natively: bool) -> None:
     torch.manual_seed(0)
-    flat = [torch.rand(size).to(dtype) for size, dtype in ((2**24 + 5, torch.bfloat16), (3, torch.float32))]
-    expected = torch.cat([each.double() for each in flat]).square().sum().sqrt()
-    torch.testing.assert_close(norm_of(flat), expected, rtol=1e-6, atol=0)
+    sizes = ((2**24 + 5, torch.bfloat16), (3, torch.float32), (0, torch.bfloat16), (16_385, torch.bfloat16))
+    tensors = [torch.rand(size).to(dtype) for size, dtype in sizes]
+    expected = torch.cat([each.double() for each in tensors]).square().sum().sqrt()
+    norm = norm_of(tensors, natively=natively)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads % 2 + 1)
+    try:
+        assert torch.equal(norm_of(tensors, natively=natively), norm) or not natively
+    finally:
+        torch.set_num_threads(threads)
+    tensors[3][16_384] = float("nan")
+    assert norm_of(tensors, natively=natively).isnan()
