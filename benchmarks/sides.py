@@ -196,19 +196,19 @@ class LoopAdamW(torch.optim.AdamW):
 class ConvolutionMel(LogMel):
     """The same features as torchlibrosa has them for LAION-CLAP: its Fourier transform is a convolution."""
 
-    waves_K1N: Tensor
+    waves: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config)
         numbers = torch.arange(self.num_fft, dtype=torch.float64)
         angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (2 * math.pi / self.num_fft)
         waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
-        self.register_buffer("waves_K1N", waves_KN[:, None], persistent=False)
+        self.register_buffer("waves", waves_KN[:, None], persistent=False)
 
     def forward(self, waveforms: Tensor) -> Tensor:
         padded = F.pad(waveforms[:, None], (self.num_fft // 2,) * 2, mode="reflect")
         with torch.autocast(waveforms.device.type, enabled=False):
-            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves_K1N, stride=self.hop_size).chunk(2, dim=1)
+            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(2, dim=1)
             return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
 
 
