@@ -93,7 +93,7 @@ def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, d
 
 def extractor_seconds(batch: Batch, config: ClapConfig) -> float:
     """Seconds HF's own feature extractor takes for the batch."""
-    extractor, clips = feature_extractor(config.audio), list(batch.waveforms.cpu().numpy())
+    extractor, clips = feature_extractor(config.audio), list(batch.audio.cpu().numpy())
     extract = functools.partial(extractor, clips, sampling_rate=config.audio.sample_rate, return_tensors="pt")
     return seconds(extract, torch.device("cpu"))
 

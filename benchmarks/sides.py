@@ -246,7 +246,7 @@ def _peer_side(ours: ClapModel, device: torch.device, low: str, noise: float, me
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
-        return mel(batch.waveforms)[:, None].to(model.dtype), batch.input_ids, mask
+        return mel(batch.audio)[:, None].to(model.dtype), batch.input_ids, mask
 
     def loss(features: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         output = model(input_features=features, input_ids=input_ids, attention_mask=mask)

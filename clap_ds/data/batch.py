@@ -16,37 +16,39 @@ from clap_ds.model.packed import Packing, pack
 
 @dataclass(slots=True)
 class Batch:
-    """Audio–caption pairs, all tensors on one device. B pairs, T audio samples, L text tokens (padding included).
+    """Audio–caption pairs, all tensors on one device. B pairs, L text tokens (padding included).
 
     `num_tokens` are the real ones: counted from the mask when left out, which waits for the device. `packed` are the captions
     packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
     """
 
-    waveforms: Tensor  # (B, T) float32, full scale ±1, at the model's sample rate; pieces may have int16 (`to_int16`)
+    audio: (
+        Tensor  # what `ClapModel.encode_audio` takes, float32; pieces may have waveforms in int16, features in float16
+    )
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
     packed: tuple[Tensor, Packing] | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.waveforms) == len(self.input_ids) == len(self.attention_mask)
+        assert len(self.audio) == len(self.input_ids) == len(self.attention_mask)
         if self.num_tokens < 0:
             self.num_tokens = int(self.attention_mask.sum())
 
     def __len__(self) -> int:
-        return len(self.waveforms)
+        return len(self.audio)
 
     @property
     def device(self) -> torch.device:
-        return self.waveforms.device
+        return self.audio.device
 
     def model_inputs(self) -> tuple[Any, ...]:
         """What the model's forward takes: captions packed where they are, else padded, without a mask where all are full."""
         if self.packed is not None:
             input_ids, packing = self.packed
-            return self.waveforms, input_ids, None, packing
+            return self.audio, input_ids, None, packing
         is_full = self.num_tokens == self.input_ids.numel()
-        return self.waveforms, self.input_ids, None if is_full else self.attention_mask
+        return self.audio, self.input_ids, None if is_full else self.attention_mask
 
     def caption_hashes(self) -> Tensor:
         """A number for each caption, (B,) int64 on its device: the same for equal token ids, for two others with a probability
@@ -59,11 +61,11 @@ class Batch:
             self.packed = _pack([self], self.device)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.waveforms, self.input_ids, self.attention_mask
+        return self.audio, self.input_ids, self.attention_mask
 
     def rows(self, start: int, stop: int) -> Batch:
         """Pairs `start` to `stop`, as views. For batches on the host: it counts the tokens anew."""
-        return Batch(self.waveforms[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
+        return Batch(self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
 
     def pin_memory(self) -> Batch:
         """In page-locked host memory, which the GPU can copy from while the host goes on."""
@@ -75,8 +77,8 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """A batch of what `function` makes of each tensor."""
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
-        waveforms, input_ids, mask = map(function, self.tensors())
-        return Batch(waveforms, input_ids, mask, self.num_tokens, packed)
+        audio, input_ids, mask = map(function, self.tensors())
+        return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that work on `stream` uses these tensors."""
@@ -111,12 +113,13 @@ class Pieces(Protocol):
         """For the run's record."""
 
 
-INT16_SCALE = 32767
+INT16_SCALE = 32768
+"""int16 of full scale, as libsndfile has it: 16-bit audio comes through as it was."""
 
 
 def to_int16(waveforms: Tensor) -> Tensor:
     """Waveforms rounded to int16, half the bytes to move; what is beyond ±1 is clipped."""
-    return (waveforms.clamp(-1, 1) * INT16_SCALE).round().to(torch.int16)
+    return (waveforms * INT16_SCALE).round().clamp(-INT16_SCALE, INT16_SCALE - 1).to(torch.int16)
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
@@ -136,8 +139,8 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         for target, *parts in zip(whole.tensors(), *(piece.tensors() for piece in pieces), strict=True):
             for rows, part in zip(target.split(sizes), parts, strict=True):
                 rows.copy_(part, non_blocking=True)
-    if whole.waveforms.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
-        whole.waveforms = whole.waveforms.float().div_(INT16_SCALE)
+    if whole.audio.dtype != torch.float32:  # after the copy, for the device converts sooner than the host
+        whole.audio = whole.audio.float().div_(INT16_SCALE if whole.audio.dtype == torch.int16 else 1)
     return whole
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clap_ds.data.batch import to_int16
 from clap_ds.model.torchaudio_compat import torchaudio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
@@ -31,6 +32,10 @@ CAPTION_FIELDS = ("caption", "text")
 _LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
 _MP3_LEAD_IN_SECONDS = 30
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
+
+
+Encoded = bytes | memoryview
+"""A file's content."""
 
 
 class BrokenItemError(ValueError):
@@ -87,22 +92,21 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     return usable
 
 
-def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: random.Random) -> Tensor:
-    """A clip as the model takes it: mono (the mean of the channels), at `sample_rate` (Hz), `num_samples` long.
+def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> None:
+    """Write a clip as the model takes it to `row`: mono (the mean of the channels), at `sample_rate` (Hz), as long as `row`.
 
     Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent; only that part
     is decoded. Shorter audio is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad").
 
     Args:
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
-
-    Returns:
-        (num_samples,) float32, full scale ±1. Louder samples, of floating-point files and of lossy ones, stay as they are, as
-        `transformers.ClapFeatureExtractor` takes them.
+        row: (num_samples,), float32 of full scale ±1 or int16 (see `to_int16`). Of float32, louder samples, of floating-point
+            files and of lossy ones, stay as they are, as `transformers.ClapFeatureExtractor` takes them.
 
     Raises:
         BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
+    num_samples = len(row)
     with open_audio(encoded) as file:
         ratio = _resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(num_samples / ratio))
@@ -113,11 +117,22 @@ def decode_audio(encoded: bytes, *, sample_rate: int, num_samples: int, rng: ran
     mono = sum(samples.T) / np.float32(samples.shape[1])  # much sooner than a mean over so short an axis
     waveform = resample(torch.from_numpy(mono), ratio.denominator, ratio.numerator)[:num_samples]
     repeated = waveform.repeat(num_samples // len(waveform))
-    return torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
+    whole = torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
+    row.copy_(to_int16(whole) if row.dtype == torch.int16 else whole)
+
+
+def read_mel(encoded: Encoded, row: Tensor, *, rng: random.Random) -> None:
+    """Write a clip's features to `row`, (num_frames, mel_bins) float16, from a NumPy file that has at least as many frames:
+    more are cropped at a place drawn from `rng`.
+
+    Raises:
+        BrokenItemError: it can't be read, is of another dtype or shape, or holds NaN.
+    """
+    raise NotImplementedError
 
 
 @contextmanager
-def open_audio(encoded: bytes) -> Iterator[soundfile.SoundFile]:
+def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
     """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
         with soundfile.SoundFile(io.BytesIO(encoded)) as file:

@@ -15,6 +15,7 @@ import fsspec
 
 from clap_ds.config.files import write_atomically
 from clap_ds.config.sections import ShardData, SyntheticData
+from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources
 from clap_ds.data.tar_items import count_samples
@@ -32,20 +33,35 @@ class ShardRecord:
     sha256: str  # of the whole file, in hex
 
 
-def write_manifest(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
-    """Write the manifest of a folder, by file name, at once or not at all."""
-    content = {"shards": {name: asdict(record) for name, record in sorted(shards.items())}}
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a folder of shards holds: its kind and, of prepared kinds, by which front end; and its tars by file name."""
+
+    shards: Mapping[str, ShardRecord]
+    kind: Kind = "encoded"
+    front_end: FrontEnd | None = None
 
 
-def read_manifest(folder: str) -> dict[str, ShardRecord]:
-    """The manifest of a folder or URL; empty where there is none that can be read."""
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder at once or not at all."""
+    front_end = manifest.front_end
+    prepared = {"front_end": asdict(front_end), "front_end_hash": front_end.hash} if front_end else {}
+    shards = {name: asdict(record) for name, record in sorted(manifest.shards.items())}
+    write_atomically(
+        folder / MANIFEST, json.dumps({"kind": manifest.kind, **prepared, "shards": shards}, indent=1) + "\n"
+    )
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest of a folder or URL; one of no shards where there is none that can be read."""
     try:
         with fsspec.open(f"{folder}/{MANIFEST}", "rb", expand=False) as file:
             content = json.load(file)
-        return {name: ShardRecord(**record) for name, record in content["shards"].items()}
+        shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
+        front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
+        return Manifest(shards, content.get("kind", "encoded"), front_end)
     except Exception:  # whatever the file system's package raises; a manifest is a help, not a need
-        return {}
+        return Manifest({})
 
 
 def digest(path: Path) -> str:  # SHA-256 of a file, in hex
@@ -63,12 +79,12 @@ def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None,
     """
     if isinstance(data, SyntheticData):
         return None
-    manifests: dict[str, dict[str, ShardRecord]] = {}
+    manifests: dict[str, Mapping[str, ShardRecord]] = {}
     total = 0
     for shard in (shard for source in expand_sources(data.shards) for shard in source.shards):
         folder, _, name = shard.rpartition("/")
         if folder not in manifests:
-            manifests[folder] = read_manifest(folder or ".")
+            manifests[folder] = read_manifest(folder or ".").shards
         if name in manifests[folder]:
             total += manifests[folder][name].items
         elif is_remote(shard) or not by_headers:

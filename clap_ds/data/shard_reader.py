@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from webdataset.filters import shuffle
 
 from clap_ds.config.sections import ShardData
-from clap_ds.data.batch import Batch, BatchSpec, to_int16
+from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.items import Broken, BrokenItemError, captions_of, choose_audio, decode_audio
 from clap_ds.data.shard_list import FIELD, Source
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
@@ -150,7 +150,8 @@ class ShardReader:
                 if all(token == self.tokenizer.unk_token_id for token in ids):
                     raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
             encoded = choose_audio(item)
-            waveform = decode_audio(encoded, sample_rate=audio.sample_rate, num_samples=audio.num_samples, rng=rng)
+            waveform = torch.empty(audio.num_samples, dtype=getattr(torch, self.data.waveforms))
+            decode_audio(encoded, waveform, sample_rate=audio.sample_rate, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
@@ -159,7 +160,7 @@ class ShardReader:
     def _collate(self, rows: list[Sample]) -> Batch:
         waveforms = torch.stack([row.waveform for row in rows])
         captions = tokenize([row.caption for row in rows], self.tokenizer, self.spec.text_tokens)
-        return Batch(to_int16(waveforms) if self.data.waveforms == "int16" else waveforms, *captions)
+        return Batch(waveforms, *captions)
 
     def _report(self, name: str, reason: str) -> None:
         if name not in self._known:

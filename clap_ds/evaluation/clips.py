@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -180,7 +181,9 @@ class _ClipAudio(Dataset[Tensor | str]):
         clip, audio = self._clips[number], self._audio
         try:
             encoded = self.reader.read(clip.shard, clip.place)
-            return decode_audio(encoded, sample_rate=audio.sample_rate, num_samples=audio.num_samples, rng=_Middle())
+            waveform = torch.empty(audio.num_samples)
+            decode_audio(encoded, waveform, sample_rate=audio.sample_rate, rng=_Middle())
+            return waveform
         except BrokenItemError as error:
             return str(error)
         except DAMAGE as error:

@@ -1,8 +1,8 @@
 """The CLAP model: audio and text towers projected to one space on the unit sphere (arXiv 2211.06687).
 
-Takes raw waveforms and token ids on any device. Leaves the loss, the distributed gather and precision policy to the
-engine, and checkpoints to `weights.py`. The root module's own forward only wires submodules together: profilers that hook
-submodules see all work.
+Takes raw waveforms, or their log-mel features, and token ids on any device. Leaves the loss, the distributed gather and
+precision policy to the engine, and checkpoints to `weights.py`. The root module's own forward only wires submodules together:
+profilers that hook submodules see all work.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ class ClapModel(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if sigmoid else None
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
-    def encode_audio(self, waveforms: Tensor) -> Tensor:
-        """(batch, num_samples) at the preset's sample rate, full scale ±1 → (batch, joint_dim), fp32 rows of length 1."""
-        return self.audio_projection(self.audio(self.mel(waveforms)))
+    def encode_audio(self, audio: Tensor) -> Tensor:
+        """Waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or what `mel` makes of them, (batch,
+        num_frames, mel_bins) → (batch, joint_dim), fp32 rows of length 1."""
+        return self.audio_projection(self.audio(self.mel(audio) if audio.ndim == 2 else audio))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """(batch, tokens) ids and mask, 1 at real tokens (None: nothing is padded), or (tokens,) ids and where those packed
@@ -109,11 +110,11 @@ class ClapModel(nn.Module):
         return self.text_projection(self.text(input_ids, attention_mask, packing))
 
     def forward(
-        self, waveforms: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+        self, audio: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, ...]:
         """Both embeddings, (batch, joint_dim) each, of what `encode_audio` and `encode_text` take, the logit scale (1,) and,
         where it is learned, the logit bias (1,), all fp32."""
-        features = self.encode_audio(waveforms), self.encode_text(input_ids, attention_mask, packing)
+        features = self.encode_audio(audio), self.encode_text(input_ids, attention_mask, packing)
         bias = () if self.logit_bias is None else (self.logit_bias.float(),)
         return *features, self.logit_scale.float().exp(), *bias
 

@@ -159,7 +159,7 @@ def _shuffle_captions(session: Session) -> Iterator[Batch]:
     for batch in session.batches:
         distance = generator.randrange(1, max(2, len(batch)))
         input_ids, attention_mask = (ids.roll(distance, 0) for ids in (batch.input_ids, batch.attention_mask))
-        shuffled = Batch(batch.waveforms, input_ids, attention_mask, num_tokens=batch.num_tokens)
+        shuffled = Batch(batch.audio, input_ids, attention_mask, num_tokens=batch.num_tokens)
         if batch.packed is not None:
             shuffled.pack()
         yield shuffled

@@ -37,7 +37,7 @@ def number_of(waveform: torch.Tensor) -> int:
 
 def numbers_in(source: Iterator[Batch], num_batches: int) -> list[int]:
     """Which marked items come, in order."""
-    return [number_of(row) for _ in range(num_batches) for row in next(source).waveforms]
+    return [number_of(row) for _ in range(num_batches) for row in next(source).audio]
 
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:

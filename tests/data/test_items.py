@@ -20,7 +20,9 @@ def encode(samples: np.ndarray, sample_rate: int, file_format: str, subtype: str
 
 
 def decode(encoded: bytes, num_samples: int = SECOND, seed: int = 0) -> torch.Tensor:
-    return decode_audio(encoded, sample_rate=SECOND, num_samples=num_samples, rng=random.Random(seed))
+    row = torch.empty(num_samples)
+    decode_audio(encoded, row, sample_rate=SECOND, rng=random.Random(seed))
+    return row
 
 
 def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray:

@@ -66,10 +66,10 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
             batch = next(source)
             for _ in range(20):
                 work = (work @ work).clamp_(0, 1)
-            sums.append((batch.waveforms.double().sum(1), batch.input_ids.sum(1), batch.num_tokens))
+            sums.append((batch.audio.double().sum(1), batch.input_ids.sum(1), batch.num_tokens))
             del batch
     torch.cuda.synchronize()
     for (waveform_sums, id_sums, num_tokens), batch in zip(sums, expected, strict=True):
-        torch.testing.assert_close(waveform_sums.cpu(), batch.waveforms.double().sum(1))
+        torch.testing.assert_close(waveform_sums.cpu(), batch.audio.double().sum(1))
         assert torch.equal(id_sums.cpu(), batch.input_ids.sum(1))
         assert num_tokens == batch.num_tokens

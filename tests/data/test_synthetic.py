@@ -31,13 +31,13 @@ def test_same_seed_same_batches_wherever_they_are_placed(draw: Draw) -> None:
 
 def test_batches_ranks_and_seeds_differ_and_batches_take_turns(draw: Draw) -> None:
     *batches, again = draw(4, num_batches=3)
-    assert torch.equal(batches[0].waveforms, again.waveforms)
+    assert torch.equal(batches[0].audio, again.audio)
     batches += [draw(rank=rank, seed=seed)[0] for rank, seed in [(1, 0), (0, 1), (1, 2), (2, 1)]]
     assert all(differ_everywhere(*pair) for pair in combinations(batches, 2))
 
 
 def test_waveforms_are_uniform_noise(draw: Draw) -> None:
-    waveforms = draw(micro_batch=100)[0].waveforms
+    waveforms = draw(micro_batch=100)[0].audio
     assert (waveforms.shape, waveforms.dtype) == ((100, 480), torch.float32)
     assert abs(waveforms.mean()) < 0.02
     assert abs(waveforms.std() - 3**-0.5) < 0.01

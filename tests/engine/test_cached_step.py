@@ -73,7 +73,7 @@ def _differences(
         for model in (engine.model, plain):
             norm = model.audio.batch_norm
             norm.momentum = 1.0
-            norm(model.mel(by_rank[0][0].waveforms))
+            norm(model.mel(by_rank[0][0].audio))
             norm.eval()
 
     def catch() -> None:

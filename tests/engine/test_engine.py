@@ -222,8 +222,8 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
         poisoned = copy.copy(batch)
         if dist.get_rank() == 1:
-            poisoned.waveforms = poisoned.waveforms.clone()
-            poisoned.waveforms[0, 0] = float("nan")
+            poisoned.audio = poisoned.audio.clone()
+            poisoned.audio[0, 0] = float("nan")
         yield poisoned
 
 

@@ -43,7 +43,7 @@ from clap_ds.data.build.shard_building import (
     finished,
     plan_shards,
 )
-from clap_ds.data.shard_manifest import MANIFEST, digest, read_manifest, write_manifest
+from clap_ds.data.shard_manifest import MANIFEST, Manifest, digest, read_manifest, write_manifest
 from clap_ds.model.tokenizer import train_tokenizer
 
 FAILED = 1
@@ -74,7 +74,7 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tu
     broken += [each for _, shard in shards for each in shard.broken]
     listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
     write_atomically(folder / BROKEN, "".join(listed))
-    write_manifest(folder, {shard.name: shard.record for _, shard in shards if shard.record})
+    write_manifest(folder, Manifest({shard.name: shard.record for _, shard in shards if shard.record}))
     if not any(shard.record for _, shard in shards):
         raise UserError(_none_usable(broken))
     return shards, unusable
@@ -122,7 +122,7 @@ def _build_all(
 
 def verify(folder: Path) -> list[str]:
     """Compare the shards of a folder with its manifest. Returns what is wrong; UserError where there is no manifest."""
-    manifest = read_manifest(str(folder))
+    manifest = read_manifest(str(folder)).shards
     if not manifest:
         raise UserError(f"{folder}: no {MANIFEST} in it that can be read: not a finished build")
     problems = []

@@ -1,0 +1,52 @@
+"""What shards hold, and by which front end it was prepared.
+
+`encoded`: audio files as people have them. `waveform`: WAV files of one channel in 16 bits at the model's sample rate. `mel`:
+the model's log-mel features, as NumPy files (frames, mel_bins) in float16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from clap_ds.config.model import AudioConfig
+
+Kind = Literal["encoded", "waveform", "mel"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """What becomes of audio before the model's audio tower; fields as `AudioConfig` has them."""
+
+    sample_rate: int
+    num_samples: int
+    stft_window: int
+    hop_size: int
+    mel_bins: int
+    fmin: float
+    fmax: int
+
+    @classmethod
+    def of(cls, audio: AudioConfig) -> FrontEnd:
+        """A model's."""
+        return cls(**{name: getattr(audio, name) for name in cls.__slots__})
+
+    @property
+    def hash(self) -> str:
+        """16 hexadecimal digits, of what matters."""
+        content = json.dumps({name: float(value) for name, value in asdict(self).items()}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def differences(self, model: FrontEnd, kind: Kind) -> list[str]:
+        """How shards of a kind, prepared by this, don't fit a model: a text for each field; what the kind leaves to the model
+        may differ."""
+        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": self.__slots__}[kind]
+        pairs = {name: (getattr(self, name), getattr(model, name)) for name in matters}
+        return [
+            f"{name} is {own} in the shards, {wanted} in the model"
+            for name, (own, wanted) in pairs.items()
+            if own != wanted
+        ]
