@@ -96,9 +96,9 @@ class ShardData(Section):
     """Worker processes per rank; 0 decodes in the training process."""
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
-    waveforms: Literal["float32", "int16"] = "float32"
-    """How audio travels from the workers to the device: `int16` halves the copies, for a rounding error of 1.5e-5, and clips
-    what is beyond ±1."""
+    waveforms: Literal["float32", "int16"] = "int16"
+    """How audio travels from the workers to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are,
+    rounds others by at most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
 
 
 DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import ClapConfig
+from clap_ds.data.supply import Supply
 from clap_ds.model.packed import Packing, pack
 
 
@@ -111,6 +112,9 @@ class Pieces(Protocol):
 
     def statistics(self) -> dict[str, Any]:
         """For the run's record."""
+
+    def supply(self) -> Supply | None:
+        """What its workers can give; None as long as that isn't known, and of what is made without any."""
 
 
 INT16_SCALE = 32768

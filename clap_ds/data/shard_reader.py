@@ -6,7 +6,9 @@ at a place, items before it are passed over without being decoded.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
@@ -14,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 from webdataset.filters import shuffle
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
+from clap_ds.data.front_end import Kind
 from clap_ds.data.items import Broken, BrokenItemError, captions_of, choose_audio, decode_audio
 from clap_ds.data.shard_list import FIELD, Source
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
@@ -41,6 +45,7 @@ class Piece:
     broken: list[Broken]
     after: Position  # where its reader stands when these rows are given
     encoded_bytes: int = 0  # of audio files decoded for them
+    made_in_s: float = 0.0  # not counting how long they waited to be fetched; 0 of a worker's first
     failure: str = ""  # why it has given up; then there are no rows
 
     def pin_memory(self) -> Piece:
@@ -48,9 +53,8 @@ class Piece:
 
 
 class Sample(NamedTuple):
-    """A waveform (num_samples,) float32 with its caption; `encoded_bytes` of the file it was."""
+    """The caption of an item whose audio has been written to the next row; `encoded_bytes` of the file it was."""
 
-    waveform: Tensor
     caption: str
     encoded_bytes: int
 
@@ -108,6 +112,7 @@ class ShardReader:
     """One worker's pieces. Remembers what was broken, so that each is named once."""
 
     worker: int
+    kind: Kind
     sources: list[Source]  # the worker's part of every source
     data: ShardData
     spec: BatchSpec
@@ -117,6 +122,8 @@ class ShardReader:
     start: Position
     _known: dict[str, Broken] = field(default_factory=dict)
     _news: list[Broken] = field(default_factory=list)
+    _rows: Tensor = field(default_factory=lambda: torch.empty(0))  # of the piece in the making
+    _next_row: int = 0
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
@@ -126,22 +133,44 @@ class ShardReader:
             readers.append(SourceReader(source, buffer, f"{self.seed}, source {number}", self._report, *place))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
-        rows: list[Sample] = []
+        began_s = None  # the first piece's time is that of starting
+        samples: list[Sample] = []
+        self._rows = self._new_rows()
         for number in count(self.start["samples"]):
-            (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
+            chosen = 0
+            if len(streams) > 1:
+                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
             sample = next(streams[chosen], None)
             position = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
             if sample is None:
                 yield Piece(self.worker, None, self._take_news(), position, failure=self._failure(chosen))
                 return
-            rows.append(sample)
-            if len(rows) == self.piece_size:
-                size = sum(row.encoded_bytes for row in rows)
-                yield Piece(self.worker, self._collate(rows), self._take_news(), position, size)
-                rows = []
+            samples.append(sample)
+            self._next_row = len(samples)
+            if len(samples) == self.piece_size:
+                captions = tokenize([sample.caption for sample in samples], self.tokenizer, self.spec.text_tokens)
+                size = sum(sample.encoded_bytes for sample in samples)
+                piece = Piece(self.worker, Batch(self._rows, *captions), self._take_news(), position, size)
+                piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
+                yield piece
+                began_s, samples = time.perf_counter(), []
+                self._rows, self._next_row = self._new_rows(), 0
+
+    def _new_rows(self) -> Tensor:
+        """For the audio of a piece; in a worker process, where the main process can read it without a copy."""
+        audio = self.spec.model.audio
+        shape: tuple[int, ...] = (self.piece_size, audio.num_samples)
+        dtype = getattr(torch, self.data.waveforms)
+        if self.kind == "mel":
+            shape, dtype = (self.piece_size, audio.num_frames, audio.mel_bins), torch.float16
+        if get_worker_info() is None:
+            return torch.empty(shape, dtype=dtype)
+        storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # as torch's own collation
+        return torch.tensor([], dtype=dtype).set_(storage).view(shape)
 
     def _decode(self, item: Item, rng: random.Random) -> Sample | None:
-        audio = self.spec.model.audio
+        """Write an item's audio to the next row."""
+        row = self._rows[self._next_row]
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
@@ -150,17 +179,11 @@ class ShardReader:
                 if all(token == self.tokenizer.unk_token_id for token in ids):
                     raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
             encoded = choose_audio(item)
-            waveform = torch.empty(audio.num_samples, dtype=getattr(torch, self.data.waveforms))
-            decode_audio(encoded, waveform, sample_rate=audio.sample_rate, rng=rng)
+            decode_audio(encoded, row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
-        return Sample(waveform, caption, len(encoded))
-
-    def _collate(self, rows: list[Sample]) -> Batch:
-        waveforms = torch.stack([row.waveform for row in rows])
-        captions = tokenize([row.caption for row in rows], self.tokenizer, self.spec.text_tokens)
-        return Batch(waveforms, *captions)
+        return Sample(caption, len(encoded))
 
     def _report(self, name: str, reason: str) -> None:
         if name not in self._known:

@@ -20,9 +20,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
+from clap_ds.data.front_end import Kind
 from clap_ds.data.items import Broken
 from clap_ds.data.shard_list import expand_sources, note, share_out
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
+from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
@@ -45,6 +47,7 @@ class ShardPieces:
 
     def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         sources = expand_sources(data.shards)
+        self._kind: Kind = "encoded"
         shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         contents = json.dumps([[source.shards, source.weight] for source in sources])
@@ -68,11 +71,12 @@ class ShardPieces:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
-            ShardReader(worker, own, data, spec, tokenizer, piece_size, f"{seed}{worker}", start)
+            ShardReader(worker, self._kind, own, data, spec, tokenizer, piece_size, f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
         ]
         self.num_workers = len(shares) if data.num_workers else 0
         self.encoded_bytes = 0  # of audio files decoded so far
+        self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
         self._broken: list[Broken] = []
         self._num_broken = 0
         self._piece: Piece | None = None
@@ -124,7 +128,15 @@ class ShardPieces:
         if piece.batch is None:
             self.close()
             raise ValueError(piece.failure)
+        self._made += len(piece.batch) if piece.made_in_s else 0
+        self._made_in_s += piece.made_in_s
         return piece
+
+    def supply(self) -> Supply | None:
+        if not self._made_in_s:
+            return None
+        rate = max(self.num_workers, 1) * self._made / self._made_in_s
+        return Supply(rate, self.num_workers, self._kind)
 
     def state(self) -> dict[str, Any]:
         """Where this rank stands after the last micro-batch."""
@@ -134,6 +146,7 @@ class ShardPieces:
         """Broken items are counted once each, however often they are met; a damaged tar counts as one."""
         return {
             "source": "shards",
+            "kind": self._kind,
             "num_shards": self._num_shards,
             "num_workers": self.num_workers,
             "num_broken_items": self._num_broken,

@@ -15,6 +15,7 @@ import torch
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
+from clap_ds.data.supply import Supply
 from clap_ds.data.synthetic import SyntheticPieces
 
 _Copy = tuple[Batch, torch.cuda.Event, dict[str, Any]]  # on its way to the device; where its source stood after it
@@ -66,6 +67,10 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def statistics(self) -> dict[str, Any]:
         """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
         return self._pieces.statistics()
+
+    def supply(self) -> Supply | None:
+        """What its workers can give, as soon as that is known; None of synthetic data."""
+        return self._pieces.supply()
 
     def close(self) -> None:
         """Stop worker processes and let go of the batches."""

@@ -54,6 +54,9 @@ class SyntheticPieces:
     def state(self) -> dict[str, Any]:
         return {"source": "synthetic", "batches": self._num_given}
 
+    def supply(self) -> None:
+        return None
+
     def statistics(self) -> dict[str, Any]:
         return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}
 

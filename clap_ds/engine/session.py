@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
+from clap_ds.data.supply import verdict
 from clap_ds.dist import debug, distributed, progress
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
@@ -63,11 +64,23 @@ class Session:
     record: RunDirectory
     engine: ClapEngine
     batches: BatchSource
+    supply_told: bool = False
 
     @property
     def samples_per_step(self) -> int:
         """Samples of one rank in one optimiser step."""
         return self.run.micro_batch * self.run.gradient_accumulation_steps
+
+    def tell_supply(self, step_s: Sequence[float], data_wait_s: Sequence[float]) -> None:
+        """Say once, on rank 0, whether the loader keeps up with steps that took so long, so much of it waiting for data: the
+        quickest counts, as it has warmed up."""
+        supply = self.batches.supply()
+        if self.supply_told or supply is None or not self.ranks.is_first:
+            return
+        working_s = min(step - waited for step, waited in zip(step_s, data_wait_s, strict=True))
+        ranks, cores = self.ranks.local_world_size, len(os.sched_getaffinity(0))
+        print(verdict(supply, self.samples_per_step / working_s, ranks_per_host=ranks, cores=cores), flush=True)
+        self.supply_told = True
 
 
 class Start:

@@ -74,12 +74,15 @@ def measure(session: Session) -> Summary:
     protocol = session.run.clap.bench
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(protocol.steps_per_window * session.samples_per_step)
+    warming: list[Window] = []
     with Progress(num_steps, enabled=session.ranks.is_first) as progress, _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
-            _run_window(session, 1, None)
+            warming.append(_run_window(session, 1, None))
             progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
+        _tell_supply(session, warming)
         for number in range(1, protocol.windows + 1):
             measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
+            _tell_supply(session, measurement.windows)
             of_windows = measurement.samples_per_s_per_gpu
             samples_per_s = of_windows[-1] * session.ranks.world_size
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
@@ -96,6 +99,16 @@ def measure(session: Session) -> Summary:
     summary = session.record.update_summary(_summarize(session, measurement, breakdown), utilized, peak_memory)
     print_summary(summary)
     return summary
+
+
+def _tell_supply(session: Session, windows: list[Window]) -> None:
+    """By rank 0's steps."""
+    if windows:
+        steps = zip(
+            *((row[0], wait[0]) for w in windows for row, wait in zip(w.step_s, w.data_wait_s, strict=True)),
+            strict=True,
+        )
+        session.tell_supply(*map(list, steps))
 
 
 @contextmanager

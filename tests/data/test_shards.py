@@ -94,7 +94,13 @@ def test_broken_items_are_skipped_counted_and_named_once(
         assert numbers_in(source, 20) == [1, 2] * 40
         statistics = json.loads(json.dumps(source.statistics()))
     listed = statistics.pop("broken_items")
-    assert statistics == {"source": "shards", "num_shards": 1, "num_workers": num_workers, "num_broken_items": 4}
+    assert statistics == {
+        "source": "shards",
+        "kind": "encoded",
+        "num_shards": 1,
+        "num_workers": num_workers,
+        "num_broken_items": 4,
+    }
     stderr = capsys.readouterr().err.splitlines()
     for item, line, (name, _, reason) in zip(listed, stderr, BROKEN_ITEMS, strict=True):
         assert item["name"].endswith(f"mixed.tar: {name}")
