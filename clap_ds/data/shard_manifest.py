@@ -1,24 +1,26 @@
-"""What a folder of shards holds, in a `manifest.json` beside them: items, bytes and a checksum of each tar.
+"""What a folder of shards holds, in a `manifest.json` beside them: its kind, and items, bytes and a checksum of each tar.
 
-`clap_ds.data.build` writes it. From it an epoch's length is known without a look into the tars, and whether they have changed.
+`clap_ds.data.build` writes it. From it an epoch's length is known without a look into the tars, whether they have changed, and
+whether a model can be fed what they hold.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fsspec
 
 from clap_ds.config.files import write_atomically
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
-from clap_ds.data.front_end import FrontEnd, Kind
+from clap_ds.data.front_end import FEATURES, KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import is_remote
-from clap_ds.data.shard_list import expand_sources
-from clap_ds.data.tar_items import count_samples
+from clap_ds.data.shard_list import FIELD, Source, expand_sources
+from clap_ds.data.tar_items import count_samples, read_items
 
 MANIFEST = "manifest.json"
 
@@ -62,6 +64,36 @@ def read_manifest(folder: str) -> Manifest:
         return Manifest(shards, content.get("kind", "encoded"), front_end)
     except Exception:  # whatever the file system's package raises; a manifest is a help, not a need
         return Manifest({})
+
+
+def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
+    """What a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are mixtures
+    with `waveform`, as both are decoded.
+
+    Raises:
+        ValueError: kinds that can't be mixed, or that aren't known; a front end that differs from the model's; features without
+            a manifest.
+    """
+    tars = {tar.rpartition("/")[0]: tar for source in sources for tar in reversed(source.shards)}
+    kinds: dict[Kind, str] = {}  # with the first folder of each
+    for folder, tar in tars.items():
+        manifest, where = read_manifest(folder or "."), f"{FIELD}: {folder or '.'}"
+        if not manifest.shards and FEATURES in next(read_items(tar, lambda *_: None, leave=lambda _: True), {}):
+            raise ValueError(f"{where} holds features, by {tar}, and no {MANIFEST}, which says of which front end")
+        if manifest.kind not in KINDS or (manifest.kind != "encoded" and manifest.front_end is None):
+            raise ValueError(
+                f"{where}/{MANIFEST} says kind {manifest.kind!r}, expected one of {KINDS} with its front end"
+            )
+        own = FrontEnd.of(model.audio)
+        if differences := manifest.front_end.differences(own, manifest.kind) if manifest.front_end else []:
+            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(differences)}")
+        kinds.setdefault(manifest.kind, folder or ".")
+    if "mel" in kinds and len(kinds) > 1:
+        found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
+        raise ValueError(
+            f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (python -m clap_ds.data.build.prepare)"
+        )
+    return "encoded" if "encoded" in kinds else next(iter(kinds))
 
 
 def digest(path: Path) -> str:  # SHA-256 of a file, in hex
