@@ -123,7 +123,7 @@ INT16_SCALE = 32768
 
 def to_int16(waveforms: Tensor) -> Tensor:
     """Waveforms rounded to int16, half the bytes to move; what is beyond ±1 is clipped."""
-    return (waveforms * INT16_SCALE).round().clamp(-INT16_SCALE, INT16_SCALE - 1).to(torch.int16)
+    return (waveforms * INT16_SCALE).round_().clamp_(-INT16_SCALE, INT16_SCALE - 1).to(torch.int16)
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:

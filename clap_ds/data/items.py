@@ -1,4 +1,5 @@
-"""One item of a shard: its encoded audio becomes a waveform of the model's length and rate, its text file a caption.
+"""One item of a shard: its encoded audio becomes a waveform of the model's length and rate, its features are read, and its
+text file becomes a caption.
 
 Reading tars is left to `tar_items`, dividing and collating their items to `shard_list` and `shard_reader`.
 """
@@ -9,8 +10,9 @@ import functools
 import io
 import json
 import math
+import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,14 +25,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clap_ds.data.batch import to_int16
-from clap_ds.model.torchaudio_compat import torchaudio
+from clap_ds.data.resampling import Resampler
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
+FEATURES = "npy"  # the extension of log-mel features, ready for the model
+CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 
 _LARGEST_RATIO_TERM = 1000  # bounds the resampling filter; every rate in use is exact (44100: 160/147)
 _MP3_LEAD_IN_SECONDS = 30
+_INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
+_BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
+_READ = 65536  # bytes
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
 
@@ -53,13 +60,13 @@ class Broken:
         return f"{self.name}: {self.reason}"
 
 
-def choose_audio(members: Mapping[str, Any]) -> Any:
-    """The encoded audio among an item's members (extension → content); BrokenItemError where there is none."""
-    for extension in AUDIO_FORMATS:
+def choose_audio(members: Mapping[str, Any], formats: Sequence[str] = CLIP_FORMATS) -> Any:
+    """What an item's members (extension → content) have in the first of `formats`; BrokenItemError where there is none."""
+    for extension in formats:
         if extension in members:
             return members[extension]
     found = sorted(name for name in members if not name.startswith("__"))
-    raise BrokenItemError(f"no audio ({', '.join(AUDIO_FORMATS)}) among its files: {', '.join(found) or 'none'}")
+    raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {', '.join(found) or 'none'}")
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
@@ -92,6 +99,20 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     return usable
 
 
+def clip_into(members: Mapping[str, Any], row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
+    """Write the clip among an item's members to `row`: as `read_mel` does to float16, or else as `decode_audio` does.
+
+    Returns the size of its file in bytes. Raises BrokenItemError.
+    """
+    if row.dtype == torch.float16:
+        encoded = choose_audio(members, (FEATURES,))
+        read_mel(encoded, row, rng=rng)
+    else:
+        encoded = choose_audio(members, AUDIO_FORMATS)
+        decode_audio(encoded, row, sample_rate=sample_rate, rng=rng)
+    return len(encoded)
+
+
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> None:
     """Write a clip as the model takes it to `row`: mono (the mean of the channels), at `sample_rate` (Hz), as long as `row`.
 
@@ -100,25 +121,34 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
 
     Args:
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
-        row: (num_samples,), float32 of full scale ±1 or int16 (see `to_int16`). Of float32, louder samples, of floating-point
-            files and of lossy ones, stay as they are, as `transformers.ClapFeatureExtractor` takes them.
+        row: (num_samples,), contiguous on the CPU, float32 of full scale ±1 or int16 (see `to_int16`). Of float32, louder
+            samples, of floating-point files and of lossy ones, stay as they are, as `transformers.ClapFeatureExtractor` takes
+            them. int16 is float32 rounded to nearest, halves to even; 16-bit audio of this rate gets there in integers.
 
     Raises:
         BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
-    num_samples = len(row)
+    target = row.numpy()
     with open_audio(encoded) as file:
         ratio = _resampling_ratio(file.samplerate, sample_rate)
-        expected = min(file.frames, math.ceil(num_samples / ratio))
-        samples = _read_at(file, rng.randint(0, file.frames - expected), expected)
+        expected = min(file.frames, math.ceil(len(target) / ratio))
+        in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
+        dtype = "int16" if in_integers else "float32"
+        is_final = file.channels == 1 and ratio == 1 and target.dtype == dtype
+        start = rng.randint(0, file.frames - expected)
+        samples = _read_at(file, start, expected, dtype, out=target if is_final else None)
         if expected < file.frames and len(samples) and not samples.any():
             samples = _loudest_part(file, expected)
     check_samples(samples, expected)
-    mono = sum(samples.T) / np.float32(samples.shape[1])  # much sooner than a mean over so short an axis
-    waveform = resample(torch.from_numpy(mono), ratio.denominator, ratio.numerator)[:num_samples]
-    repeated = waveform.repeat(num_samples // len(waveform))
-    whole = torch.nn.functional.pad(repeated, (0, num_samples - len(repeated)))
-    row.copy_(to_int16(whole) if row.dtype == torch.int16 else whole)
+    if samples.dtype == np.int16:
+        length = len(samples)  # of a single channel, already in place
+        if samples.shape[1] == 2:
+            _mean_of_pairs(samples, out=target[:length])
+    else:
+        waveform = resample(torch.from_numpy(_mean(samples)), ratio.denominator, ratio.numerator)[: len(target)]
+        length = len(waveform)
+        row[:length] = to_int16(waveform) if row.dtype == torch.int16 else waveform
+    _repeat(target, length)
 
 
 def read_mel(encoded: Encoded, row: Tensor, *, rng: random.Random) -> None:
@@ -126,19 +156,74 @@ def read_mel(encoded: Encoded, row: Tensor, *, rng: random.Random) -> None:
     more are cropped at a place drawn from `rng`.
 
     Raises:
-        BrokenItemError: it can't be read, is of another dtype or shape, or holds NaN.
+        BrokenItemError: it can't be read, is of another dtype or shape, or holds NaN or infinite features.
     """
-    raise NotImplementedError
+    num_frames, mel_bins = row.shape
+    size = 10 + int.from_bytes(encoded[8:10], "little")  # of version 1.0, which has every array of few dimensions
+    shape, dtype, in_columns = _numpy_header(bytes(encoded[:size]))
+    if dtype != np.float16 or in_columns or len(shape) != 2 or shape[1] != mel_bins or shape[0] < num_frames:
+        order = " by columns" if in_columns else ""
+        wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins"
+        raise BrokenItemError(f"features are {dtype} of shape {shape}{order}, expected {wanted}")
+    if len(encoded) < size + 2 * math.prod(shape):
+        raise BrokenItemError(f"features break off: {len(encoded)} of {size + 2 * math.prod(shape)} bytes are there")
+    start = rng.randint(0, shape[0] - num_frames)
+    target = row.numpy()
+    target[:] = np.frombuffer(encoded, np.float16, target.size, size + 2 * start * mel_bins).reshape(target.shape)
+    # As integers, which compare sooner: exponents of ones, without and with a sign, are beyond everything finite.
+    if target.view(np.int16).max() >= 0x7C00 or target.view(np.uint16).max() >= 0xFC00:
+        raise BrokenItemError("features hold NaN or infinite values")
+
+
+@functools.lru_cache(maxsize=16)  # a set's files have the same few
+def _numpy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Shape, dtype and whether it is in Fortran's order."""
+    stream = io.BytesIO(header)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"NumPy's format {version[0]}.{version[1]}, not 1.0")
+        shape, in_columns, dtype = np.lib.format.read_array_header_1_0(stream)
+    except ValueError as error:
+        raise BrokenItemError(f"features can't be read: {error}") from None
+    return shape, dtype, in_columns
+
+
+class _View(io.RawIOBase):
+    """A memoryview as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._place = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._place : self._place + len(buffer)]
+        buffer[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: len(self._content)}[whence]
+        return self._place
 
 
 @contextmanager
 def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
     """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
-        with soundfile.SoundFile(io.BytesIO(encoded)) as file:
+        stream = io.BufferedReader(_View(encoded), _READ) if isinstance(encoded, memoryview) else io.BytesIO(encoded)
+        with soundfile.SoundFile(stream) as file:
             if file.frames >= _UNKNOWN_LENGTH:
                 how = "as FLAC written to a pipe; encode it again to a file"
                 raise BrokenItemError(f"audio doesn't state its length, {how}")
+            if not file.frames:
+                how = "(one written to a pipe must be encoded again)"
+                raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes {how}")
             yield file
     except BrokenItemError:
         raise
@@ -147,25 +232,30 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
 
 
-def check_samples(samples: NDArray[np.float32], expected: int) -> None:
+def check_samples(samples: NDArray[Any], expected: int) -> None:
     """BrokenItemError for samples (frames, channels) of no use to training, or far fewer than `expected`."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if len(samples) < max(1, expected // 2):
         raise BrokenItemError(f"audio breaks off: {len(samples)} of {expected} samples could be decoded")
-    if not np.isfinite(samples).all():
+    if samples.dtype != np.int16 and not np.isfinite(samples).all():
         raise BrokenItemError("audio holds NaN or infinite samples")
     if not samples.any():
         raise BrokenItemError("audio is silent: every sample is 0")
 
 
-def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.float32]:
-    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels)."""
+def _read_at(
+    file: soundfile.SoundFile, start: int, num_frames: int, dtype: str, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels). The start of `out`, for
+    a single channel, is where they are written if they can be."""
     # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
     if start > lead_in:
         file.seek(start - lead_in)
-    samples: NDArray[np.float32] = file.read(lead_in + num_frames, dtype="float32", always_2d=True)
+    if out is not None and not lead_in:
+        return file.read(num_frames, out=out[:num_frames])[:, None]
+    samples: NDArray[Any] = file.read(lead_in + num_frames, dtype=dtype, always_2d=True)
     return samples[lead_in:]
 
 
@@ -178,6 +268,34 @@ def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.floa
     return samples[start : start + num_frames]
 
 
+def _mean(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of the channels: (frames, channels) to (frames,)."""
+    total: NDArray[np.float32] = functools.reduce(np.add, samples.T)  # much sooner than a mean over so short an axis
+    return total / np.float32(samples.shape[1]) if samples.shape[1] > 1 else total
+
+
+def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:
+    """The mean of two channels, (frames, 2), rounded to nearest and halves to even, in `out` (frames,)."""
+    for pairs, mean in zip(*(np.array_split(each, 1 + len(out) // _BLOCK) for each in (samples, out)), strict=True):
+        both = pairs.view(np.int32)[:, 0]  # operations on neighbours are vectorised, on every other sample they aren't
+        mean[:] = both  # the lower half
+        other = (both >> 16).astype(np.int16)
+        differing = mean ^ other
+        mean &= other
+        mean += differing >> 1  # the mean rounded down, within 16 bits
+        mean += differing & mean & 1
+
+
+def _repeat(target: NDArray[Any], length: int) -> None:
+    """Repeat the first `length` samples as often as they fit, in place; zeros follow."""
+    whole = len(target) // length * length
+    while length < whole:
+        step = min(length, whole - length)
+        target[length : length + step] = target[:step]
+        length += step
+    target[whole:] = 0
+
+
 def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
     if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
         return ratio
@@ -185,10 +303,6 @@ def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 
 
 def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
-    """(…, T) at another sample rate, rates in Hz or as the terms of their ratio."""
+    """(…, T) float32 at another sample rate, rates in Hz or as the terms of their ratio."""
     ratio = _resampling_ratio(from_rate, to_rate)
-    return waveform if ratio == 1 else _resampler(ratio.denominator, ratio.numerator)(waveform)
-
-
-# Windowed-sinc resampling, whose filter is computed once per pair of rates.
-_resampler = functools.lru_cache(maxsize=32)(torchaudio.transforms.Resample)
+    return waveform if ratio == 1 else Resampler.of(ratio.denominator, ratio.numerator)(waveform)

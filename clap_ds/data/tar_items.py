@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
-from clap_ds.data.items import AUDIO_FORMATS, CAPTION_FORMATS
+from clap_ds.data.items import CAPTION_FORMATS, CLIP_FORMATS
 from clap_ds.data.shard_files import is_remote, open_shard
 
 Item = dict[str, Any]  # extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`
@@ -131,6 +131,6 @@ def fetch(item: Item) -> None:
 
 
 def count_samples(shard: str) -> int:
-    """Items of a tar that have audio and something a caption can be in; headers alone are read where that is possible."""
+    """Items of a tar that have audio or features, and what a caption can be in; reads headers alone where that is possible."""
     items = read_items(shard, lambda name, reason: None, leave=lambda member: True)
-    return sum(all(item.keys() & set(formats) for formats in (AUDIO_FORMATS, CAPTION_FORMATS)) for item in items)
+    return sum(all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS)) for item in items)
