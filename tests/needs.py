@@ -1,4 +1,5 @@
-"""Programs, rights and processors that some tests need beyond Python, make, git and g++; without them those tests are skipped.
+"""Programs, recordings, rights and processors that some tests need beyond Python, make, git and g++; without them those tests
+are skipped.
 
 The run's last lines say what was not tested and the one command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
 a missing program or right fails the test; a processor can't be installed. `python3 tests/needs.py` prints the Debian packages
@@ -20,9 +21,10 @@ PACKAGES = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
     **{"numactl": "numactl", "pkill": "procps", "chromium": "chromium", "g++": "g++"},
+    **{"/usr/share/sounds/alsa": "alsa-utils", "/usr/share/sounds/freedesktop": "sound-theme-freedesktop"},
 }
-"""Debian's package of each program."""
-CLUSTER = tuple(program for program in PACKAGES if program not in ("chromium", "g++"))
+"""Debian's package of each program, and of each folder of recordings, by its path."""
+CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++") and not name.startswith("/"))
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
 """Packages that another only recommends."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"
@@ -30,7 +32,9 @@ PREFIX = "needs "
 
 
 def where(program: str) -> str | None:
-    """Path of a program, also of one that only root's PATH has."""
+    """Path of a program, also of one that only root's PATH has; or of a folder."""
+    if program.startswith("/"):
+        return program if os.path.isdir(program) else None
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,12 +181,11 @@ def _numpy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     """Shape, dtype and whether it is in Fortran's order."""
     stream = io.BytesIO(header)
     try:
-        version = np.lib.format.read_magic(stream)
-        if version != (1, 0):
-            raise ValueError(f"NumPy's format {version[0]}.{version[1]}, not 1.0")
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError
         shape, in_columns, dtype = np.lib.format.read_array_header_1_0(stream)
-    except ValueError as error:
-        raise BrokenItemError(f"features can't be read: {error}") from None
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError):  # what NumPy's parser makes of damage
+        raise BrokenItemError("features aren't a NumPy file of version 1.0") from None
     return shape, dtype, in_columns
 
 

@@ -1,6 +1,7 @@
 import io
 import itertools
 import json
+import mmap
 import random
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.data.items import BrokenItemError, captions_of, choose_audio, decode_audio
+from clap_ds.data.batch import to_int16
+from clap_ds.data.items import BrokenItemError, captions_of, choose_audio, clip_into, decode_audio, read_mel
 
 SECOND = 48000
 
@@ -19,8 +21,10 @@ def encode(samples: np.ndarray, sample_rate: int, file_format: str, subtype: str
     return buffer.getvalue()
 
 
-def decode(encoded: bytes, num_samples: int = SECOND, seed: int = 0) -> torch.Tensor:
-    row = torch.empty(num_samples)
+def decode(
+    encoded: bytes | memoryview, num_samples: int = SECOND, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    row = torch.empty(num_samples, dtype=dtype)
     decode_audio(encoded, row, sample_rate=SECOND, rng=random.Random(seed))
     return row
 
@@ -92,6 +96,33 @@ def test_channels_are_averaged_and_what_is_loud_stays_so() -> None:
         np.testing.assert_allclose(decoded.numpy(), samples.mean(axis=1), atol=1e-6)
 
 
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_S8", "PCM_24"])
+@pytest.mark.parametrize("num_channels", [1, 2, 3])
+def test_int16_is_float32_rounded(subtype: str, num_channels: int) -> None:
+    samples = np.random.default_rng(0).integers(-(2**15), 2**15, (70_000, num_channels)).astype(np.int16)
+    samples[:6, :2] = np.array([[-1, 0], [0, 1], [1, 2], [-2, -1], [-(2**15), -(2**15)], [2**15 - 1, 2**15 - 1]])[
+        :, :num_channels
+    ]
+    encoded = encode(samples, SECOND, "FLAC", subtype)
+    for num_samples in (SECOND, 210_007):
+        expected = to_int16(decode(encoded, num_samples=num_samples))
+        for content in (encoded, memoryview(encoded)):
+            assert decode(content, num_samples=num_samples, dtype=torch.int16).tolist() == expected.tolist()
+    if subtype == "PCM_16":
+        assert expected[:70_000].tolist() == np.rint(samples.mean(axis=1)).tolist()
+
+
+def test_mapped_files_are_let_go() -> None:
+    encoded = encode(np.arange(1, 2**15, dtype=np.int16), SECOND, "WAV")
+    expected = decode(encoded, num_samples=100, dtype=torch.int16)
+    with mmap.mmap(-1, len(encoded)) as mapped:  # can't be closed while something refers to it
+        mapped[:] = encoded
+        with memoryview(mapped) as view:
+            assert decode(view, num_samples=100, dtype=torch.int16).tolist() == expected.tolist()
+        with memoryview(mapped) as view, view[40:] as damaged, pytest.raises(BrokenItemError):
+            decode(damaged)
+
+
 def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     samples = np.zeros(40 * 48, dtype=np.float32)
     samples[[70, 1500]] = 0.25, -0.5
@@ -99,6 +130,8 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
     assert all(any(crop) for crop in crops)
     assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
+    for seed, crop in enumerate(crops):
+        assert decode(encoded, num_samples=10, seed=seed, dtype=torch.int16).tolist() == [2**15 * each for each in crop]
 
 
 FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on count its samples
@@ -123,8 +156,82 @@ FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on coun
     ids=itertools.count(),  # encoded audio may hold the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
+    for dtype in (torch.float32, torch.int16):
+        with pytest.raises(BrokenItemError, match=reason):
+            decode(encoded, num_samples=4 * SECOND, dtype=dtype)
+
+
+def npy(features: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, features)
+    return buffer.getvalue()
+
+
+def read(encoded: bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:
+    row = torch.empty(num_frames, 4, dtype=torch.float16)
+    read_mel(encoded, row, rng=random.Random(seed))
+    return row.numpy()
+
+
+FEATURES = np.random.default_rng(0).normal(-30, 30, (12, 4)).astype(np.float16)
+HEADER = npy(FEATURES)[:128]
+
+
+def test_features_are_cropped_at_frames() -> None:
+    starts = set()
+    for seed in range(40):
+        crop = read(npy(FEATURES), seed=seed)
+        (start,) = (start for start in range(3) if np.array_equal(crop, FEATURES[start : start + 10]))
+        starts.add(start)
+    assert starts == {0, 1, 2}
+    assert np.array_equal(read(memoryview(npy(FEATURES)), num_frames=12), FEATURES)
+    large = np.full((10, 4), 65504, np.float16)
+    assert np.array_equal(read(npy(large)), large)
+    assert np.array_equal(read(npy(-large)), -large)
+
+
+def put(value: float) -> np.ndarray:
+    features = FEATURES.copy()
+    features[1:11, 2] = value
+    return features
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (b"", "aren't a NumPy file"),
+        (b"not an array" * 30, "aren't a NumPy file"),
+        (HEADER.replace(b"descr", b"[[[[["), "aren't a NumPy file"),
+        (HEADER.replace(b"}", b"("), "aren't a NumPy file"),
+        (b"\x93NUMPY\x02" + HEADER[7:], "aren't a NumPy file of version 1.0"),
+        (
+            npy(FEATURES.astype(np.float32)),
+            r"are float32 of shape \(12, 4\), expected float16, at least 10 frames of 4 mel bins",
+        ),
+        (npy(FEATURES.astype(">f2")), "are >f2 of"),
+        (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
+        (npy(FEATURES[:, :3]), r"of shape \(12, 3\)"),
+        (npy(FEATURES.ravel()), r"of shape \(48,\)"),
+        (npy(np.asfortranarray(FEATURES)), "by columns"),
+        (npy(FEATURES)[:-1], "break off: 223 of 224 bytes"),
+        *((npy(put(value)), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),
+    ],
+)
+def test_unusable_features_are_refused_with_a_reason(encoded: bytes, reason: str) -> None:
     with pytest.raises(BrokenItemError, match=reason):
-        decode(encoded, num_samples=4 * SECOND)
+        read(encoded)
+
+
+def test_what_a_row_holds_decides_what_is_read_of_an_item() -> None:
+    sound, features = encode(tone(440, SECOND), SECOND, "WAV"), npy(FEATURES)
+    item = {"__key__": "a", "wav": sound, "npy": features}
+    rows = [torch.zeros(SECOND), torch.zeros(SECOND, dtype=torch.int16), torch.zeros(10, 4, dtype=torch.float16)]
+    sizes = [clip_into(item, row, sample_rate=SECOND, rng=random.Random(0)) for row in rows]
+    assert sizes == [len(sound), len(sound), len(features)]
+    assert all(row.any() for row in rows)
+    for row, formats, there in ((rows[0], r"flac, wav, ogg, mp3", "npy"), (rows[2], "npy", "wav")):
+        with pytest.raises(BrokenItemError, match=rf"no audio \({formats}\) among its files: {there}"):
+            clip_into({"__key__": "a", there: b""}, row, sample_rate=SECOND, rng=random.Random(0))
 
 
 @pytest.mark.parametrize(
