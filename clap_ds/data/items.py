@@ -131,6 +131,9 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     """
     target = row.numpy()
     with open_audio(encoded) as file:
+        if not file.frames:
+            how = "what was written to a pipe must be encoded again"
+            raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes; {how}")
         ratio = _resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(len(target) / ratio))
         in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
@@ -221,9 +224,6 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
             if file.frames >= _UNKNOWN_LENGTH:
                 how = "as FLAC written to a pipe; encode it again to a file"
                 raise BrokenItemError(f"audio doesn't state its length, {how}")
-            if not file.frames:
-                how = "(one written to a pipe must be encoded again)"
-                raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes {how}")
             yield file
     except BrokenItemError:
         raise
@@ -247,8 +247,8 @@ def check_samples(samples: NDArray[Any], expected: int) -> None:
 def _read_at(
     file: soundfile.SoundFile, start: int, num_frames: int, dtype: str, out: NDArray[Any] | None = None
 ) -> NDArray[Any]:
-    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels). The start of `out`, for
-    a single channel, is where they are written if they can be."""
+    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels). Of a single
+    channel they may be written to the start of `out`."""
     # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
     if start > lead_in:
