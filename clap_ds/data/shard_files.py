@@ -17,6 +17,7 @@ import fsspec
 
 ATTEMPTS, FIRST_WAIT_S = 5, 0.5  # the wait is doubled after each failure
 _STREAM_BUFFER_BYTES, _HEADER_BUFFER_BYTES = 2**20, 2**16
+_LOCAL_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     With `any_order` a remote file is seekable, too, and little of it is fetched ahead.
     """
     if not is_remote(shard):
-        return open(shard, "rb")
+        return open(shard, "rb", buffering=_LOCAL_BUFFER_BYTES)
     buffer_bytes = _HEADER_BUFFER_BYTES if any_order else _STREAM_BUFFER_BYTES
     return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order), buffer_bytes))
 

@@ -64,7 +64,7 @@ class SourceReader:
     """Goes through one worker's share of a source without end."""
 
     source: Source
-    shuffle_buffer: int  # encoded items held for shuffling; 0 keeps the order of files and tars
+    shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions
     report: Report
     pass_number: int
@@ -76,7 +76,7 @@ class SourceReader:
         while is_useful:
             skipped = self.drawn
             is_useful = skipped > 0
-            for number, item in islice(enumerate(self._pass(skipped)), skipped, None):
+            for number, item in islice(enumerate(self._pass()), skipped, None):
                 self.drawn = number + 1
                 sample = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
                 if sample is not None:
@@ -85,26 +85,16 @@ class SourceReader:
             if is_useful:
                 self.pass_number, self.drawn = self.pass_number + 1, 0
 
-    def _pass(self, num_skipped: int) -> Iterator[Item]:
-        """The items of one pass, the first `num_skipped` without content where that is possible."""
+    def _pass(self) -> Iterator[Item]:
+        """The items of one pass."""
         rng = random.Random(f"{self.seed}, pass {self.pass_number}")
         shards = self.source.shards
         if self.source.shards_per_pass:
             shards = rng.choices(shards, k=self.source.shards_per_pass)
         elif self.shuffle_buffer:
             shards = rng.sample(shards, len(shards))
-        read = 0
-
-        def is_skipped(member: str) -> bool:
-            return read < num_skipped
-
-        def items() -> Iterator[Item]:
-            nonlocal read
-            for item in chain.from_iterable(read_items(shard, self.report, leave=is_skipped) for shard in shards):
-                read += 1
-                yield item
-
-        return shuffle(self.shuffle_buffer, rng=rng)(items()) if self.shuffle_buffer else items()
+        items = chain.from_iterable(read_items(shard, self.report, leave_audio=True) for shard in shards)
+        return shuffle(self.shuffle_buffer, rng=rng)(items) if self.shuffle_buffer else items
 
 
 @dataclass(slots=True)

@@ -48,13 +48,12 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
     """The items of tars that hold audio, in order, and what else was met."""
     clips: list[Clip] = []
     broken: list[Broken] = []
-    texts = tuple(f".{extension}" for extension in CAPTION_FORMATS)
 
     def report(name: str, reason: str) -> None:
         broken.append(Broken(name, reason))
 
     for shard in shards:
-        for item in read_items(shard, report, leave=lambda name: not name.lower().endswith(texts), any_order=True):
+        for item in read_items(shard, report, any_order=True):
             try:
                 described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
                 clips.append(Clip(shard, item["__key__"], choose_audio(item), described))
