@@ -1,13 +1,16 @@
 """Opens shards wherever they lie: a path, or any URL that fsspec has a file system for (s3://, gs://, https://, hf://, …).
 
-Remote tars are streamed; a read that fails is tried again from where it stopped. Packages for a protocol (s3fs, gcsfs, aiohttp,
-…) and credentials are the user's, the latter from the environment alone: a URL would carry them into logs and records.
+Remote tars are streamed, a thread reading ahead; a read that fails is tried again from where it stopped. Packages for a
+protocol (s3fs, gcsfs, aiohttp, …) and credentials are the user's, the latter from the environment alone: a URL would carry them
+into logs and records.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import IO, Any, TypeVar, cast
@@ -17,6 +20,7 @@ import fsspec
 
 ATTEMPTS, FIRST_WAIT_S = 5, 0.5  # the wait is doubled after each failure
 _STREAM_BUFFER_BYTES, _HEADER_BUFFER_BYTES = 2**20, 2**16
+_BUFFERS_AHEAD, _LONGEST_WAIT_S = 16, 1.0
 _LOCAL_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
 
 T = TypeVar("T")
@@ -66,8 +70,10 @@ def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
     """
     if not is_remote(shard):
         return open(shard, "rb", buffering=_LOCAL_BUFFER_BYTES)
-    buffer_bytes = _HEADER_BUFFER_BYTES if any_order else _STREAM_BUFFER_BYTES
-    return cast(IO[bytes], io.BufferedReader(_RetriedStream(shard, any_order), buffer_bytes))
+    stream = _RetriedStream(shard, any_order)
+    if any_order:
+        return cast(IO[bytes], io.BufferedReader(stream, _HEADER_BUFFER_BYTES))
+    return cast(IO[bytes], io.BufferedReader(_ReadAhead(stream), _STREAM_BUFFER_BYTES))
 
 
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
@@ -133,3 +139,51 @@ class _RetriedStream(io.RawIOBase):
     def close(self) -> None:
         self._let_go()
         super().close()
+
+
+class _ReadAhead(io.RawIOBase):
+    """A stream's content, up to `_BUFFERS_AHEAD` buffers of which are read by a thread before they are asked for."""
+
+    def __init__(self, stream: io.RawIOBase) -> None:
+        self._stream = stream
+        self._read: queue.Queue[bytes | Exception] = queue.Queue(_BUFFERS_AHEAD)
+        self._thread: threading.Thread | None = None
+        self._rest = memoryview(b"")
+        self._end: bytes | Exception | None = None  # what was read last: nothing, or why no more can be
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_all, daemon=True)
+            self._thread.start()
+        if not self._rest and self._end is None:
+            found = self._read.get()
+            if found and isinstance(found, bytes):
+                self._rest = memoryview(found)
+            else:
+                self._end = found
+        if isinstance(self._end, Exception):
+            raise self._end
+        view = memoryview(buffer).cast("B")
+        size = min(len(view), len(self._rest))
+        view[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+    def _read_all(self) -> None:
+        found: bytes | Exception | None = b"more"
+        with self._stream:
+            while found and isinstance(found, bytes) and not self.closed:
+                try:
+                    found = self._stream.read(_STREAM_BUFFER_BYTES)
+                except Exception as error:
+                    found = error
+                self._read.put(found or b"")
+
+    def close(self) -> None:
+        super().close()
+        while not self._read.empty():  # the thread may wait for room
+            self._read.get_nowait()
+        if self._thread:
+            self._thread.join(_LONGEST_WAIT_S)  # what it reads now isn't waited for any longer

@@ -1,3 +1,5 @@
+import threading
+import time
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,6 +39,22 @@ def test_reading_resumes_after_failures(remote: str, monkeypatch: pytest.MonkeyP
     with open_shard(remote) as stream:
         assert stream.read(len(CONTENT) + 1) == CONTENT
     assert len(asked) >= 8
+
+
+def test_what_comes_next_is_read_ahead_up_to_a_bound(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "_STREAM_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(shard_files, "_BUFFERS_AHEAD", 5)
+    asked, before = flaky(monkeypatch, works=10**9, fails=0), threading.active_count()
+    with open_shard(remote) as stream:
+        assert stream.read(10) == CONTENT[:10]
+        for _ in range(1000):
+            if len(asked) < 7:  # one given out, five waiting, one in the thread's hands
+                time.sleep(0.001)
+        assert threading.active_count() == before + 1
+        time.sleep(0.02)
+        assert len(asked) == 7
+        assert stream.read(20000) == CONTENT[10:20010]
+    assert threading.active_count() == before
 
 
 def test_lasting_failures_are_reported(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
