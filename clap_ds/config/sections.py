@@ -13,6 +13,7 @@ from clap_ds.config.model import preset_names
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -99,6 +100,10 @@ class ShardData(Section):
     waveforms: Literal["float32", "int16"] = "int16"
     """How audio travels from the workers to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are,
     rounds others by at most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
+    cache_gb: NonNegativeFloat = 0.0
+    """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
+    `~/.cache`). The next shard is fetched while one is read; the least recently used make room. 0: shards are streamed, anew in
+    every pass."""
 
 
 DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}

@@ -24,7 +24,8 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import Broken, BrokenItemError, captions_of, choose_audio, decode_audio
-from clap_ds.data.shard_list import FIELD, Source
+from clap_ds.data.shard_cache import ShardCache
+from clap_ds.data.shard_list import FIELD, Source, note
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
 from clap_ds.model.tokenizer import tokenize
 
@@ -67,6 +68,7 @@ class SourceReader:
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions
     report: Report
+    cache: ShardCache | None  # of remote shards
     pass_number: int
     drawn: int  # items of this pass
 
@@ -93,7 +95,9 @@ class SourceReader:
             shards = rng.choices(shards, k=self.source.shards_per_pass)
         elif self.shuffle_buffer:
             shards = rng.sample(shards, len(shards))
-        items = chain.from_iterable(read_items(shard, self.report, leave_audio=True) for shard in shards)
+        copies = self.cache.copies(shards) if self.cache else ((shard, None) for shard in shards)
+        tars = (read_items(shard, self.report, leave_audio=True, copy=copy) for shard, copy in copies)
+        items = chain.from_iterable(tars)
         return shuffle(self.shuffle_buffer, rng=rng)(items) if self.shuffle_buffer else items
 
 
@@ -117,10 +121,12 @@ class ShardReader:
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
+        cache = ShardCache(self.data.cache_gb * 1e9, note) if self.data.cache_gb else None
         readers, places = [], self.start["passes"] or [[0, 0]] * len(self.sources)
         for number, (source, place) in enumerate(zip(self.sources, places, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
-            readers.append(SourceReader(source, buffer, f"{self.seed}, source {number}", self._report, *place))
+            name = f"{self.seed}, source {number}"
+            readers.append(SourceReader(source, buffer, name, self._report, cache, *place))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
         began_s = None  # the first piece's time is that of starting

@@ -220,6 +220,29 @@ def test_remote_shards_are_streamed(tmp_path: Path, open_source: OpenSource, pat
         assert sorted(numbers_in(source, 2)) == sorted(2 * list(range(8)))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_copies_of_remote_shards_change_nothing_but_where_they_are_read(
+    tmp_path: Path,
+    open_source: OpenSource,
+    num_workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    marked_tars(tmp_path, 4, 4)
+    for tar in tmp_path.glob("*.tar"):
+        put(f"memory://copied/{tar.name}", tar.read_bytes()[: -4000 if tar.name == "002.tar" else None])  # that is cut
+    found = []
+    for cache_gb in (0, 1, 1e-6):  # none, enough, too little
+        settings = {"num_workers": num_workers, "shuffle_buffer": 5, "cache_gb": cache_gb}
+        with open_source("memory://copied/*.tar", **settings) as source:
+            found.append((numbers_in(source, 8), source.statistics()))
+        said = capfd.readouterr().err
+        assert said.count("larger than all of it may be") == (max(1, num_workers) if cache_gb == 1e-6 else 0)
+    assert found[0] == found[1] == found[2]
+    assert len(list((tmp_path / "cache/clap_ds/shards").glob("*.tar"))) == 4
+
+
 def test_captions_in_another_script(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
     """A byte-level tokenizer takes any; one of words says which item it knows no part of."""
     write_tar(tmp_path / "a.tar", [*marked_item(1), ("k.wav", wav(np.full(480, 0.003))), ("k.txt", "колокол".encode())])
