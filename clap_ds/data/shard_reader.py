@@ -23,7 +23,7 @@ from webdataset.filters import shuffle
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.front_end import Kind
-from clap_ds.data.items import Broken, BrokenItemError, captions_of, choose_audio, decode_audio
+from clap_ds.data.items import Broken, BrokenItemError, captions_of, clip_into
 from clap_ds.data.shard_cache import ShardCache
 from clap_ds.data.shard_list import FIELD, Source, note
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
@@ -174,12 +174,11 @@ class ShardReader:
                 ids = self.tokenizer(caption, add_special_tokens=False)["input_ids"]
                 if all(token == self.tokenizer.unk_token_id for token in ids):
                     raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
-            encoded = choose_audio(item)
-            decode_audio(encoded, row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
+            size = clip_into(item, row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
-        return Sample(caption, len(encoded))
+        return Sample(caption, size)
 
     def _report(self, name: str, reason: str) -> None:
         if name not in self._known:

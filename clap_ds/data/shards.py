@@ -20,9 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.front_end import Kind
 from clap_ds.data.items import Broken
 from clap_ds.data.shard_list import expand_sources, note, share_out
+from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
 from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader
@@ -47,7 +47,7 @@ class ShardPieces:
 
     def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         sources = expand_sources(data.shards)
-        self._kind: Kind = "encoded"
+        self._kind = kind_of(sources, spec.model)
         shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         contents = json.dumps([[source.shards, source.weight] for source in sources])
