@@ -13,6 +13,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
 from clap_ds.data.build import shard_building
 from clap_ds.data.build.caption_lists import Entry
+from clap_ds.data.build.prepared_audio import Clip
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.data.sources import build_batches
 from tests.data.builds import RATE, items_by_source, run, tone, write_clips, write_list
@@ -184,18 +185,30 @@ def test_the_report_says_whose_vocabulary_a_tokenizer_fits(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("options", "message"),
     [
-        ("--train_tokenizer", 60000, "from 261 to 50265"),
-        ("--held_out", 1, "a share from 0"),
-        ("--shard_mb", 0, "above 0"),
-        ("--delimiter", "ab", "one character, or"),
+        ("--held_out 1", "a share from 0"),
+        ("--shard_mb 0", "above 0"),
+        ("--delimiter ab", "one character, or"),
+        ("--kind mel", "--kind mel: expected --preset, too, one of demo, "),
+        ("--pieces 10", "expected --kind waveform or --kind mel, too"),
+        ("--kind waveform --preset micro --mono", "expected no --to_flac, --sample_rate, --mono"),
+        (
+            "--kind waveform --preset micro --pieces 0.5",
+            "--pieces 0.5: expected seconds, at least the 1 of the model's",
+        ),
     ],
 )
-def test_impossible_options(capsys: pytest.CaptureFixture[str], option: str, value: object, message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run("list.csv", "out", option, value)
+def test_impossible_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    assert run(write_list(tmp_path, 1), tmp_path / "out", *options.split()) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_largest_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("list.csv", "out", "--train_tokenizer", 60000)
+    assert "from 261 to 50265" in capsys.readouterr().err
 
 
 def test_verify_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +234,7 @@ def test_full_disk_is_reported_and_the_same_command_resumes(
     path = write_list(tmp_path, 6)
     load, loaded = shard_building.load_audio, []
 
-    def fail(entry: Entry, encoding: shard_building.Encoding) -> tuple[str, bytes, float]:
+    def fail(entry: Entry, encoding: shard_building.Encoding) -> list[Clip]:
         loaded.append(entry)
         if len(loaded) == 5:
             raise OSError(28, "No space left on device")

@@ -4,7 +4,8 @@
 
 SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
 caption a line) or .json (field caption) of the same name. Rows of the same file, and files that hold the same, become one item
-with several captions; other columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation. A
+with several captions; other columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation.
+`--kind` prepares the audio for a model, so that runs needn't (of shards that are there, `clap_ds.data.build.prepare` does). A
 build that was stopped resumes when the same command is given again. Rows that can't be read are refused before any work; files
 that can't be used are left out, counted, and listed in `broken.jsonl`. `--verify` compares the shards of a folder with the
 checksums in its manifest.
@@ -14,39 +15,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import write_atomically
 from clap_ds.data.build import splits
 from clap_ds.data.build.audio_files import merge_same
 from clap_ds.data.build.caption_lists import Entry, read_entries
-from clap_ds.data.build.report import BROKEN, Shards, report, vocab_sizes
-from clap_ds.data.build.shard_building import (
-    BuiltShard,
-    Encoding,
-    PlannedShard,
-    build_shard,
-    claim,
-    finished,
-    plan_shards,
-)
-from clap_ds.data.shard_manifest import MANIFEST, Manifest, digest, read_manifest, write_manifest
+from clap_ds.data.build.prepared_audio import add_preparation_options, preparation_of
+from clap_ds.data.build.report import Shards, report, vocab_sizes
+from clap_ds.data.build.shard_building import Encoding, build_shard, plan_of, plan_shards
+from clap_ds.data.build.writing import FAILED, Task, add_workers, claim, fill, none_usable, resumable
+from clap_ds.data.front_end import KINDS, FrontEnd
+from clap_ds.data.shard_manifest import MANIFEST, digest, read_manifest
 from clap_ds.model.tokenizer import train_tokenizer
-
-FAILED = 1
 
 
 def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tuple[Shards, list[Entry]]:
@@ -55,34 +44,18 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tu
     Returns the shards, and the entries that are in none because they have a problem. UserError where the folder holds something
     else or no item can be used; OSError where it can't be written, or the disk is full: what is finished stays.
     """
-    encoding = Encoding(options.to_flac, options.sample_rate, options.mono)
+    preparation = preparation_of(options)
+    encoding = preparation or Encoding(options.to_flac, options.sample_rate, options.mono)
     unusable = [entry for entry in entries if entry.problem]
+    reasons = [(str(entry.path), str(entry.problem)) for entry in unusable]
     if len(unusable) == len(entries):
-        reasons = [(str(entry.path), str(entry.problem)) for entry in entries]
-        raise UserError(_none_usable(reasons) + _remedy(entries, options))
+        raise UserError(none_usable(reasons) + _remedy(entries, options))
     planned = plan_shards([entry for entry in entries if not entry.problem], options)
-    claim(folder, planned, encoding)
-    built = {shard.name: there for shard in planned if (there := finished(folder, shard.name))}
-    waiting = [shard for shard in planned if shard.name not in built]
-    if built:
-        print(f"{len(built)} of {len(planned)} shards are there already", flush=True)
-    with tqdm(total=sum(len(shard.items) for shard in waiting), unit="item", disable=None) as progress:
-        for done in _build_all(waiting, folder, encoding, options.workers, progress.update):
-            built[done.name] = done
-    shards = [(shard, built[shard.name]) for shard in planned]
-    broken = [(str(entry.path), str(entry.problem)) for entry in unusable]
-    broken += [each for _, shard in shards for each in shard.broken]
-    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
-    write_atomically(folder / BROKEN, "".join(listed))
-    write_manifest(folder, Manifest({shard.name: shard.record for _, shard in shards if shard.record}))
-    if not any(shard.record for _, shard in shards):
-        raise UserError(_none_usable(broken))
-    return shards, unusable
-
-
-def _none_usable(broken: list[tuple[str, str]]) -> str:
-    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
-    return f"none of {len(broken)} items can be used, the first: {examples}"
+    claim(folder, plan_of(planned, encoding))
+    tasks = [Task(each.name, len(each.items), partial(build_shard, each, folder, encoding)) for each in planned]
+    front_end = FrontEnd.of(preparation.audio) if preparation else None
+    built = fill(folder, tasks, options.workers, kind=options.kind, front_end=front_end, unusable=reasons)
+    return list(zip(planned, built, strict=True)), unusable
 
 
 def _remedy(entries: list[Entry], options: argparse.Namespace) -> str:
@@ -98,26 +71,6 @@ def _remedy(entries: list[Entry], options: argparse.Namespace) -> str:
                 return f"; {os.path.normpath(folder / name)} is there: --audio_root {shlex.quote(os.path.normpath(folder))}"
     ending = "" if missing[0].suffix else ", and --audio_column '{column}.wav' adds what names in a column lack"
     return f"; --audio_root says what paths are relative to{ending}"
-
-
-def _build_all(
-    shards: list[PlannedShard], folder: Path, encoding: Encoding, num_workers: int, advance: Callable[[], Any]
-) -> Iterator[BuiltShard]:
-    """Build shards side by side, in threads: decoding, checksums and writing leave Python's lock."""
-    stop = threading.Event()
-
-    def on_item() -> None:
-        if stop.is_set():
-            raise InterruptedError
-        advance()
-
-    pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        for future in as_completed([pool.submit(build_shard, shard, folder, encoding, on_item) for shard in shards]):
-            yield future.result()
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
 
 
 def verify(folder: Path) -> list[str]:
@@ -137,9 +90,8 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def _parser() -> argparse.ArgumentParser:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("python -m clap_ds.data.build", description=description, allow_abbrev=False)
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """SOURCE may be left out; for options between it and FOLDER, parse with `parse_intermixed_args`."""
     parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     parser.add_argument("--verify", action="store_true", help="check FOLDER against its manifest, and build nothing")
@@ -156,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--stratify_column", metavar="NAME", help="class: hold out the share of each, at least one item of two")
     add("--split_column", metavar="NAME", help=f"instead of these: says of each item {splits.SIDES}")
     add = parser.add_argument_group("shards").add_argument
-    add("--shard_mb", type=float, default=500.0, metavar="MB", help="size of a shard, about (default 500)")
+    more = "size of a shard, about, by the size of SOURCE's files (default 500)"
+    add("--shard_mb", type=float, default=500.0, metavar="MB", help=more)
     more = "so many for training, instead: at least ranks × workers per rank, best a multiple of it"
     add("--shards", type=whole_number(), metavar="N", help=more)
     add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
@@ -165,43 +118,54 @@ def _parser() -> argparse.ArgumentParser:
     add("--to_flac", action="store_true", help="re-encode all")
     add("--sample_rate", type=whole_number(1000, 655350), metavar="HZ", help="resample to this, as FLAC")
     add("--mono", action="store_true", help="average the channels, as FLAC")
+    add = parser.add_argument_group("audio prepared for a model, once for all runs, instead").add_argument
+    add_preparation_options(add, KINDS, default="encoded")
     sizes = vocab_sizes()
     fitting = "; ".join(f"up to {size} for {names}" for size, names in sizes.items())
     more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
     more += f"special tokens) and often 1000 to 10000, the more the more captions; {fitting}"
     parser.add_argument("--train_tokenizer", type=whole_number(261, max(sizes)), metavar="VOCABULARY", help=more)
-    more, cores = "shards built at a time (default: one for each core)", len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
-    return parser
+    add_workers(parser)
 
 
-def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    options = parser.parse_intermixed_args(None if arguments is None else list(arguments))
+def _check(options: argparse.Namespace) -> None:
+    """UserError for options that contradict each other."""
     if options.source is None and not options.verify:
-        parser.error("expected SOURCE and FOLDER (only --verify takes a folder alone)")
+        raise UserError("expected SOURCE and FOLDER (only --verify takes a folder alone)")
     if not 0 <= options.held_out < 1:
-        parser.error(f"--held_out {options.held_out}: expected a share from 0 to below 1")
-    if options.split_column and (options.held_out or options.group_column or options.stratify_column):
-        parser.error(
-            "--split_column says which items are held out; expected no --held_out, --group_column, --stratify_column"
-        )
-    if (options.group_column or options.stratify_column) and not options.held_out:
-        parser.error("--group_column and --stratify_column: expected --held_out SHARE, too")
+        raise UserError(f"--held_out {options.held_out}: expected a share from 0 to below 1")
+    divided = options.group_column or options.stratify_column
+    if options.split_column and (options.held_out or divided):
+        others = "--held_out, --group_column, --stratify_column"
+        raise UserError(f"--split_column says which items are held out; expected no {others}")
+    if divided and not options.held_out:
+        raise UserError("--group_column and --stratify_column: expected --held_out SHARE, too")
     if not options.shard_mb > 0:
-        parser.error(f"--shard_mb {options.shard_mb}: expected a size above 0")
-    if options.delimiter is not None:
-        options.delimiter = options.delimiter.replace("\\t", "\t")
-        if len(options.delimiter) != 1:
-            parser.error(f"--delimiter {options.delimiter!r}: expected one character, or \\t")
-    return options
+        raise UserError(f"--shard_mb {options.shard_mb}: expected a size above 0")
+    if options.delimiter is not None and len(options.delimiter.replace("\\t", "\t")) != 1:
+        raise UserError(f"--delimiter {options.delimiter!r}: expected one character, or \\t")
+    if options.kind != "encoded" and (options.to_flac or options.sample_rate or options.mono):
+        raise UserError(
+            f"--kind {options.kind} says what becomes of audio; expected no --to_flac, --sample_rate, --mono"
+        )
 
 
 def run_build(options: argparse.Namespace) -> int:
+    """Returns the exit code: 0, 1 (the folder can't be written, or a shard is not as it was built) or 130 (stopped).
+
+    UserError where the user made a mistake.
+    """
+    _check(options)
     if options.verify:
         problems = verify(options.folder)
         print("\n".join(problems) or f"{options.folder}: all shards are as they were built")
         return FAILED if problems else 0
+    return resumable(options.folder, lambda: _build_and_report(options))
+
+
+def _build_and_report(options: argparse.Namespace) -> int:
+    if options.delimiter is not None:
+        options.delimiter = options.delimiter.replace("\\t", "\t")
     entries = read_entries(options.source, options, lambda row: splits.problem_with(row, options))
     entries = merge_same(entries, options.workers)
     shards, unusable = build(entries, options.folder, options)
@@ -214,17 +178,13 @@ def run_build(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 (stopped, or a shard is not as it was built) or 2 (a mistake of the user's)."""
-    options = _parse(arguments)
-    try:
-        return exit_code_of(lambda: run_build(options), (UserError,))
-    except OSError as error:
-        reason = error.strerror or error
-        print(f"error: {options.folder} can't be written: {reason}; the same command resumes", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
+    """Returns the exit code: as `run_build`, or 2 (a mistake of the user's)."""
+    parser = argparse.ArgumentParser(
+        "python -m clap_ds.data.build", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add_build_options(parser)
+    options = parser.parse_intermixed_args(None if arguments is None else list(arguments))
+    return exit_code_of(lambda: run_build(options), (UserError,))
 
 
 if __name__ == "__main__":

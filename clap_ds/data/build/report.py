@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.model import load_preset, preset_names
 from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.build.shard_building import BuiltShard, PlannedShard
+from clap_ds.data.build.shard_building import PlannedShard
 from clap_ds.data.build.splits import names_in
+from clap_ds.data.build.writing import BROKEN, BuiltShard
+from clap_ds.data.shard_manifest import ShardRecord
 
-BROKEN = "broken.jsonl"
 _MOST_SHOWN = 8
 
 Shards = list[tuple[PlannedShard, BuiltShard]]
@@ -38,10 +40,7 @@ def report(
         broken = {path for _, built in own for path, _ in built.broken}
         sides[side] = [entry for plan, _ in own for _, entry in plan.items if str(entry.path) not in broken]
         if records := [built.record for _, built in own if built.record]:
-            items, size, seconds = (sum(c) for c in zip(*((r.items, r.bytes, r.seconds) for r in records), strict=True))
-            lines.append(
-                f"{side}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h"
-            )
+            lines.append(f"{side}: {amount(records)}")
             if side == "held_out":
                 settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     lines += _divided(sides, options) + _same([entry for side in sides.values() for entry in side])
@@ -54,6 +53,13 @@ def report(
         lines.append(f"{_tokenizer(vocab_size, options.train_tokenizer)}; in {tokenizer}")
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     return [*lines, 'For a run\'s JSON, in "clap":', *sections]
+
+
+def amount(records: Sequence[ShardRecord]) -> str:
+    """How much these shards hold."""
+    items, size, seconds = (sum(c) for c in zip(*((r.items, r.bytes, r.seconds) for r in records), strict=True))
+    each = f"{size / items / 1e3:.1f} KB an item of {seconds / items:.1f} s"
+    return f"{items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h, {each}"
 
 
 def _divided(sides: dict[str, list[Entry]], options: Namespace) -> list[str]:

@@ -1,0 +1,165 @@
+"""Command: prepare the audio of shards for a model, so that runs needn't decode it.
+
+    python -m clap_ds.data.build.prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
+
+Each tar becomes one of the same name, with the same items in the same order; captions, and whatever else belongs to an item,
+stay as they are. Where the command was stopped, the same one resumes. Items that can't be used are left out, counted, and
+listed in `broken.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
+from clap_ds.data.build.report import amount
+from clap_ds.data.build.writing import (
+    BROKEN,
+    RECORDS,
+    BuiltShard,
+    Named,
+    OnItem,
+    Task,
+    add_workers,
+    claim,
+    fill,
+    resumable,
+    write_shard,
+)
+from clap_ds.data.front_end import FEATURES, FrontEnd
+from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, captions_of, choose_audio
+from clap_ds.data.shard_list import FIELD, expand_shards
+from clap_ds.data.shard_manifest import Manifest, read_manifest
+from clap_ds.data.tar_items import read_items
+
+
+def add_prepare_options(parser: argparse.ArgumentParser) -> None:
+    """For options between SHARDS and FOLDER, parse with `parse_intermixed_args`."""
+    more = "tars, by path, pattern or URL as in clap.data.shards"
+    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
+    add_preparation_options(parser.add_argument, ("waveform", "mel"), required=True)
+    add_workers(parser)
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    """Returns the exit code: 0, 1 (FOLDER can't be written) or 130 (stopped). UserError where the user made a mistake."""
+    preparation = preparation_of(options)
+    assert preparation is not None  # of an encoded kind, which isn't among the choices
+    try:
+        tars = expand_shards(options.shards)
+    except ValueError as error:
+        raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
+    return resumable(options.folder, lambda: _prepare(_by_name(tars), options.folder, preparation, options.workers))
+
+
+def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, num_workers: int) -> int:
+    manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
+    for place, manifest in manifests.items():
+        if manifest.kind == "mel":
+            raise UserError(f"{place} holds features; expected audio")
+    with ThreadPoolExecutor(num_workers) as pool:
+        sizes = list(pool.map(_size, tars.values()))
+    claim(folder, [repr(preparation), *(f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))])
+    done: list[BuiltShard] = []
+
+    def write(name: str, tar: str, on_item: OnItem) -> BuiltShard:
+        done.append(prepare_shard(tar, folder, name, preparation, on_item))
+        return done[-1]
+
+    tasks = [Task(name, _num_items(tar, manifests), partial(write, name, tar)) for name, tar in tars.items()]
+    began = time.perf_counter()
+    front_end = FrontEnd.of(preparation.audio)
+    shards = fill(folder, tasks, num_workers, kind=preparation.kind, front_end=front_end)
+    seconds = time.perf_counter() - began
+    num_items = sum(shard.record.items for shard in shards if shard.record)
+    print(f"{preparation.kind}: {amount([shard.record for shard in shards if shard.record])}")
+    if all(sizes):
+        print(f"what was read: {sum(sizes) / 1e6:.1f} MB, {sum(sizes) / num_items / 1e3:.1f} KB an item")
+    if done:
+        number = sum(shard.record.items for shard in done if shard.record)
+        print(f"{number} items in {seconds:.1f} s: {number / seconds:.0f} items/s with {num_workers} worker(s)")
+    broken = [name for shard in shards for name, _ in shard.broken]
+    if broken:
+        print(f"{len(broken)} left out, listed with reasons in {folder / BROKEN}")
+    if cut := sorted({*broken} & {*tars.values()}):
+        again = f"to read one again, remove its record in {folder / RECORDS}"
+        print(f"{len(cut)} tar(s) couldn't be read to the end, such as {cut[0]}; {again}, and give the same command")
+    return 0
+
+
+def prepare_shard(tar: str, folder: Path, name: str, preparation: Preparation, on_item: OnItem) -> BuiltShard:
+    """Write what a tar (path or URL) holds, prepared, and its record; OSError where the folder can't be written."""
+    broken: list[Named] = []
+
+    def items() -> Iterator[tuple[dict[str, Any], float]]:
+        for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
+            try:
+                captions_of(item)
+                clips = preparation.clips(bytes(choose_audio(item)))
+            except BrokenItemError as error:
+                broken.append((f"{tar}: {item['__key__']}", str(error)))
+            else:
+                others = [name for name in item.keys() - {*AUDIO_FORMATS, FEATURES} if name and name[0] != "_"]
+                kept = {name: item[name] for name in others}
+                for clip in clips:
+                    key = item["__key__"] + clip.suffix
+                    yield {**kept, "__key__": key, clip.extension: clip.content}, clip.seconds
+            on_item()
+
+    return write_shard(folder, name, items(), broken)
+
+
+def _by_name(tars: Iterable[str]) -> dict[str, str]:
+    """Tars by the names of those that they become."""
+    named: dict[str, str] = {}
+    for tar in tars:
+        name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"
+        if name in named:
+            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
+        named[name] = tar
+    return named
+
+
+def _folder_of(tar: str) -> str:
+    return tar.rpartition("/")[0] or "."
+
+
+def _num_items(tar: str, manifests: Mapping[str, Manifest]) -> int | None:
+    record = manifests[_folder_of(tar)].shards.get(tar.rpartition("/")[2])
+    return record.items if record else None
+
+
+def _size(tar: str) -> int:
+    """Bytes; 0 where that isn't known."""
+    with contextlib.suppress(Exception):  # whatever the file system's package raises
+        fs, path = fsspec.url_to_fs(tar)
+        return int(fs.size(path) or 0)
+    return 0
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Returns the exit code: as `run_prepare`, or 2 (a mistake of the user's)."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(
+        "python -m clap_ds.data.build.prepare", description=description, allow_abbrev=False
+    )
+    add_prepare_options(parser)
+    options = parser.parse_intermixed_args(None if arguments is None else list(arguments))
+    return exit_code_of(lambda: run_prepare(options), (UserError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

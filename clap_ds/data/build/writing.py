@@ -1,0 +1,184 @@
+"""Tars written side by side: each under another name until it is whole, then with a record, so that a command that was stopped
+goes on with those that have none; and beside them the manifest, and the list of what could not be used."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from webdataset.writer import TarWriter
+
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import write_atomically
+from clap_ds.data.front_end import FrontEnd, Kind
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, digest, write_manifest
+
+RECORDS = ".build"  # folder of finished shards' records, beside them
+BROKEN = "broken.jsonl"
+FAILED = 1
+
+Named = tuple[str, str]
+"""Something that can't be used, and why."""
+OnItem = Callable[[], None]
+"""To be called after each item, usable or not; what it raises ends the work."""
+
+
+class BuiltShard(NamedTuple):
+    """A finished shard."""
+
+    name: str
+    record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
+    broken: list[Named]  # items left out
+
+
+class Task(NamedTuple):
+    """A shard to be: its file name, its items where they are counted, and what writes it."""
+
+    name: str
+    num_items: int | None
+    write: Callable[[OnItem], BuiltShard]
+
+
+def claim(folder: Path, plan: Iterable[str]) -> None:
+    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
+    state = hashlib.sha256()
+    for part in plan:
+        state.update(part.encode())
+    mark = folder / RECORDS / "plan"
+    try:
+        if not mark.is_file():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
+            mark.parent.mkdir(parents=True)
+            write_atomically(mark, state.hexdigest())
+        elif mark.read_text() != state.hexdigest():
+            other = "holds shards of another list, other audio or other options"
+            raise UserError(f"{folder} {other}; name a new folder, or empty it")
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}") from None
+
+
+def fill(
+    folder: Path,
+    tasks: Sequence[Task],
+    num_workers: int,
+    *,
+    kind: Kind = "encoded",
+    front_end: FrontEnd | None = None,
+    unusable: Sequence[Named] = (),
+) -> list[BuiltShard]:
+    """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
+
+    UserError where no item can be used; OSError where the folder can't be written, or the disk is full: what is finished stays.
+    """
+    built = {task.name: there for task in tasks if (there := _finished(folder, task.name))}
+    waiting = [task for task in tasks if task.name not in built]
+    if built:
+        print(f"{len(built)} of {len(tasks)} shards are there already", flush=True)
+    counts = [task.num_items for task in waiting]
+    total = None if None in counts else sum(count or 0 for count in counts)
+    with tqdm(total=total, unit="item", disable=None) as progress:
+        for done in _write_all(waiting, num_workers, progress.update):
+            built[done.name] = done
+    shards = [built[task.name] for task in tasks]
+    broken = [*unusable, *(each for shard in shards for each in shard.broken)]
+    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
+    write_atomically(folder / BROKEN, "".join(listed))
+    records = {shard.name: shard.record for shard in shards if shard.record}
+    write_manifest(folder, Manifest(records, kind, front_end))
+    if not records:
+        raise UserError(none_usable(broken))
+    return shards
+
+
+def none_usable(broken: Sequence[Named]) -> str:
+    """A message with the first few reasons."""
+    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
+    return f"none of {len(broken)} items can be used, the first: {examples}"
+
+
+def _write_all(tasks: Sequence[Task], num_workers: int, advance: Callable[[], Any]) -> Iterator[BuiltShard]:
+    """In threads: decoding, features, checksums and writing leave Python's lock."""
+    stop = threading.Event()
+
+    def on_item() -> None:
+        if stop.is_set():
+            raise InterruptedError
+        advance()
+
+    pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for future in as_completed([pool.submit(task.write, on_item) for task in tasks]):
+            yield future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(folder: Path, name: str) -> BuiltShard | None:
+    """What is known of a shard that was built before, if it is there in full length."""
+    try:
+        content = json.loads((folder / RECORDS / f"{name}.json").read_text())
+        record = ShardRecord(**content["record"]) if content["record"] else None
+        if record is not None and (folder / name).stat().st_size != record.bytes:
+            return None
+        return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_shard(
+    folder: Path, name: str, items: Iterable[tuple[dict[str, Any], float]], broken: list[Named]
+) -> BuiltShard:
+    """Write one tar of items, each its `__key__` and contents by extension, and its seconds of audio; and its record.
+
+    `broken` is what is left out, complete when `items` ends. OSError where the folder can't be written, or the disk is full.
+    """
+    partial = folder / f"{name}.partial"
+    num_items, seconds = 0, 0.0
+    with partial.open("wb") as file:
+        with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+            for item, length in items:
+                tar.write(item)
+                num_items, seconds = num_items + 1, seconds + length
+        file.flush()
+        os.fsync(file.fileno())
+    record = None
+    if num_items:
+        record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
+        os.replace(partial, folder / name)
+    else:
+        partial.unlink()
+    built = {"record": asdict(record) if record else None, "broken": broken}
+    write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
+    return BuiltShard(name, record, broken)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    more, cores = "shards written at a time (default: one for each core)", len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
+
+
+def resumable(folder: Path, run: Callable[[], int]) -> int:
+    """The exit code of a command that fills a folder: its own, or of having been stopped, or of a disk that is full."""
+    try:
+        return run()
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"error: {folder} can't be written: {reason}; the same command resumes", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("stopped; the same command resumes", file=sys.stderr)
+        return 130

@@ -1,0 +1,235 @@
+import io
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.config.model import load_preset
+from clap_ds.data.batch import INT16_SCALE
+from clap_ds.data.build import prepare
+from clap_ds.data.front_end import FrontEnd
+from clap_ds.data.items import decode_audio
+from clap_ds.data.shard_list import expand_sources
+from clap_ds.data.shard_manifest import kind_of, read_manifest
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.mel import LogMel
+from tests.data.builds import run as build
+from tests.data.builds import write_list
+from tests.data.tars import items_in, put, wav, write_tar
+
+MICRO = load_preset("micro")  # of clips of one second
+RATE = MICRO.audio.sample_rate
+HALF_STEP = 2**-5 + 1e-4
+"""dB by which features below 128 are rounded at most, half the distance of float16 numbers, and by which kernels may differ."""
+
+
+def sound(seconds: float, rate: int = RATE, channels: int = 1, seed: int = 0) -> np.ndarray:
+    """A falling tone in noise, other in each channel."""
+    rng = np.random.default_rng(seed)
+    time = np.arange(round(seconds * rate))[:, None] / rate
+    tones = 0.4 * np.sin(2 * np.pi * (900 - 300 * time) * time + np.arange(channels))
+    return tones + rng.uniform(-0.02, 0.02, tones.shape)
+
+
+CLIPS = {
+    "short": wav(sound(0.3), RATE, "PCM_16"),
+    "exact": wav(sound(1.0), RATE, "PCM_16"),
+    "stereo": wav(sound(0.7, channels=2), RATE, "PCM_16"),
+    "slow": wav(sound(0.5, 8000), 8000, "PCM_16"),
+    "odd": wav(sound(0.9, 44100, 2), 44100, "PCM_24"),
+    "float": wav(3 * sound(0.4), RATE, "FLOAT"),  # clipped at full scale
+}
+
+
+def members(clips: dict[str, bytes]) -> list[tuple[str, bytes]]:
+    described = {name: json.dumps({"caption": f"a sound, {name}", "kind": name}).encode() for name in clips}
+    return [each for name in clips for each in [(f"{name}.wav", clips[name]), (f"{name}.json", described[name])]]
+
+
+def run(*arguments: object) -> int:
+    return prepare.main([str(argument) for argument in [*arguments, "--preset", "micro", "--workers", 1]])
+
+
+def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
+    """What a run on `waveforms: int16` decodes, (num_samples,) int16."""
+    row = torch.empty(num_samples, dtype=torch.int16)
+    decode_audio(clip, row, sample_rate=RATE, rng=random.Random(0))
+    return row
+
+
+def features_in(folder: Path) -> dict[str, np.ndarray]:
+    return {key: np.load(io.BytesIO(item["npy"])) for key, item in items_in(folder).items()}
+
+
+def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
+    """But for rounding; embeddings, too."""
+    shard = write_tar(tmp_path / "a.tar", members(CLIPS))
+    assert run(shard, tmp_path / "mel", "--kind", "mel") == 0
+    features = features_in(tmp_path / "mel")
+    assert list(features) == list(CLIPS)
+    stored = torch.from_numpy(np.stack(list(features.values())))
+    assert (stored.dtype, *stored.shape[1:]) == (torch.float16, MICRO.audio.num_frames, MICRO.audio.mel_bins)
+    torch.manual_seed(0)
+    model = ClapModel(MICRO).eval()
+    waveforms = torch.stack([live(clip) for clip in CLIPS.values()]).float() / INT16_SCALE
+    with torch.no_grad():
+        assert (stored - model.mel(waveforms)).abs().max() <= HALF_STEP
+        cosines = (model.encode_audio(stored.float()) * model.encode_audio(waveforms)).sum(dim=1)
+    assert cosines.min() > 0.9999
+    for name, item in items_in(tmp_path / "mel").items():
+        assert item.keys() == {"npy", "json"}
+        assert json.loads(item["json"]) == {"caption": f"a sound, {name}", "kind": name}
+    manifest = read_manifest(str(tmp_path / "mel"))
+    assert (manifest.kind, manifest.front_end) == ("mel", FrontEnd.of(MICRO.audio))
+    assert kind_of(expand_sources(f"{tmp_path}/mel/*.tar"), MICRO) == "mel"
+    assert (manifest.shards["a.tar"].items, manifest.shards["a.tar"].seconds) == (6, pytest.approx(3.8))
+
+
+def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
+    """Standard WAV files, as long as the clips, from which features become the same as from the clips."""
+    clips = {**CLIPS, "long": wav(sound(2.5, 44100, 2), 44100, "PCM_16")}
+    shard = write_tar(tmp_path / "a.tar", members(clips))
+    assert run(shard, tmp_path / "wav", "--kind", "waveform") == 0
+    for (name, item), seconds in zip(
+        items_in(tmp_path / "wav").items(), (0.3, 1, 0.7, 0.5, 0.9, 0.4, 2.5), strict=True
+    ):
+        samples, rate = soundfile.read(io.BytesIO(item["wav"]), dtype="int16", always_2d=True)
+        assert (rate, samples.shape, soundfile.info(io.BytesIO(item["wav"])).subtype) == (
+            RATE,
+            (seconds * RATE, 1),
+            "PCM_16",
+        )
+        np.testing.assert_array_equal(samples[:, 0], live(clips[name], len(samples)))
+        if name != "long":  # which is cropped anywhere
+            assert live(item["wav"]).equal(live(clips[name]))
+    assert run(shard, tmp_path / "mel", "--kind", "mel") == 0
+    assert run(tmp_path / "wav" / "a.tar", tmp_path / "twice", "--kind", "mel") == 0
+    assert (tmp_path / "mel" / "a.tar").read_bytes() == (tmp_path / "twice" / "a.tar").read_bytes()
+
+
+@pytest.mark.parametrize("num_samples", [1, RATE - 1, RATE // 100 * 3, RATE // 2, 5 * RATE])
+def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
+    """Features of so many samples more than the model's, computed in parts, are those computed at once."""
+    clip = wav(sound((RATE + num_samples) / RATE), RATE, "PCM_16")
+    assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
+    (features,) = features_in(tmp_path / "mel").values()
+    whole = RATE + num_samples // MICRO.audio.hop_size * MICRO.audio.hop_size
+    log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": whole}))
+    expected = log_mel(live(clip, RATE + num_samples)[None, :whole].float() / INT16_SCALE)[0]
+    assert features.shape == expected.shape
+    assert np.abs(features - expected.numpy()).max() <= HALF_STEP
+
+
+def test_pieces(tmp_path: Path) -> None:
+    """The last is from half to one and a half times as long as the others; silent ones are left out."""
+    parts = [sound(1.0), np.zeros((RATE, 1)), sound(0.45)]
+    clips = {
+        "long": wav(np.concatenate(parts), RATE, "PCM_16"),
+        "longer": wav(np.concatenate([*parts, sound(0.1)]), RATE, "PCM_16"),
+        "short": CLIPS["short"],
+    }
+    shard = write_tar(tmp_path / "a.tar", members(clips))
+    assert run(shard, tmp_path / "wav", "--kind", "waveform", "--pieces", 1) == 0
+    items = items_in(tmp_path / "wav")
+    lengths = {key: soundfile.info(io.BytesIO(item["wav"])).duration for key, item in items.items()}
+    assert lengths == {"long-000": 1, "long-001": 1.45, "longer-000": 1, "longer-002": 0.55, "short": 0.3}
+    assert items["longer-000"]["json"] == items["longer-002"]["json"] == dict(members(clips))["longer.json"]
+    assert run(shard, tmp_path / "mel", "--kind", "mel", "--pieces", 1) == 0
+    frames = {key: len(features) for key, features in features_in(tmp_path / "mel").items()}
+    assert frames == {"long-000": 101, "long-001": 146, "longer-000": 101, "longer-002": 101, "short": 101}
+
+
+def test_building_prepares_too(tmp_path: Path) -> None:
+    """With the same result as preparing what was built."""
+    path = write_list(tmp_path, 5)
+    more = ["--shards", 2, "--held_out", 0.2]
+    assert build(path, tmp_path / "plain", *more) == 0
+    assert build(path, tmp_path / "mel", *more, "--kind", "mel", "--preset", "micro") == 0
+    assert run(f"{tmp_path}/plain/*.tar", tmp_path / "prepared", "--kind", "mel") == 0
+    assert read_manifest(f"{tmp_path}/mel") == read_manifest(f"{tmp_path}/prepared")
+    assert build(tmp_path / "prepared", "--verify") == 0
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Items and, of a tar that is cut off, what is behind; remote tars, too."""
+    good = members({"good": CLIPS["short"]})
+    bad = [*members({"garbage": b"no audio", "cut": CLIPS["short"][:-999], "quiet": wav(np.full(99, 1e-6))})]
+    full = write_tar(tmp_path / "a.tar", [*bad, *good, ("mute.wav", CLIPS["short"]), ("deaf.txt", b"x")]).read_bytes()
+    put("memory://prepare/whole.tar", full)
+    put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
+    whole, cut = "memory://prepare/whole.tar", "memory://prepare/cut.tar.gz"
+    assert run(whole, cut, tmp_path / "out", "--kind", "waveform") == 0
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["cut.tar", "whole.tar"]
+    for name in ("whole", "cut"):
+        assert list(items_in(tmp_path / "out", f"{name}.tar")) == ["good"]
+    listed = list(map(json.loads, (tmp_path / "out" / "broken.jsonl").read_text().splitlines()))
+    reasons = {each["file"]: each["reason"] for each in listed}
+    for name in (whole, cut):
+        assert "audio can't be decoded" in reasons[f"{name}: garbage"]
+        assert "audio breaks off" in reasons[f"{name}: cut"]
+        assert "silent" in reasons[f"{name}: quiet"]
+    assert "no caption" in reasons[f"{whole}: mute"]
+    assert "no audio" in reasons[f"{whole}: deaf"]
+    assert "truncated" in reasons[cut]
+    assert len(reasons) == len(listed) == 9
+    printed = capsys.readouterr().out
+    assert "9 left out, listed with reasons in" in printed
+    assert f"1 tar(s) couldn't be read to the end, such as {cut}" in printed
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(28, os.strerror(28)), 1), (KeyboardInterrupt(), 130)], ids=["full disk", "stopped"]
+)
+def test_the_same_command_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    """What is finished stays; other inputs and kinds are refused."""
+    for n in range(3):
+        write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
+    clips, num_read = prepare.Preparation.clips, 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        if num_read > 1:
+            raise error
+        return clips(*arguments)
+
+    monkeypatch.setattr(prepare.Preparation, "clips", fail)
+    command = [f"{tmp_path}/*.tar", tmp_path / "out", "--kind", "mel"]
+    assert run(*command) == code
+    assert "the same command resumes" in capsys.readouterr().err
+    (finished,) = (tmp_path / "out").glob("*.tar")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    monkeypatch.undo()
+    written = finished.stat().st_mtime_ns
+    assert run(*command[:-1], "waveform") == 2
+    assert run(f"{tmp_path}/[01].tar", *command[1:]) == 2
+    assert capsys.readouterr().err.count("holds shards of another list, other audio or other options") == 2
+    assert run(*command) == 0
+    assert "1 of 3 shards are there already" in capsys.readouterr().out
+    assert finished.stat().st_mtime_ns == written
+    assert sorted(features_in(tmp_path / "out")) == ["clip0", "clip1", "clip2"]
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_shards_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_tar(tmp_path / folder / "x.tar", members({"clip": CLIPS["short"]}))
+    assert run(f"{tmp_path}/a/x.tar", tmp_path / "mel", "--kind", "mel") == 0
+    capsys.readouterr()
+    for shards, message in {
+        f"{tmp_path}/{{a,b}}/x.tar": f"{tmp_path}/a/x.tar and {tmp_path}/b/x.tar would both become x.tar",
+        f"{tmp_path}/mel/x.tar": f"{tmp_path}/mel holds features; expected audio",
+        f"{tmp_path}/c/*.tar": "error: no file matches",
+    }.items():
+        assert run(shards, tmp_path / "out", "--kind", "mel") == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
