@@ -1,6 +1,7 @@
 # make setup       .venv, with the exact versions of constraints.txt
 # make bench       the main job on what this machine has
-# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes)
+# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes);
+#                  KIND=mel or KIND=waveform: on shards of them that are prepared for the model
 # make test        lint, unit tests and end-to-end tests
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
 # make lint        ruff, mypy, and that rooms import one way
@@ -45,12 +46,17 @@ bench: $(READY)
 
 SOUNDS := -m examples.synthetic_sounds
 DEMO := runs/train_demo_data
+KIND := encoded
 
 train-demo: $(READY)
 	rm -rf $(DEMO) runs/train_demo-*-checkpoints
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
-	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config ds_configs/train_demo_cpu.json
+ifneq ($(KIND),encoded)
+	for side in train held_out; do "$(PYTHON)" -m clap_ds.data.build.prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
+	sed 's#$(DEMO)/\([a-z_]*\)/\*#$(DEMO)/$(KIND)/\1/*#' ds_configs/train_demo_cpu.json > $(DEMO)/$(KIND).json
+endif
+	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config $(if $(filter encoded,$(KIND)),ds_configs/train_demo_cpu.json,$(DEMO)/$(KIND).json)
 
 lint: $(READY)
 	"$(PYTHON)" -m ruff check .

@@ -15,8 +15,6 @@ from clap_ds.config.model import AudioConfig
 
 Kind = Literal["encoded", "waveform", "mel"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FEATURES = "npy"
-"""Extension of features in tars."""
 
 
 @dataclass(frozen=True, slots=True)

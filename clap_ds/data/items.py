@@ -114,7 +114,7 @@ def clip_into(members: Mapping[str, Any], row: Tensor, *, sample_rate: int, rng:
     return len(encoded)
 
 
-def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> None:
+def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
     """Write a clip as the model takes it to `row`: mono (the mean of the channels), at `sample_rate` (Hz), as long as `row`.
 
     Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent; only that part
@@ -126,6 +126,9 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
             samples, of floating-point files and of lossy ones, stay as they are, as `transformers.ClapFeatureExtractor` takes
             them. int16 is float32 rounded to nearest, halves to even; 16-bit audio of this rate gets there in integers.
 
+    Returns:
+        Samples in `row` before they are repeated.
+
     Raises:
         BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
@@ -134,7 +137,7 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         if not file.frames:
             how = "what was written to a pipe must be encoded again"
             raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes; {how}")
-        ratio = _resampling_ratio(file.samplerate, sample_rate)
+        ratio = resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(len(target) / ratio))
         in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
         dtype = "int16" if in_integers else "float32"
@@ -153,6 +156,7 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         length = len(waveform)
         row[:length] = to_int16(waveform) if row.dtype == torch.int16 else waveform
     _repeat(target, length)
+    return length
 
 
 def read_mel(encoded: Encoded, row: Tensor, *, rng: random.Random) -> None:
@@ -296,7 +300,8 @@ def _repeat(target: NDArray[Any], length: int) -> None:
     target[whole:] = 0
 
 
-def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
+def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
+    """Samples that one becomes."""
     if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
         return ratio
     raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
@@ -304,5 +309,5 @@ def _resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 
 def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
     """(…, T) float32 at another sample rate, rates in Hz or as the terms of their ratio."""
-    ratio = _resampling_ratio(from_rate, to_rate)
+    ratio = resampling_ratio(from_rate, to_rate)
     return waveform if ratio == 1 else Resampler.of(ratio.denominator, ratio.numerator)(waveform)

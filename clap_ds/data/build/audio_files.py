@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import soundfile
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.items import BrokenItemError, check_samples, open_audio
+from clap_ds.data.items import BrokenItemError
 
 _PROBE = 4096  # bytes read from the start, the middle and the end of files of the same size
 _OF_A_STREAM = (
@@ -113,16 +111,6 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
             yield file
     except OSError as error:
         raise BrokenItemError(f"audio file can't be read: {error.strerror}") from None
-
-
-def read_whole(content: bytes) -> tuple[NDArray[np.float32], int]:
-    """All of an audio file, (frames, channels), and its rate in Hz; BrokenItemError if it can't be used, or lacks its end."""
-    with open_audio(content) as file:
-        samples = file.read(dtype="float32", always_2d=True)
-        check_whole(content, file, len(samples))
-        rate = file.samplerate
-    check_samples(samples, len(samples))
-    return samples, rate
 
 
 def check_whole(content: bytes, file: soundfile.SoundFile, num_decoded: int) -> None:

@@ -38,8 +38,8 @@ from clap_ds.data.build.writing import (
     resumable,
     write_shard,
 )
-from clap_ds.data.front_end import FEATURES, FrontEnd
-from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, captions_of, choose_audio
+from clap_ds.data.front_end import FrontEnd
+from clap_ds.data.items import AUDIO_FORMATS, CLIP_FORMATS, BrokenItemError, captions_of, choose_audio
 from clap_ds.data.shard_list import FIELD, expand_shards
 from clap_ds.data.shard_manifest import Manifest, read_manifest
 from clap_ds.data.tar_items import read_items
@@ -108,11 +108,11 @@ def prepare_shard(tar: str, folder: Path, name: str, preparation: Preparation, o
         for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
             try:
                 captions_of(item)
-                clips = preparation.clips(bytes(choose_audio(item)))
+                clips = preparation.clips(bytes(choose_audio(item, AUDIO_FORMATS)))
             except BrokenItemError as error:
                 broken.append((f"{tar}: {item['__key__']}", str(error)))
             else:
-                others = [name for name in item.keys() - {*AUDIO_FORMATS, FEATURES} if name and name[0] != "_"]
+                others = [name for name in item.keys() - {*CLIP_FORMATS} if name and name[0] != "_"]
                 kept = {name: item[name] for name in others}
                 for clip in clips:
                     key = item["__key__"] + clip.suffix

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import AudioConfig, load_preset, preset_names
 from clap_ds.data.batch import INT16_SCALE
-from clap_ds.data.build.audio_files import read_whole
-from clap_ds.data.front_end import FEATURES, FrontEnd, Kind
-from clap_ds.data.items import BrokenItemError, decode_audio
+from clap_ds.data.build.audio_files import check_whole
+from clap_ds.data.front_end import FrontEnd, Kind
+from clap_ds.data.items import FEATURES, BrokenItemError, decode_audio, open_audio, resampling_ratio
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
 
@@ -138,11 +138,12 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
 
 def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
     """All of an audio file (T,), as decoding for training gives it."""
-    samples, own_rate = read_whole(content)
-    row = torch.empty(-(-len(samples) * rate // own_rate), dtype=torch.int16)
-    del samples
-    decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
-    return row.numpy()
+    with open_audio(content) as file:
+        ratio = resampling_ratio(file.samplerate, rate)
+        row = torch.empty(math.ceil(file.frames * ratio), dtype=torch.int16)
+        length = decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
+        check_whole(content, file, file.frames if length == len(row) else math.floor(length / ratio))
+    return row[:length].numpy()
 
 
 def _wav(waveform: NDArray[np.int16], rate: int) -> bytes:

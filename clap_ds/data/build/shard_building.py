@@ -18,12 +18,12 @@ import soundfile
 import torch
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build.audio_files import open_regular, read_whole
+from clap_ds.data.build.audio_files import check_whole, open_regular
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.prepared_audio import Clip, Preparation
 from clap_ds.data.build.splits import held_out
 from clap_ds.data.build.writing import BuiltShard, Named, OnItem, write_shard
-from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, resample
+from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,11 @@ def load_audio(entry: Entry, encoding: Encoding | Preparation) -> list[Clip]:
         content = opened.read()
     if isinstance(encoding, Preparation):
         return encoding.clips(content)
-    samples, rate = read_whole(content)
+    with open_audio(content) as file:
+        rate = file.samplerate
+        samples = file.read(dtype="float32", always_2d=True)
+        check_whole(content, file, len(samples))
+    check_samples(samples, len(samples))
     extension = entry.path.suffix.lower().removeprefix(".")
     wanted_rate = encoding.sample_rate or rate
     if extension not in AUDIO_FORMATS or encoding.to_flac or encoding.mono or wanted_rate != rate:
