@@ -81,12 +81,15 @@ def verify(folder: Path) -> list[str]:
     problems = []
     for name, record in tqdm(manifest.items(), unit="shard", disable=None):
         path = folder / name
-        if not path.is_file():
-            problems.append(f"{name}: is not there")
-        elif path.stat().st_size != record.bytes:
-            problems.append(f"{name}: has {path.stat().st_size} bytes, expected {record.bytes}")
-        elif digest(path) != record.sha256:
-            problems.append(f"{name}: its content has changed (SHA-256 differs)")
+        try:
+            if not path.is_file():
+                problems.append(f"{name}: is not there")
+            elif path.stat().st_size != record.bytes:
+                problems.append(f"{name}: has {path.stat().st_size} bytes, expected {record.bytes}")
+            elif digest(path) != record.sha256:
+                problems.append(f"{name}: its content has changed (SHA-256 differs)")
+        except OSError as error:
+            problems.append(f"{name}: can't be read: {error.strerror}")
     return problems
 
 

@@ -60,7 +60,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     assert preparation is not None  # of an encoded kind, which isn't among the choices
     try:
         tars = expand_shards(options.shards)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
     return resumable(options.folder, lambda: _prepare(_by_name(tars), options.folder, preparation, options.workers))
 
@@ -112,11 +112,10 @@ def prepare_shard(tar: str, folder: Path, name: str, preparation: Preparation, o
             except BrokenItemError as error:
                 broken.append((f"{tar}: {item['__key__']}", str(error)))
             else:
-                others = [name for name in item.keys() - {*CLIP_FORMATS} if name and name[0] != "_"]
-                kept = {name: item[name] for name in others}
+                others = {name for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
                 for clip in clips:
-                    key = item["__key__"] + clip.suffix
-                    yield {**kept, "__key__": key, clip.extension: clip.content}, clip.seconds
+                    prepared = {"__key__": item["__key__"] + clip.suffix, clip.extension: clip.content}
+                    yield prepared | {name: item[name] for name in others}, clip.seconds
             on_item()
 
     return write_shard(folder, name, items(), broken)

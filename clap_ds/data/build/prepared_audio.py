@@ -111,12 +111,8 @@ def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> N
         "mel": "the model's features, 16 bits",
     }
     add("--kind", choices=kinds, help="; ".join(f"{kind}: {what[kind]}" for kind in kinds), **more)
-    add(
-        "--preset",
-        choices=preset_names(),
-        metavar="NAME",
-        help=f"the model that it is for: {', '.join(preset_names())}",
-    )
+    names = ", ".join(preset_names())
+    add("--preset", choices=preset_names(), metavar="NAME", help=f"the model that it is for: {names}")
     help_text = "cut longer audio into pieces of so many, each an item with its captions (default: it stays whole)"
     add("--pieces", type=float, metavar="SECONDS", help=help_text)
 

@@ -33,6 +33,8 @@ def report(
     """
     tokenizer = str(folder / "tokenizer") if vocab_size else "FacebookAI/roberta-base"
     settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
+    if options.preset:
+        settings["model"] = {"preset": options.preset}
     lines = []
     sides: dict[str, list[Entry]] = {}
     for side in ("train", "held_out"):
