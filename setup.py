@@ -105,6 +105,7 @@ setup(
             "clap-evaluate = clap_ds.evaluate:command",
             "clap-flops = clap_ds.flops:command",
             "clap-plan = clap_ds.plan:command",
+            "clap-shards = clap_ds.shards:command",
             "clap-train = clap_ds.train:command",
             "clap-sites = clap_ds.launch.sites:main",
             "clap-preflight = clap_ds.launch.preflight:main",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 
 
@@ -14,6 +15,18 @@ def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
             expected = f"of at least {low}" if high is None else f"from {low} to {high}"
             raise argparse.ArgumentTypeError(f"expected a whole number {expected}, found {text!r}")
         return int(text)
+
+    return parse
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """For `type=` of argparse: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := float(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"expected a number from {low:,.12g} to {high:,.12g}, found {text!r}")
 
     return parse
 

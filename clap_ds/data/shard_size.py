@@ -1,0 +1,292 @@
+"""`clap-shards size`: what shards take of disks, links and file systems, before any is made.
+
+Prepared kinds have their sizes by formula, to the byte; audio files as people have them by typical rates, which are stated, or
+by shards that are there. Without torch, unless such shards are looked into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tarfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import AudioConfig, load_preset, preset_names
+from clap_ds.data.front_end import KINDS, Kind
+
+ENCODED = {
+    "flac": (105_600, "55 % of 16-bit stereo at 48 kHz"),
+    "wav": (192_000, "16-bit stereo at 48 kHz"),
+    "mp3": (16_000, "128 kbit/s"),
+    "ogg": (14_000, "112 kbit/s"),
+}
+"""Formats of encoded audio: bytes that a second typically takes, and what that is."""
+RATES = (624.0, 3300.0, 4500.0)
+"""Samples per second of one GPU: the published rate, and this project's goals for one H200."""
+WAV_HEADER, NPY_HEADER = 44, 128
+FOLDER_INODES = 5
+"""The folder, its manifest, its list of broken items, and `.build` with the plan; each tar has a record in `.build` besides."""
+LONGEST_S = 40_000  # a WAV holds 4 GiB
+
+_RATE = number(0.001, 1e9)
+
+
+class Found(NamedTuple):
+    """Shards that are there: items, bytes of their tars, seconds of audio (None where no manifest says), kind."""
+
+    items: int
+    bytes: int
+    seconds: float | None
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a file system must deliver for GPUs of a rate: items as a whole, none of them kept in memory."""
+
+    samples_per_s_per_gpu: float
+    items_per_s: float
+    bytes_per_s: float
+    bytes_per_s_per_node: float
+    tars_opened_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What shards of a kind take: bytes and seconds."""
+
+    kind: Kind
+    bytes_per_clip: float  # in the tar, with headers, padding and captions
+    bytes: int
+    tars: int
+    inodes: int
+    copy_s: float | None
+    write_s: float
+    deliveries: list[Delivery]
+
+
+def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float) -> int:
+    """Bytes of a prepared clip's file: a WAV of 16-bit mono, or features in float16, of the model's length at least."""
+    samples = round(seconds * audio.sample_rate)
+    if kind == "waveform":
+        return WAV_HEADER + 2 * samples
+    frames = max(samples, audio.num_samples) // audio.hop_size + 1
+    return NPY_HEADER + 2 * frames * audio.mel_bins
+
+
+def item_bytes(clip: int) -> int:
+    """Bytes of an item in a tar: a clip's file and its JSON, up to 512 bytes of it, each after a header and in whole blocks."""
+    block = tarfile.BLOCKSIZE
+    return block + math.ceil(clip / block) * block + 2 * block
+
+
+def set_bytes(clips: int, tars: int, item: int) -> int:
+    """Bytes of tars among which clips are shared out evenly. A tar ends with two blocks of zeros, and fills whole records."""
+
+    def one(items: int) -> int:
+        return -(-(items * item + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+    fewer, with_more = divmod(clips, tars)
+    return with_more * one(fewer + 1) + (tars - with_more) * one(fewer)
+
+
+def look_into(shards: Sequence[str]) -> Found:
+    """What tars hold, by the manifests beside them; of local ones without, by their headers. UserError for others, and for
+    shards of several kinds or without items."""
+    from clap_ds.data.shard_files import is_remote
+    from clap_ds.data.shard_manifest import read_manifest
+    from clap_ds.data.tar_items import count_samples
+
+    folders = {shard: shard.rpartition("/")[0] or "." for shard in shards}
+    manifests = {folder: read_manifest(folder) for folder in {*folders.values()}}
+    kinds = {manifest.kind for manifest in manifests.values()}
+    if len(kinds) > 1:
+        raise UserError(f"{', '.join(sorted(manifests))} hold shards of several kinds: {', '.join(sorted(kinds))}")
+    items, size, seconds = 0, 0, 0.0
+    for shard, folder in folders.items():
+        if record := manifests[folder].shards.get(shard.rpartition("/")[2]):
+            items, size, seconds = items + record.items, size + record.bytes, seconds + record.seconds
+        elif is_remote(shard):
+            raise UserError(f"{shard}: how many items it has isn't known: expected a manifest.json beside it")
+        else:
+            items, size, seconds = items + count_samples(shard), size + Path(shard).stat().st_size, math.nan
+    if not items:
+        raise UserError(f"{shards[0]}: no items in it, nor in the others")
+    return Found(items, size, None if math.isnan(seconds) else seconds, kinds.pop())
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    count, most = whole_number(1, 10**15), whole_number(1, 10**7)
+    add = parser.add_argument_group("clips").add_argument
+    add("--clips", type=count, metavar="N", help="how many (default: as many as --like has)")
+    add(
+        "--kind",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        metavar="K",
+        help=f"of {', '.join(KINDS)} (default: all)",
+    )
+    add(
+        "--seconds",
+        type=number(0.001, LONGEST_S),
+        metavar="S",
+        help="length of a clip (default: 10, or as those of --like)",
+    )
+    add(
+        "--preset",
+        choices=preset_names(),
+        default="htsat_tiny_roberta_base",
+        metavar="NAME",
+        help="model they are for (%(default)s)",
+    )
+    encoded = parser.add_argument_group("encoded clips").add_mutually_exclusive_group()
+    rates = ", ".join(f"{name} {rate:,}" for name, (rate, _) in ENCODED.items())
+    encoded.add_argument("--format", choices=ENCODED, default="flac", help=f"bytes a second: {rates} (default flac)")
+    encoded.add_argument("--bytes_per_clip", type=whole_number(1, 10**10), metavar="B", help="of an audio file")
+    encoded.add_argument("--like", nargs="+", metavar="TARS", help="shards that are there: paths, patterns or URLs")
+    add = parser.add_argument_group("storage").add_argument
+    add("--shard_mb", type=_RATE, default=500.0, metavar="MB", help="size of a tar, about (default 500)")
+    add("--link", type=_RATE, metavar="GBIT", help="Gbit/s of the link to copy them over")
+    add("--disk_mb_per_s", type=_RATE, default=1000.0, metavar="MB", help="at which they are written (default 1000)")
+    add = parser.add_argument_group("training").add_argument
+    add("--rate", type=_RATE, nargs="+", default=list(RATES), metavar="R", help="samples/s of one GPU (624 3300 4500)")
+    add("--gpus", type=most, default=4, metavar="N", help="in all (default 4)")
+    add("--gpus_per_node", type=most, default=4, metavar="N", help="(default 4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_size(options: argparse.Namespace) -> None:
+    """Work out and print. UserError where the number of clips isn't known, or shards can't be looked into."""
+    like = None
+    if options.like:
+        from clap_ds.data.shard_list import expand_shards
+
+        try:
+            like = look_into(expand_shards(options.like))
+        except ValueError as error:
+            raise UserError(f"--like: {error}") from None
+    clips = options.clips or (like and like.items)
+    if not clips:
+        raise UserError("--clips: expected how many clips there are, or --like with shards that are there")
+    seconds = options.seconds or (like and like.seconds and like.seconds / like.items) or 10.0
+    audio = load_preset(options.preset).audio
+    found = [storage(kind, clips, seconds, audio, like, options) for kind in options.kind]
+    if options.json:
+        about = {"clips": clips, "seconds": seconds, "preset": options.preset, "gpus": options.gpus}
+        print(json.dumps(about | {"kinds": [asdict(each) for each in found]}, indent=2))
+    else:
+        print("\n".join(lines(found, clips, seconds, audio, like, options)))
+
+
+def storage(
+    kind: Kind, clips: int, seconds: float, audio: AudioConfig, like: Found | None, options: argparse.Namespace
+) -> Storage:
+    """What `clips` of a kind take; sizes of `like` are taken where it is of this kind."""
+    if like and like.kind == kind:
+        size = -(-clips * like.bytes // like.items)
+        tars = min(clips, max(1, round(size / (options.shard_mb * 1e6))))
+    else:
+        if kind == "encoded":
+            clip = options.bytes_per_clip or math.ceil(seconds * ENCODED[options.format][0])
+        else:
+            clip = clip_bytes(kind, audio, seconds)
+        tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
+        size = set_bytes(clips, tars, item_bytes(clip))
+    share = min(options.gpus_per_node, options.gpus) / options.gpus
+    deliveries = []
+    for rate in options.rate:
+        items = rate * options.gpus
+        rates = items, items * size / clips, items * size / clips * share, items * tars / clips
+        deliveries.append(Delivery(rate, *rates))
+    copy_s = 8 * size / (options.link * 1e9) if options.link else None
+    inodes = 2 * tars + FOLDER_INODES
+    return Storage(kind, size / clips, size, tars, inodes, copy_s, size / (options.disk_mb_per_s * 1e6), deliveries)
+
+
+def lines(
+    found: list[Storage],
+    clips: int,
+    seconds: float,
+    audio: AudioConfig,
+    like: Found | None,
+    options: argparse.Namespace,
+) -> list[str]:
+    """The table, a column a kind, and what its figures rest on."""
+
+    nodes = math.ceil(options.gpus / options.gpus_per_node)
+    rows = [
+        (f"{clips:,} clips of {digits(seconds)} s", *(each.kind for each in found)),
+        ("a clip, in its tar", *(f"{round(each.bytes_per_clip):,} B" for each in found)),
+        ("all", *(amount(each.bytes) for each in found)),
+        ("", *(f"{digits(each.bytes / 2**30)} GiB" for each in found)),
+        (f"tars of about {digits(options.shard_mb)} MB", *(f"{each.tars:,}" for each in found)),
+        (f"inodes ({2 * clips:,} as single files)", *(f"{each.inodes:,}" for each in found)),
+    ]
+    if options.link:
+        rows.append((f"copied at {digits(options.link)} Gbit/s in", *(duration(each.copy_s or 0) for each in found)))
+    rows += [
+        (f"written at {digits(options.disk_mb_per_s)} MB/s in", *(duration(each.write_s) for each in found)),
+        ("",),
+        (f"What {options.gpus:,} GPU(s) on {nodes:,} node(s) ask of the file system",),
+    ]
+    for place, rate in enumerate(options.rate):
+        given = [each.deliveries[place] for each in found]
+        rows += [
+            (f"at {digits(rate)} samples/s a GPU", *(f"{digits(each.items_per_s)} items/s" for each in given)),
+            ("  all nodes", *(f"{amount(each.bytes_per_s)}/s" for each in given)),
+            ("  a node", *(f"{amount(each.bytes_per_s_per_node)}/s" for each in given)),
+            ("  tars opened", *(f"{digits(each.tars_opened_per_s)} /s" for each in given)),
+        ]
+    width = max(len(name) for name, *cells in rows if cells)
+    text = [f"{name:<{width}}{''.join(f'{cell:>18}' for cell in cells)}".rstrip() for name, *cells in rows]
+    kinds = [each.kind for each in found if not like or each.kind != like.kind]
+    text += [
+        "",
+        "In a tar, an item has two headers and its captions' JSON besides its audio: about 2 kB. Units: GB = 10⁹ bytes.",
+    ]
+    if like:
+        text.append(f"{like.kind}: as in {like.items:,} items of {amount(like.bytes)} that are there")
+    if "encoded" in kinds:
+        rate, what = ENCODED[options.format]
+        typical = f"{options.format} of {rate:,} bytes a second ({what}); --like measures shards that are there"
+        text.append(f"encoded: {'as given' if options.bytes_per_clip else typical}")
+    if "waveform" in kinds:
+        exactly = f"{WAV_HEADER} + 2 × {round(seconds * audio.sample_rate):,} bytes"
+        text.append(f"waveform: {exactly}, 16-bit mono at {audio.sample_rate:,} Hz")
+    if "mel" in kinds:
+        frames = (clip_bytes("mel", audio, seconds) - NPY_HEADER) // 2 // audio.mel_bins
+        exactly = f"{NPY_HEADER} + 2 × {frames:,} × {audio.mel_bins} bytes"
+        text.append(f"mel: {exactly}, frames × mel bins in float16, for {options.preset}")
+    return [
+        *text,
+        "Times are at the full rate of link and disk; file systems are asked for whole items, none kept in memory.",
+    ]
+
+
+def digits(value: float) -> str:
+    """A number with three significant digits or more, without an exponent or zeros that say nothing."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(value)))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def amount(size: float) -> str:
+    """Bytes in the unit that suits, of powers of 1000."""
+    unit = min(4, max(0, math.floor(math.log10(size) / 3))) if size >= 1 else 0
+    return f"{digits(size / 1000**unit)} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{digits(seconds / length)} {unit}"
+    return f"{digits(seconds)} s"
