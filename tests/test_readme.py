@@ -41,7 +41,7 @@ BY_HAND = "installs from the network, or is the test run itself"
 RULES = {
     r"make (test|setup.*)|python3 -m venv \S+|\.venv/bin/pip install .*|git clone .*": BY_HAND,
     r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
-    r"python analysis/.*|python -m examples\.synthetic_sounds .*": RUN,
+    r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
     "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
     r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
@@ -51,7 +51,7 @@ RULES = {
     r"sbatch .* launch/train\.sbatch .*": (
         "tests/cluster/test_jobs.py::test_training_saves_at_its_time_and_is_queued_until_done"
     ),
-    r"python (-m clap_ds\.(data\.build|weights\.export)|clap_ds/evaluate\.py) .*": (
+    r"clap-shards build .*|python (-m clap_ds\.weights\.export|clap_ds/evaluate\.py) .*": (
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
     ),
     r'make report RUNS=".*"': "tests/analysis/test_report.py::test_",

@@ -133,8 +133,9 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
         (["clap-sites", "check", "generic"], 0, "torch 2."),
         (["clap-submit", "--config", "htsat_tiny", "--gpus", "4", "--check"], 0, "#SBATCH --gres=gpu:4"),
         (["clap-plan", "--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxn"], 2, "did you mean 'h100-sxm'?"),
+        (["clap-shards", "size", "--clips", "1000", "--kind", "mel"], 0, "mel: 128 + 2 × 1,001 × 64 bytes"),
     ],
-    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit", "plan"],
+    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit", "plan", "shards"],
 )  # fmt: skip
 def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, message: str) -> None:
     result = installed.call(*command)

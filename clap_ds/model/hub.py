@@ -19,7 +19,7 @@ from clap_ds.dist.limits import within
 ANSWER_S = 4.0
 """Longest that the hub may take for a first answer; HF_HUB_ETAG_TIMEOUT where that is set."""
 OFFLINE = (
-    "Without a network, name a local folder (a tokenizer's is made by clap_ds.data.build --train_tokenizer); or set HF_HOME to"
+    "Without a network, name a local folder (a tokenizer's is made by clap-shards build --train_tokenizer); or set HF_HOME to"
     " the folder of a cache that has it, and HF_HUB_OFFLINE=1"
 )
 

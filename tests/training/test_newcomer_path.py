@@ -49,8 +49,9 @@ def commands_in_docs() -> list[list[str]]:
 
 def run(folder: Path, command: list[str], *more: str) -> str:
     program, *arguments = (str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command)
-    if program == "python":
-        return processes.run([*arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
+    if program in ("python", "clap-shards"):
+        module = ["-m", "clap_ds.shards"] * (program == "clap-shards")
+        return processes.run([*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
     launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()
     result = subprocess.run(launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
