@@ -7,6 +7,7 @@ nothing is decoded. The rate needed is given per rank, or taken from the directo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -179,35 +180,14 @@ def _run_of(options: argparse.Namespace) -> RunSettings:
 def run_measure(options: argparse.Namespace) -> None:
     """Measure and print; UserError for a run or shards that can't be read."""
     run = _run_of(options)
-    assert isinstance(run.clap.data, ShardData)
     needed = rate_of(options.run_directory) if options.run_directory else options.needed_samples_per_s
     ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
     most = options.max_workers or max(1, min(16, cores // ranks))
-    shown = sys.stderr if options.json else sys.stdout
+    numbers = sorted({2**power for power in range(most.bit_length())} | {most})
     try:
-        shards = [shard for source in expand_sources(run.clap.data.shards) for shard in source.shards]
-        parts = file_speed.choose_parts(shards)
-        found = look_into([part.shard for part in parts[:_COUNTED]])
+        speeds, files, item_bytes, cold = _measure_all(run, numbers, options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{run.path}: {error}") from None
-    item_bytes = found.bytes / found.items
-    speeds: list[Speed] = []
-    files: list[FileSpeed] = []
-    dropped: set[bool | None] = set()
-    print(HEADING, file=shown, flush=True)
-    for number_of in sorted({2**power for power in range(most.bit_length())} | {most}):
-        try:
-            file_rates, was_dropped = measure_files(parts, number_of, seconds=options.seconds)
-            speeds.append(measure(run, number_of, seconds=options.seconds, world_size=ranks))
-        except (OSError, ValueError) as error:
-            if not speeds:
-                raise UserError(f"{run.path}: {error}") from None
-            print(f"{number_of} workers: not measured: {error}", file=shown, flush=True)
-            break
-        files.append(file_rates)
-        dropped.add(was_dropped)
-        print(row(speeds[-1], files[-1], item_bytes), file=shown, flush=True)
-    cold = False if False in dropped else None if None in dropped else True
+        raise UserError(f"{run.path}: {error}" if options.deepspeed_config else str(error)) from None
     if options.json:
         figures = {
             "speeds": [speed._asdict() for speed in speeds],
@@ -220,17 +200,48 @@ def run_measure(options: argparse.Namespace) -> None:
         }
         print(json.dumps(figures, indent=1))
         return
-    if any(is_remote(shard) for shard in shards):
+    if files[0].warm_mb_per_s is None:
         print("remote files: cold is what streams, with whatever caches there are on the way")
     elif not cold:
-        why = (
-            "the file system doesn't tell whether"
-            if cold is None
-            else "another process holds them, or there is no disk:"
-        )
-        print(f"cold may be warm: {why} files' pages were dropped from memory")
+        untold = "may be warm: this file system doesn't tell whether memory was emptied of the files"
+        print(f"cold {untold if cold is None else 'is partly warm: something else holds the files in memory'}")
     at = ", ".join(f"{workers_needed(speeds, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if needed is not None:
         print(verdict(speeds, needed=needed, ranks_per_host=ranks, cores=cores))
         print(files_verdict(files, needed=needed, ranks_per_host=ranks, item_bytes=item_bytes))
+
+
+def _measure_all(
+    run: RunSettings, numbers: Sequence[int], options: argparse.Namespace
+) -> tuple[list[Speed], list[FileSpeed], float, bool | None]:
+    """Measure with each number of workers and show it; besides that, bytes of an item, and whether what was read cold was."""
+    assert isinstance(run.clap.data, ShardData)
+    shown = sys.stderr if options.json else sys.stdout
+    parts = file_speed.choose_parts(
+        [shard for source in expand_sources(run.clap.data.shards) for shard in source.shards]
+    )
+    item_bytes = 0.0
+    with contextlib.suppress(UserError):  # not known of remote tars without a manifest, nor meant of a mixture of kinds
+        found = look_into([part.shard for part in parts[:_COUNTED]])
+        item_bytes = found.bytes / found.items
+    speeds: list[Speed] = []
+    files: list[FileSpeed] = []
+    told: set[bool | None] = set()
+    for number_of in numbers:
+        try:
+            file_rates, was_cold = measure_files(parts, number_of, seconds=options.seconds)
+            speed = measure(run, number_of, seconds=options.seconds, world_size=options.ranks_per_host)
+        except (OSError, ValueError) as error:
+            if not speeds:
+                raise
+            print(f"{number_of} workers: not measured: {error}", file=shown, flush=True)
+            break
+        if not speeds:
+            print(HEADING, file=shown)
+        speeds.append(speed)
+        files.append(file_rates)
+        told.add(was_cold)
+        item_bytes = item_bytes or 1e6 * speed.mb_per_s / speed.samples_per_s
+        print(row(speed, file_rates, item_bytes), file=shown, flush=True)
+    return speeds, files, item_bytes, False if False in told else None if None in told else True

@@ -225,7 +225,7 @@ def lines(
         (f"{clips:,} clips of {digits(seconds)} s", *(each.kind for each in found)),
         ("a clip, in its tar", *(f"{round(each.bytes_per_clip):,} B" for each in found)),
         ("all", *(amount(each.bytes) for each in found)),
-        ("", *(f"{digits(each.bytes / 2**30)} GiB" for each in found)),
+        ("", *(amount(each.bytes, binary=True) for each in found)),
         (f"tars of about {digits(options.shard_mb)} MB", *(f"{each.tars:,}" for each in found)),
         (f"inodes ({2 * clips:,} as single files)", *(f"{each.inodes:,}" for each in found)),
     ]
@@ -279,10 +279,11 @@ def digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def amount(size: float) -> str:
-    """Bytes in the unit that suits, of powers of 1000."""
-    unit = min(4, max(0, math.floor(math.log10(size) / 3))) if size >= 1 else 0
-    return f"{digits(size / 1000**unit)} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+def amount(size: float, *, binary: bool = False) -> str:
+    """Bytes in the unit that suits, of powers of 1000, or else of 1024."""
+    names, base = (("B", "KiB", "MiB", "GiB", "TiB"), 1024) if binary else (("B", "kB", "MB", "GB", "TB"), 1000)
+    unit = next((k for k in range(4) if size < base ** (k + 1)), 4)
+    return f"{digits(size / base**unit)} {names[unit]}"
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from clap_ds import shards
 from clap_ds.config.errors import exit_code_of
 from clap_ds.data import file_speed
 from clap_ds.data.loader_speed import FileSpeed, Speed, files_verdict, verdict, workers_needed
-from tests.data.tars import marked_item, marked_tars
+from tests.data.tars import marked_item, marked_tars, put
 
 SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
 
@@ -83,6 +83,27 @@ def test_tars_can_be_named_without_a_run(
     assert set(figures["cores_per_gpu"]) == {"624", "3300", "4500"}
     assert "not measured" not in printed.err
     assert "workers  samples/s" in printed.err
+
+
+def test_remote_tars_without_a_manifest(tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    marked_tars(tmp_path, 2, 8)
+    tars = [put(f"memory://measured/{path.name}", path.read_bytes()) for path in sorted(tmp_path.glob("*.tar"))]
+    words = [
+        "--tokenizer",
+        tokenizer_dir,
+        "--preset",
+        "micro",
+        "--micro_batch",
+        4,
+        "--seconds",
+        0.3,
+        "--max_workers",
+        1,
+    ]
+    assert measure(*tars, *words, "--needed_samples_per_s", 0.1) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ +1( +[\d.]+){5} +– +–$", printed, re.MULTILINE)
+    assert "remote files: cold is what streams" in printed
 
 
 @pytest.mark.parametrize(
