@@ -125,27 +125,11 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     count, most = whole_number(1, 10**15), whole_number(1, 10**7)
     add = parser.add_argument_group("clips").add_argument
     add("--clips", type=count, metavar="N", help="how many (default: as many as --like has)")
-    add(
-        "--kind",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        metavar="K",
-        help=f"of {', '.join(KINDS)} (default: all)",
-    )
-    add(
-        "--seconds",
-        type=number(0.001, LONGEST_S),
-        metavar="S",
-        help="length of a clip (default: 10, or as those of --like)",
-    )
-    add(
-        "--preset",
-        choices=preset_names(),
-        default="htsat_tiny_roberta_base",
-        metavar="NAME",
-        help="model they are for (%(default)s)",
-    )
+    add("--kind", nargs="+", choices=KINDS, default=KINDS, metavar="K", help=f"of {', '.join(KINDS)} (default: all)")
+    length = "length of a clip in seconds (default: 10, or as those of --like)"
+    add("--seconds", type=number(0.001, LONGEST_S), metavar="S", help=length)
+    tiny = "htsat_tiny_roberta_base"
+    add("--preset", choices=preset_names(), default=tiny, metavar="NAME", help=f"model they are for (default {tiny})")
     encoded = parser.add_argument_group("encoded clips").add_mutually_exclusive_group()
     rates = ", ".join(f"{name} {rate:,}" for name, (rate, _) in ENCODED.items())
     encoded.add_argument("--format", choices=ENCODED, default="flac", help=f"bytes a second: {rates} (default flac)")
