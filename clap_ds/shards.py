@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from clap_ds.config.errors import run_alone
 
 COMMANDS = {
-    "build": ("clap_ds.data.build.__main__", "turn audio files with captions into shards"),
+    "build": ("clap_ds.data.build.build", "turn audio files with captions into shards"),
     "prepare": (
         "clap_ds.data.build.prepare",
         "turn shards into shards of waveforms or log-mel features, as a model sees them",

@@ -1,6 +1,6 @@
 """What a folder of shards holds, in a `manifest.json` beside them: its kind, and items, bytes and a checksum of each tar.
 
-`clap_ds.data.build` writes it. From it an epoch's length is known without a look into the tars, whether they have changed, and
+`clap-shards build` writes it. From it an epoch's length is known without a look into the tars, whether they have changed, and
 whether a model can be fed what they hold.
 """
 
@@ -91,9 +91,7 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
         kinds.setdefault(manifest.kind, folder or ".")
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(
-            f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (python -m clap_ds.data.build.prepare)"
-        )
+        raise ValueError(f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
     return "encoded" if "encoded" in kinds else next(iter(kinds))
 
 

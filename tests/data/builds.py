@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clap_ds.data.build import __main__ as build_shards
+from clap_ds import shards
+from clap_ds.config.errors import exit_code_of
 from tests.data.tars import items_in, wav
 
 RATE = 16000
@@ -32,7 +33,8 @@ def write_list(folder: Path, number: int, more: str = "") -> Path:
 
 
 def run(*arguments: object) -> int:
-    return build_shards.main([str(argument) for argument in [*arguments, "--workers", 1]])
+    words = ["build", *map(str, arguments), "--workers", "1"]
+    return exit_code_of(lambda: shards.main(words))
 
 
 def broken_in(folder: Path) -> dict[str, str]:

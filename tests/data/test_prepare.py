@@ -10,6 +10,8 @@ import pytest
 import soundfile
 import torch
 
+from clap_ds import shards as command
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.build import prepare
@@ -53,7 +55,8 @@ def members(clips: dict[str, bytes]) -> list[tuple[str, bytes]]:
 
 
 def run(*arguments: object) -> int:
-    return prepare.main([str(argument) for argument in [*arguments, "--preset", "micro", "--workers", 1]])
+    words = ["prepare", *map(str, arguments), "--preset", "micro", "--workers", "1"]
+    return exit_code_of(lambda: command.main(words))
 
 
 def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Command: prepare the audio of shards for a model, so that runs needn't decode it.
+"""`clap-shards prepare`: prepare the audio of shards for a model, so that runs needn't decode it.
 
-    python -m clap_ds.data.build.prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
+    clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
 Each tar becomes one of the same name, with the same items in the same order; captions, and whatever else belongs to an item,
 stay as they are. Where the command was stopped, the same one resumes. Items that can't be used are left out, counted, and
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from typing import Any
 
 import fsspec
 
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError
 from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.build.report import amount
 from clap_ds.data.build.writing import (
@@ -147,18 +146,3 @@ def _size(tar: str) -> int:
         fs, path = fsspec.url_to_fs(tar)
         return int(fs.size(path) or 0)
     return 0
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Returns the exit code: as `run_prepare`, or 2 (a mistake of the user's)."""
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(
-        "python -m clap_ds.data.build.prepare", description=description, allow_abbrev=False
-    )
-    add_prepare_options(parser)
-    options = parser.parse_intermixed_args(None if arguments is None else list(arguments))
-    return exit_code_of(lambda: run_prepare(options), (UserError,))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,11 @@
-"""Command: turn audio files with captions into the tars that training reads.
+"""`clap-shards build`: turn audio files with captions into the tars that training reads.
 
-    python -m clap_ds.data.build clips.csv shards --held_out 0.05
+    clap-shards build clips.csv shards --held_out 0.05
 
 SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
 caption a line) or .json (field caption) of the same name. Rows of the same file, and files that hold the same, become one item
 with several captions; other columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation.
-`--kind` prepares the audio for a model, so that runs needn't (of shards that are there, `clap_ds.data.build.prepare` does). A
+`--kind` prepares the audio for a model, so that runs needn't (of shards that are there, `clap-shards prepare` does). A
 build that was stopped resumes when the same command is given again. Rows that can't be read are refused before any work; files
 that can't be used are left out, counted, and listed in `broken.jsonl`. `--verify` compares the shards of a folder with the
 checksums in its manifest.
@@ -17,15 +17,13 @@ import argparse
 import contextlib
 import os
 import shlex
-import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError
 from clap_ds.data.build import splits
 from clap_ds.data.build.audio_files import merge_same
 from clap_ds.data.build.caption_lists import Entry, read_entries
@@ -178,17 +176,3 @@ def _build_and_report(options: argparse.Namespace) -> int:
         vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
     print("\n".join(report(options.folder, shards, unusable, vocab_size, options)))
     return 0
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Returns the exit code: as `run_build`, or 2 (a mistake of the user's)."""
-    parser = argparse.ArgumentParser(
-        "python -m clap_ds.data.build", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    add_build_options(parser)
-    options = parser.parse_intermixed_args(None if arguments is None else list(arguments))
-    return exit_code_of(lambda: run_build(options), (UserError,))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
