@@ -62,6 +62,11 @@ class AudioConfig(Sizes):
         return self.num_samples // self.hop_size + 1
 
     @property
+    def feature_shape(self) -> tuple[int, int]:
+        """Of one clip's log-mel features."""
+        return self.num_frames, self.mel_bins
+
+    @property
     def num_stages(self) -> int:
         return len(self.depths)
 

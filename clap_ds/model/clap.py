@@ -101,8 +101,15 @@ class ClapModel(nn.Module):
 
     def encode_audio(self, audio: Tensor) -> Tensor:
         """Waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or what `mel` makes of them, (batch,
-        num_frames, mel_bins) → (batch, joint_dim), fp32 rows of length 1."""
-        return self.audio_projection(self.audio(self.mel(audio) if audio.ndim == 2 else audio))
+        num_frames, mel_bins), floating → (batch, joint_dim), fp32 rows of length 1.
+
+        Raises:
+            ValueError: clips of another length than the model's, features of other sizes.
+        """
+        frames, bins = self.config.audio.feature_shape
+        if audio.ndim == 3 and audio.shape[1:] != (frames, bins):
+            raise ValueError(f"features are {tuple(audio.shape)}, expected (batch, {frames} frames, {bins} mel bins)")
+        return self.audio_projection(self.audio(audio if audio.ndim == 3 else self.mel(audio)))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """(batch, tokens) ids and mask, 1 at real tokens (None: nothing is padded), or (tokens,) ids and where those packed

@@ -90,6 +90,20 @@ def test_front_end_and_towers_are_a_graph_each_with_any_kernel(attention: str) -
     assert (statistics["num_graphs"], statistics["graph_breaks"], statistics["num_recompilations"]) == (3, {}, 0)
 
 
+def test_features_need_no_graph_of_the_front_end_and_take_turns_with_waveforms() -> None:
+    forget()
+    model, (waveforms, *texts) = micro(), batch(False)
+    features = model.mel(waveforms).contiguous()
+    compile_model(model, "towers", backend="eager")
+    found = []
+    for audio in (features, features, waveforms, features, waveforms):
+        model(audio, *texts)
+        statistics = compile_statistics()
+        found.append((statistics["num_graphs"], statistics["graph_breaks"], statistics["num_recompilations"]))
+    assert found[:2] == [(2, {}, 0)] * 2
+    assert found[2:] == [(4, {}, 1)] * 3  # the audio tower once more: what comes from the front end lies otherwise
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled_models_are_the_same(packed: bool) -> None:

@@ -93,6 +93,25 @@ def test_outputs_are_unit_fp32_vectors_and_every_trained_parameter_gets_a_gradie
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
+def test_features_of_waveforms_embed_as_these() -> None:
+    model, (waveforms, *_) = micro()
+    features = model.eval().mel(waveforms)
+    expected = model.encode_audio(waveforms)
+    assert torch.equal(model.encode_audio(features), expected)
+    # As mel shards hold them; half a unit in the last place of 64 to 128 dB.
+    stored = features.half().float()
+    assert (stored - features).abs().max() <= 2**-5
+    assert (model.encode_audio(stored) * expected).sum(1).min() > 0.9999
+    for shape in ((3, 100, 16), (3, 101, 64), (3, 16, 101)):
+        with pytest.raises(
+            ValueError, match=rf"features are \({shape[0]}, {shape[1]}, .* expected \(batch, 101 frames, 16 mel"
+        ):
+            model.encode_audio(torch.zeros(shape))
+    for odd in (torch.zeros(48000), torch.zeros(3, 1, 101, 16)):
+        with pytest.raises(ValueError, match=r"expected \(batch, 48000\) samples"):
+            model.encode_audio(odd)
+
+
 def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:
     model, _ = micro()
     model.logit_scale.data.fill_(2.3456789)
