@@ -51,6 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add, names, default = parser.add_argument, ["analytic", *COUNTERS], Path("htsat_tiny")
     add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="JSON file, or a packaged one's name")
     add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
+    told = "what the model is fed: with mel, log-mel features of prepared shards, the STFT isn't counted"
+    add("--audio", choices=("waveform", "mel"), default="waveform", help=f"{told} (default: waveform)")
     add("--counters", nargs="+", choices=names, default=names, help="default: all three")
     add("--json", action="store_true", help="print JSON")
     add(
@@ -99,13 +101,14 @@ def main(argv: list[str] | None = None) -> None:
             f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the rows of {config.name}'s position"
             f" table (a real caption can use {config.text.max_tokens}: RoBERTa numbers positions from 2)"
         )
-    counts, parameters = count(config, text_tokens, arguments.counters)
-    report = make_report(config, text_tokens, counts) | {"parameters": parameters}
+    front_end = arguments.audio == "waveform"
+    counts, parameters = count(config, text_tokens, arguments.counters, front_end=front_end)
+    report = make_report(config, text_tokens, counts, front_end=front_end) | {"parameters": parameters}
     if (rate := arguments.samples_per_s) is not None:
         if not rate > 0:
             raise UserError(f"--samples_per_s {rate:g}: expected a number above 0")
         device = next(iter(nvidia_smi()), "this machine's CPU").split(",")[0].strip()
-        counted = published_flops(config), report["model"]["analytic"] * 1e9
+        counted = published_flops(config, front_end=front_end), report["model"]["analytic"] * 1e9
         report["utilization"] = utilization(*counted, rate, device, run.clap.hardware.peak_tflops)
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -113,7 +116,9 @@ def main(argv: list[str] | None = None) -> None:
         print_report(config, report, counts)
 
 
-def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> tuple[dict[str, Count], dict[str, int] | None]:
+def count(
+    config: ClapConfig, text_tokens: int, counters: list[str], *, front_end: bool = True
+) -> tuple[dict[str, Count], dict[str, int] | None]:
     """What those of the counters say that look at a model, by name, and its parameters; nothing and None without any."""
     if not set(counters) & set(COUNTERS):
         return {}, None
@@ -122,19 +127,23 @@ def count(config: ClapConfig, text_tokens: int, counters: list[str]) -> tuple[di
         from clap_ds.flop_count.counters import build, count_by_deepspeed, count_by_torch, parameter_counts
 
         model, functions = build(config), {"deepspeed": count_by_deepspeed, "torch": count_by_torch}
-        counts = {name: functions[name](model, text_tokens) for name in COUNTERS if name in counters}
+        asked = [name for name in COUNTERS if name in counters]
+        counts = {name: functions[name](model, text_tokens, front_end=front_end) for name in asked}
         return counts, parameter_counts(model)
 
 
-def make_report(config: ClapConfig, text_tokens: int, counts: dict[str, Count]) -> dict[str, Any]:
+def make_report(
+    config: ClapConfig, text_tokens: int, counts: dict[str, Count], *, front_end: bool = True
+) -> dict[str, Any]:
     """The JSON report: GFLOPs of one sample's forward pass.
 
     `deepspeed` and `torch` count what this engine executes, and include what they can't see (the table names it); null where
     not asked.
     """
-    report: dict[str, Any] = {"preset": config.name, "text_tokens": text_tokens}
+    audio = "waveform" if front_end else "mel"
+    report: dict[str, Any] = {"preset": config.name, "audio": audio, "text_tokens": text_tokens}
     for convention in CONVENTIONS:
-        flops = forward_components(config, TextLengths.fixed(text_tokens), convention)
+        flops = forward_components(config, TextLengths.fixed(text_tokens), convention, front_end=front_end)
         report[convention] = {"analytic": flops["forward"] / 1e9}
         if convention == "model":
             report[convention] |= {name: counts[name].total / 1e9 if name in counts else None for name in COUNTERS}
@@ -145,7 +154,8 @@ def make_report(config: ClapConfig, text_tokens: int, counts: dict[str, Count]) 
 def print_report(config: ClapConfig, report: dict[str, Any], counts: dict[str, Count]) -> None:
     """The report as a table, the counters side by side and the components, and what to know of it."""
     console = Console(width=max(100, Console().width), highlight=False)
-    title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
+    fed = "" if report["audio"] == "waveform" else ", fed log-mel features"
+    title = f"{config.title}, {report['text_tokens']} text tokens{fed}: forward GFLOPs per sample"
     table = Table("counted by", title=title, title_justify="left", title_style="bold")
     for convention in CONVENTIONS:
         table.add_column(convention, justify="right")
@@ -192,6 +202,8 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
         millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}
         text = "parameters (M): audio {audio}, text {text}, total {total} as open_clip counts them; trained {trainable}"
         notes.insert(0, text.format_map(millions))
+    if report["audio"] == "mel":
+        notes.append("fed log-mel features: STFT and mel filters are counted in neither")
     if tokens > usable:
         notes.append(
             f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="default: 4")
     add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
     add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
+    told = "what the model is fed: with mel, log-mel features of prepared shards, there is no STFT (default: waveform)"
+    add("--audio", choices=("waveform", "mel"), default="waveform", help=told)
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
     default = Machine().node_bytes_per_s / 1e9
     add("--node_gbytes_per_s", type=positive_float, default=default, help=f"into one node (default: {default:g})")
@@ -108,12 +111,13 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         extra = loss_bytes * step.micro_batch // run.micro_batch
         return sum(memory_parts(step, largest, extra).values())
 
-    own = trace_step(run, run.micro_batch, world_size=smallest)
+    traced = partial(trace_step, world_size=smallest, front_end=arguments.audio == "waveform")
+    own = traced(run, run.micro_batch)
     steps = {_kernels(run): own}
     for attention, mlp in VARIANTS if has_triton_package() else VARIANTS[:1]:
         other = with_model_settings(run, attention=attention, mlp=mlp)
         if _kernels(other) not in steps:
-            steps[_kernels(other)] = trace_step(other, run.micro_batch, world_size=smallest)
+            steps[_kernels(other)] = traced(other, run.micro_batch)
     variants = [
         {"attention": attention, "mlp": mlp, "compile": compiled, "fits": peak_gib(step) <= gpu.memory_gib,
          "peak_memory_gib": peak_gib(step), **_speed(step, gpu, compiled != "off")}
@@ -123,14 +127,14 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     if arguments.find_micro_batch:
 
         def peak_at(size: int) -> float:
-            return peak_gib(own if size == run.micro_batch else trace_step(run, size, world_size=smallest))
+            return peak_gib(own if size == run.micro_batch else traced(run, size))
 
         resident = resident_gib(memory_parts(own, largest))
         found = largest_micro_batch(peak_at, run.micro_batch, resident, gpu.memory_gib)
     chosen = variants[run.clap.compile != "off"]
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
-        "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
+        "audio": arguments.audio, "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         **chosen, "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found,
         "memory_gib": memory_parts(own, largest, loss_bytes),
         "parameters": own.num_parameters,
@@ -242,7 +246,8 @@ def render(report: dict[str, Any]) -> str:
     rate, step = report["samples_per_s_per_gpu"], report["step_s"]
     lines = [
         f"## Predicted, nothing measured: {report['preset']} on {report['gpu']}, {report['precision']}, micro-batch"
-        f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}",
+        f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}"
+        + (", fed log-mel features" if report["audio"] == "mel" else ""),
         f"{report['attention']} attention, {report['mlp']} MLPs, compile {report['compile']}: **{verdict}**,"
         f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB with {report['scales'][-1]['gpus']:,} GPUs;"
         f" **{rate['middle']:,.0f} samples/s/GPU** ({rate['low']:,.0f}–{rate['high']:,.0f}) before anything is sent.",

@@ -41,11 +41,12 @@ def test_a_plan_hangs_together(write_run: WriteRun, capsys: pytest.CaptureFixtur
 
 
 def test_what_is_printed_names_itself_a_prediction(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--gpu", "gh200", "--text_tokens", "8", "--micro_batch", "16"]
+    options = ["--gpu", "gh200", "--text_tokens", "8", "--micro_batch", "16", "--audio", "mel"]
     plan.main(["--deepspeed_config", str(write_run()), *options])
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "## Predicted, nothing measured: micro on gh200, bf16, micro-batch 16, 8 text tokens, padded"
+        "## Predicted, nothing measured: micro on gh200, bf16, micro-batch 16, 8 text tokens, padded,"
+        " fed log-mel features"
     )
     assert "**fits**" in printed
     assert "Assumed:" in printed

@@ -19,6 +19,8 @@ Convention = Literal["published", "model"]
 CONVENTIONS: tuple[Convention, ...] = ("published", "model")
 PUBLISHED_ONLY = ("stft_convolution", "tscam_conv")
 MODEL_ONLY = ("fft", "stretch")
+FRONT_END = ("stft_convolution", "fft", "mel")
+"""What is done to waveforms alone."""
 STAGE_VIEWS = ("block_linears", "window_attention", "patch_mergings")
 """Components that divide the sum of the stages another way."""
 
@@ -42,9 +44,9 @@ class TextLengths:
         return cls(fmean(lengths), fmean(length**2 for length in lengths))
 
 
-def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Convention) -> float:
+def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True) -> float:
     """FLOPs of one sample's forward pass."""
-    return forward_components(config, lengths, convention)["forward"]
+    return forward_components(config, lengths, convention, front_end=front_end)["forward"]
 
 
 def recomputed_flops(config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str]) -> float:
@@ -55,13 +57,16 @@ def recomputed_flops(config: ClapConfig, lengths: TextLengths, checkpointed: Col
     return sum(components[name] for tower in checkpointed for name in parts[tower])
 
 
-def published_flops(config: ClapConfig) -> float:
+def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:
     """FLOPs of one sample as the published table counts them, whatever a run's captions: all positions of the text
-    tower's table (514), the STFT as a convolution, the AudioSet head. 111.20 (tiny) and 130.09 (base) GFLOPs."""
-    return forward_flops(config, TextLengths.fixed(config.text.max_positions), "published")
+    tower's table (514), the STFT as a convolution, the AudioSet head. 111.20 (tiny) and 130.09 (base) GFLOPs, and 2.17 less
+    without a front end."""
+    return forward_flops(config, TextLengths.fixed(config.text.max_positions), "published", front_end=front_end)
 
 
-def forward_components(config: ClapConfig, lengths: TextLengths, convention: Convention) -> dict[str, float]:
+def forward_components(
+    config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True
+) -> dict[str, float]:
     """FLOPs of one sample's forward pass by component.
 
     Args:
@@ -70,6 +75,7 @@ def forward_components(config: ClapConfig, lengths: TextLengths, convention: Con
         convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, and the stretch of
             the spectrogram as nothing; `model` counts what this engine executes: FFTs, the stretch as the matrix
             product it is, no AudioSet head, and in the last text layer only the tokens that are pooled.
+        front_end: the model is fed waveforms; else log-mel features, and neither STFT nor mel filters count.
 
     Returns:
         FLOPs by name, in the model's order, the same names in both conventions; 0 where one doesn't count. `STAGE_VIEWS`
@@ -78,6 +84,7 @@ def forward_components(config: ClapConfig, lengths: TextLengths, convention: Con
     audio = _audio_components(config.audio)
     audio["audio_projection"] = _projection(config.audio.output_dim, config.audio.projection, config.joint_dim)
     audio |= dict.fromkeys(MODEL_ONLY if convention == "published" else PUBLISHED_ONLY, 0.0)
+    audio |= {} if front_end else dict.fromkeys(FRONT_END, 0.0)
     text = _text_components(config, lengths, convention)
     audio_tower = sum(flops for name, flops in audio.items() if name not in STAGE_VIEWS)
     totals = {"text_tower": sum(text.values()), "forward": audio_tower + sum(text.values())}

@@ -74,16 +74,18 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
     return {"audio": total - text - 1, "text": text, "total": total, "trainable": trainable}
 
 
-def run_one_sample(model: ClapModel, text_tokens: int) -> None:
-    """One pair with a caption of so many tokens, up to all of the position table's rows."""
+def run_one_sample(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> None:
+    """One pair, a waveform or without a front end features, with a caption of so many tokens, up to all of the position
+    table's rows."""
     # RoBERTa numbers real tokens from 2, and would run out of its 514 positions after 512; padding is not numbered.
     captions = torch.full((1, text_tokens), PAD_TOKEN_ID)
-    model(torch.zeros(1, model.config.audio.num_samples), captions, None)
+    audio = model.config.audio
+    model(torch.zeros(1, *((audio.num_samples,) if front_end else audio.feature_shape)), captions, None)
 
 
-def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
+def count_by_deepspeed(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> Count:
     """2 × MACs of DeepSpeed's flops profiler for one sample."""
-    return profile_by_deepspeed(FlopsProfiler(model), lambda: run_one_sample(model, text_tokens))
+    return profile_by_deepspeed(FlopsProfiler(model), lambda: run_one_sample(model, text_tokens, front_end=front_end))
 
 
 def profile_by_deepspeed(
@@ -110,12 +112,12 @@ def profile_by_deepspeed(
             profiler.end_profile()
 
 
-def count_by_torch(model: ClapModel, text_tokens: int) -> Count:
+def count_by_torch(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> Count:
     """torch's FlopCounterMode for one sample. It knows neither FFTs nor, on CPU tensors, the attention kernel."""
     tally = _tally((torch, "stft", FFT, _stft), (F, "scaled_dot_product_attention", ATTENTION, _attention))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, FlopCounterMode(display=False) as counter, tally as unseen:
-        run_one_sample(model, text_tokens)
+        run_one_sample(model, text_tokens, front_end=front_end)
     return Count(float(counter.get_total_flops()), dict(unseen))
 
 

@@ -35,9 +35,11 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     Writes DeepSpeed's report to `flops_profile.txt` in the run directory (and to `output_file`, if that is set).
     """
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
+    batch = next(session.batches)
+    front_end = batch.audio.ndim == 2  # features of mel shards have been through it
     found: dict[str, Any] = {
-        "published_gflops": published_flops(config) / 1e9,
-        "model_gflops": forward_flops(config, lengths, "model") / 1e9,
+        "published_gflops": published_flops(config, front_end=front_end) / 1e9,
+        "model_gflops": forward_flops(config, lengths, "model", front_end=front_end) / 1e9,
         "recomputed_gflops": recomputed_flops(config, lengths, run.clap.model.checkpoint_activations) / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
@@ -49,7 +51,6 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
         return found, [f"{late}: not profiled"]
     warnings: list[str] = []
-    batch = next(session.batches)
     if session.ranks.is_first:
         count = _profile(session, section, batch)
         if run.clap.text == "packed":
@@ -57,7 +58,7 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         unseen = {name: flops / len(batch) / 1e9 for name, flops in count.unseen.items()}
         gflops = count.total / len(batch) / 1e9
         found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
-        warnings = disagreement_warnings(gflops, forward_flops(config, lengths, "model") / 1e9)
+        warnings = disagreement_warnings(gflops, forward_flops(config, lengths, "model", front_end=front_end) / 1e9)
     dist.barrier()
     return found, warnings
 

@@ -97,7 +97,9 @@ def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     return lengths
 
 
-def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda: bool = True) -> Step:
+def trace_step(
+    run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda: bool = True, front_end: bool = True
+) -> Step:
     """Record a step.
 
     Args:
@@ -106,12 +108,13 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         micro_batch: in place of the run's.
         world_size: ranks.
         cuda: as on a GPU; else as a CPU does it by torch's operations.
+        front_end: batches hold waveforms; else log-mel features, as of mel shards.
     """
     run = with_model_settings(run, text_from_hub=False)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         model = _fake_model(run, fakes, torch.device("cuda" if cuda else "cpu"))
-        inputs, formulas = _inputs(run, micro_batch, fakes, stack)
+        inputs, formulas = _inputs(run, micro_batch, fakes, stack, front_end)
         with fakes:
             optimizer = _Optimizer(run, model)
         stack.enter_context(_rank_of(world_size))
@@ -124,6 +127,8 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         recorded.hold(optimizer.state(), "optimizer state")
         resident = _resident_batches(run) if cuda else 1
         batches = [[torch.empty_like(each) for each in inputs if isinstance(each, Tensor)] for _ in range(resident - 1)]
+        if cuda and (not front_end or getattr(run.clap.data, "waveforms", None) == "int16"):
+            batches.append([torch.empty_like(inputs[0], dtype=torch.int16)])  # or float16: as it comes from the host
         recorded.hold([t for batch in [*batches, inputs] for t in batch if isinstance(t, Tensor)], "batches")
         kept = _note_gradients(model, recorded, from_the_start=world_size > 1 or run.gradient_accumulation_steps > 1)
         _micro_step(run, model, inputs, recorded)
@@ -191,16 +196,17 @@ def _autocast(run: RunSettings) -> Any:
 
 
 def _inputs(
-    run: RunSettings, micro_batch: int, fakes: FakeTensorMode, stack: ExitStack
+    run: RunSettings, micro_batch: int, fakes: FakeTensorMode, stack: ExitStack, front_end: bool
 ) -> tuple[tuple[Any, ...], dict[str, Formula]]:
     """What the model's forward takes (`Batch.model_inputs`), and FLOPs that depend on how long captions are."""
     config, longest = run.clap.preset(), run.clap.text_tokens
     lengths = caption_lengths(run, micro_batch)
     with fakes:
-        waveforms = torch.empty(micro_batch, config.audio.num_samples)
+        shape = (config.audio.num_samples,) if front_end else config.audio.feature_shape
+        audio = torch.empty(micro_batch, *shape)
         ids, mask = (torch.empty(micro_batch, longest, dtype=torch.long) for _ in range(2))
     if run.clap.text == "padded":
-        return (waveforms, ids, None if min(lengths) == longest else mask), {}
+        return (audio, ids, None if min(lengths) == longest else mask), {}
     real_mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(real_mask), real_mask)])
     # The engine's own depends on values.
@@ -212,7 +218,7 @@ def _inputs(
         "torch_attn._varlen_attn_backward": lambda *_, **__: 2.5 * products,
     }
     packing = Packing(fakes.from_tensor(packing.bounds), packing.num_captions, packing.max_tokens)
-    return (waveforms, fakes.from_tensor(row), None, packing), formulas
+    return (audio, fakes.from_tensor(row), None, packing), formulas
 
 
 def _resident_batches(run: RunSettings) -> int:

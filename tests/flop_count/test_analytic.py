@@ -62,6 +62,19 @@ def test_what_this_engine_executes_and_how_components_add_up() -> None:
             assert found["forward"] == pytest.approx(found["audio_tower"] + found["text_tower"])
 
 
+@pytest.mark.parametrize("convention", analytic.CONVENTIONS)
+def test_fed_features_only_the_front_end_is_left_out(convention: Convention) -> None:
+    config, lengths = load_preset(TINY), TextLengths.fixed(77)
+    whole = forward_components(config, lengths, convention)
+    fed = forward_components(config, lengths, convention, front_end=False)
+    less = sum(whole[name] for name in ("stft_convolution", "fft", "mel"))
+    assert less == pytest.approx({"published": 2.1034e9 + 0.0657e9, "model": 0.0256e9 + 0.0657e9}[convention], rel=1e-3)
+    for name, value in whole.items():
+        expected = {"stft_convolution": 0, "fft": 0, "mel": 0, "audio_tower": value - less, "forward": value - less}
+        assert fed[name] == pytest.approx(expected.get(name, value), rel=1e-12), name
+    assert analytic.published_flops(config, front_end=False) / 1e9 == pytest.approx(109.0268, abs=1e-4)
+
+
 def test_packed_captions_cost_their_own_length() -> None:
     lengths = TextLengths.of([10, 10, 50, 10])
     assert (lengths.mean, lengths.mean_square) == (20, (3 * 100 + 2500) / 4)

@@ -52,6 +52,15 @@ def test_counters_agree_to_the_last_flop(config: ClapConfig, tokens: int, conven
     assert by_deepspeed == counters.count_by_deepspeed(model, tokens), "profiling twice accumulates"
 
 
+@pytest.mark.parametrize("config", [load_preset("micro"), odd_config()], ids=["micro", "odd"])
+def test_fed_features_counters_agree_and_see_no_fft(config: ClapConfig) -> None:
+    expected = forward_components(config, TextLengths.fixed(9), "model", front_end=False)["forward"]
+    model = counters.build(config)
+    found = [f(model, 9, front_end=False) for f in (counters.count_by_deepspeed, counters.count_by_torch)]
+    assert [count.total for count in found] == [expected] * 2
+    assert [set(count.unseen) for count in found] == [set(), {counters.ATTENTION}]
+
+
 @pytest.mark.parametrize(("preset", "expected"), [(TINY, "111.1958"), (BASE, "130.0878")])
 def test_all_counters_give_the_published_figure(preset: str, expected: str) -> None:
     model = published_model(load_preset(preset))

@@ -5,16 +5,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from clap_ds import flops
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
+from clap_ds.config.settings import load_run
+from clap_ds.data.batch import Batch
 from clap_ds.flop_count.analytic import TextLengths, forward_components, forward_flops, published_flops
 from clap_ds.flop_count.counters import Count
-from clap_ds.measuring.flops_profile import disagreement_warnings
+from clap_ds.measuring.flops_profile import disagreement_warnings, measure_flops
 from tests.processes import ROOT
 from tests.training.training_commands import RunningRanks
 
@@ -54,6 +58,28 @@ def test_tables_at_the_length_of_the_run(write_run: WriteRun, capsys: pytest.Cap
     assert "agrees with the closed form to the last FLOP" in printed
     assert f"{forward_flops(load_preset('micro'), TextLengths.fixed(16), 'published') / 1e9:.4f}" in printed
     assert printed.count("FFT, which it can't see") == 2
+
+
+def test_fed_features(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
+    flops.main(["--deepspeed_config", str(write_run()), "--audio", "mel"])
+    printed = capsys.readouterr().out
+    assert "16 text tokens, fed log-mel features" in printed
+    assert "agrees with the closed form to the last FLOP" in printed
+    assert "FFT, which it can't see" not in printed
+    expected = forward_flops(load_preset("micro"), TextLengths.fixed(16), "model", front_end=False)
+    assert f"{expected / 1e9:.4f}" in printed
+
+
+def test_a_run_counts_what_its_batches_hold(write_run: WriteRun) -> None:
+    run, audio = load_run(write_run()), load_preset("micro").audio
+    ids = torch.ones(2, 16, dtype=torch.long)
+    for front_end, shape in ((True, (audio.num_samples,)), (False, audio.feature_shape)):
+        session: Any = SimpleNamespace(run=run, batches=iter([Batch(torch.zeros(2, *shape), ids, ids)]))
+        found, warnings = measure_flops(session)
+        counts = load_preset("micro"), TextLengths.fixed(16), "model"
+        assert found["model_gflops"] == forward_flops(*counts, front_end=front_end) / 1e9
+        assert found["published_gflops"] == published_flops(counts[0], front_end=front_end) / 1e9
+        assert warnings == []
 
 
 def test_text_lengths_beyond_the_model(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,20 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(step, "batches") == 2 * (waveforms + ids)  # one more is on its way
 
 
+def test_fed_features_there_is_no_front_end_and_less_to_hold(write_run: WriteRun, tmp_path: Path) -> None:
+    shards = {"source": "shards", "shards": str(tmp_path / "a.tar"), "tokenizer": "t", "waveforms": "int16"}
+    run = load_run(write_run(clap={"data": shards}))
+    plain, fed = (trace_step(run, 8, front_end=front_end) for front_end in (True, False))
+    audio, ids = load_preset("micro").audio, 8 * 16 * 8
+    # One in use and one ahead in float32, and what another one comes in, 16 bits; captions may be of any length.
+    for step, values in ((plain, audio.num_samples), (fed, audio.num_frames * audio.mel_bins)):
+        assert _at_peak(step, "batches") == 8 * values * (4 + 4 + 2) + 2 * ids
+    assert not any("fft" in op.name for op in fed.recorded.operations)
+    front_end = forward_components(load_preset("micro"), TextLengths.fixed(16), "model")
+    less = plain.recorded.total("flops") - fed.recorded.total("flops")
+    assert less == pytest.approx(8 * (front_end["fft"] + front_end["mel"]), rel=1e-6)
+
+
 def test_several_ranks_keep_all_gradients_and_gather_features(traced: Callable[..., Step]) -> None:
     alone, among = traced(), traced(world_size=16)
     assert _at_peak(among, "gradients") == pytest.approx(2 * alone.num_parameters, rel=0.01)
