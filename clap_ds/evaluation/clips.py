@@ -2,7 +2,7 @@
 
 Tars are gone through once without reading audio, so that captions and classes can be checked before any work is done. Clips are
 numbered over all shards in the order of files and tars, and ranks take turns, so that each is used exactly once however many
-ranks and workers there are. Audio longer than the model's clips is cropped in its middle.
+ranks and workers there are. Audio and features longer than the model's clips are cropped in their middle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch.utils.data import Dataset
 
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
-from clap_ds.data.items import CAPTION_FORMATS, Broken, BrokenItemError, captions_of, choose_audio, decode_audio
+from clap_ds.data.front_end import Kind
+from clap_ds.data.items import (
+    CAPTION_FORMATS,
+    Broken,
+    BrokenItemError,
+    captions_of,
+    choose_audio,
+    decode_audio,
+    read_mel,
+)
 from clap_ds.data.tar_items import DAMAGE, ContentReader, Place, read_items, words
 from clap_ds.data.workers import Loader
 
@@ -169,20 +178,22 @@ def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_
 
 
 class _ClipAudio(Dataset[Tensor | str]):
-    def __init__(self, clips: list[Clip], audio: AudioConfig) -> None:
+    def __init__(self, clips: list[Clip], audio: AudioConfig, kind: Kind) -> None:
         self.reader = ContentReader()
-        self._clips, self._audio = clips, audio
+        self._clips, self._audio, self._kind = clips, audio, kind
 
     def __len__(self) -> int:
         return len(self._clips)
 
     def __getitem__(self, number: int) -> Tensor | str:
-        clip, audio = self._clips[number], self._audio
+        clip, row = self._clips[number], empty_rows(1, self._audio, self._kind)[0]
         try:
             encoded = self.reader.read(clip.shard, clip.place)
-            waveform = torch.empty(audio.num_samples)
-            decode_audio(encoded, waveform, sample_rate=audio.sample_rate, rng=_Middle())
-            return waveform
+            if self._kind == "mel":
+                read_mel(encoded, row, rng=_Middle())
+            else:
+                decode_audio(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
+            return row
         except BrokenItemError as error:
             return str(error)
         except DAMAGE as error:
@@ -196,12 +207,22 @@ class _Middle(random.Random):
         return (low + high) // 2
 
 
-def load_audio(clips: list[Clip], audio: AudioConfig, *, num_workers: int) -> Iterator[Tensor | str]:
-    """Waveforms of clips in order, (num_samples,) float32, or the reason why one can't be had. Decoded by `num_workers`
-    processes (0: by this one); a WorkerError where one of these was killed."""
+def empty_rows(number: int, audio: AudioConfig, kind: Kind) -> Tensor:
+    """Zeros for as many clips of a kind: features (number, num_frames, mel_bins) float16 of `mel`, else waveforms (number,
+    num_samples) float32."""
+    if kind == "mel":
+        return torch.zeros(number, *audio.feature_shape, dtype=torch.float16)
+    return torch.zeros(number, audio.num_samples)
+
+
+def load_audio(
+    clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
+) -> Iterator[Tensor | str]:
+    """What `empty_rows` has a row for, of clips in order, or the reason why one can't be had. Read by `num_workers` processes
+    (0: by this one); a WorkerError where one of these was killed."""
     if not clips:
         return
-    dataset, num_workers = _ClipAudio(clips, audio), min(num_workers, len(clips))
+    dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))
     loader: Loader[Any] = Loader(dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list)
     try:
         for piece in loader:

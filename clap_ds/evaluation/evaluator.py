@@ -2,7 +2,7 @@
 
 Everything that can be wrong with the settings, the shards and their labels shows when an `Evaluator` is made, before any work
 that could be lost. The model runs as in use: evaluation mode, no gradients, its own dtype; features are fp32. Each rank embeds
-its share, in micro-batches that are always full, the last filled up with silence or empty captions, so that a compiled model
+its share, in micro-batches that are always full, the last filled up with zeros or empty captions, so that a compiled model
 meets one shape.
 """
 
@@ -24,11 +24,21 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.items import Broken
+from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.workers import WorkerError
 from clap_ds.dist.agreement import gather, gather_tensor, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.dist.progress import doing
-from clap_ds.evaluation.clips import FIELD, NUM_EXAMPLES, Plan, list_clips, load_audio, plan_retrieval, plan_zero_shot
+from clap_ds.evaluation.clips import (
+    FIELD,
+    NUM_EXAMPLES,
+    Plan,
+    empty_rows,
+    list_clips,
+    load_audio,
+    plan_retrieval,
+    plan_zero_shot,
+)
 from clap_ds.evaluation.metrics import (
     Evaluation,
     TaskResult,
@@ -98,7 +108,10 @@ class Evaluator:
                 shards |= {task: shard_list.expand_shards(chosen.shards)} if chosen else {}
         if not shards:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        self._clips, broken = list_clips(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
+        tars = list(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
+        with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards), shard_list.FIELD):
+            self._kind = kind_of([shard_list.Source(tars, 1.0)], self.model_config)
+        self._clips, broken = list_clips(tars)
         self._note(broken)
         for task, paths in shards.items():
             own = set(paths)
@@ -117,10 +130,10 @@ class Evaluator:
         """Decode until one clip is sound, usually the first."""
         reasons = []
         for number in numbers:
-            (waveform,) = load_audio([self._clips[number]], self.model_config.audio, num_workers=0)
-            if isinstance(waveform, Tensor):
+            (found,) = load_audio([self._clips[number]], self.model_config.audio, num_workers=0, kind=self._kind)
+            if isinstance(found, Tensor):
                 return
-            reasons.append(f"{self._clips[number].name}: {waveform}")
+            reasons.append(f"{self._clips[number].name}: {found}")
         examples = "; ".join(reasons[:NUM_EXAMPLES])
         raise ValueError(f"{field}: none of the {len(numbers)} clips can be decoded; the first: {examples}")
 
@@ -179,18 +192,18 @@ class Evaluator:
         """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         clips, num_workers = [self._clips[number] for number in own], self.settings.num_workers
-        loaded = load_audio(clips, model.config.audio, num_workers=num_workers)
+        loaded = load_audio(clips, model.config.audio, num_workers=num_workers, kind=self._kind)
         rows, broken, problem = [], {}, None
         try:
             for start in range(0, len(own), self.micro_batch):
                 numbers = own[start : start + self.micro_batch]
-                waveforms = torch.zeros(self.micro_batch, model.config.audio.num_samples)
-                for row, (number, waveform) in enumerate(zip(numbers, loaded, strict=False)):
-                    if isinstance(waveform, str):
-                        broken[number] = waveform
+                audio = empty_rows(self.micro_batch, model.config.audio, self._kind)
+                for row, (number, found) in enumerate(zip(numbers, loaded, strict=False)):
+                    if isinstance(found, str):
+                        broken[number] = found
                     else:
-                        waveforms[row] = waveform
-                rows.append(model.encode_audio(waveforms.to(self.device))[: len(numbers)])
+                        audio[row] = found
+                rows.append(model.encode_audio(audio.to(self.device).float())[: len(numbers)])
                 on_batch(len(rows))
         except WorkerError as error:
             problem = f"rank {self.ranks.rank}: {error}"

@@ -1,5 +1,6 @@
 """What the evaluation tests share: shards of short clips whose captions and classes are known, and a tokenizer for them."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,12 @@ def clip_members(number: int, description: Any, samples: np.ndarray | None = Non
     """An item: a tone and a json."""
     content = json.dumps(description).encode()
     return [(f"{number:04d}.wav", wav(tone(number) if samples is None else samples)), (f"{number:04d}.json", content)]
+
+
+def npy(values: np.ndarray) -> bytes:
+    """An encoded NumPy file."""
+    np.save(file := io.BytesIO(), values)
+    return file.getvalue()
 
 
 def description(number: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from clap_ds.data.items import BrokenItemError, captions_of
 from clap_ds.data.workers import WorkerError
 from clap_ds.evaluation.clips import Clip, classes_of, list_clips, load_audio
 from tests.data.tars import wav, write_tar
-from tests.evaluation.conftest import ITEM_BYTES, WriteClips, clip_members, tone
+from tests.evaluation.conftest import ITEM_BYTES, WriteClips, clip_members, npy, tone
 
 AUDIO = load_preset("micro").audio.model_copy(update={"num_samples": 4800})
 
@@ -57,6 +57,17 @@ def test_long_audio_is_cropped_in_its_middle(tmp_path: Path) -> None:
     ramp = np.linspace(-0.9, 0.9, 14401, dtype=np.float32)
     (waveform,) = load(list_clips([str(write_tar(tmp_path / "a.tar", clip_members(0, {}, ramp)))])[0])
     np.testing.assert_allclose(waveform, ramp[4800:9600], atol=1e-6)
+
+
+def test_features_are_taken_as_they_are_and_cropped_in_their_middle(tmp_path: Path) -> None:
+    frames, bins = AUDIO.feature_shape
+    ramp = np.arange(3 * frames * bins, dtype=np.float16).reshape(-1, bins)
+    items = {"0": ramp[:frames], "1": ramp[: 3 * frames - 2], "2": ramp[:, 1:]}
+    tar = write_tar(tmp_path / "a.tar", [(f"{name}.npy", npy(item)) for name, item in items.items()])
+    exact, cropped, reason = load_audio(list_clips([str(tar)])[0], AUDIO, num_workers=0, kind="mel")
+    np.testing.assert_array_equal(exact, ramp[:frames])
+    np.testing.assert_array_equal(cropped, ramp[frames - 1 : 2 * frames - 1])
+    assert isinstance(reason, str)
 
 
 @pytest.mark.parametrize(

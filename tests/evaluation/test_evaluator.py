@@ -1,6 +1,7 @@
 """The evaluator on the micro model: the same for any number of ranks, nothing of the model changed, mistakes found at once."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +15,13 @@ from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
 from clap_ds.config.sections import EvaluationSettings
+from clap_ds.data.front_end import FrontEnd
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
 from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import (
@@ -26,6 +30,7 @@ from tests.evaluation.conftest import (
     WriteClips,
     clip_members,
     description,
+    npy,
     on_ranks,
     ranks_here,
     tell_captions_apart,
@@ -70,6 +75,37 @@ def test_any_number_of_ranks_finds_the_same(
         assert metrics.pop(LOSS) == pytest.approx(loss, rel=1e-5)
     assert found == [alone] * world_size
     assert len(alone) == 11
+
+
+def mel_clips(folder: Path, number: int, front_end: FrontEnd) -> list[str]:
+    """`write_clips`' first clips as features, in a folder that says by which front end."""
+    folder = folder / f"mel-{front_end.hash}"
+    folder.mkdir()
+    members = []
+    for n in range(number):
+        features = LogMel(MICRO.audio)(torch.from_numpy(tone(n))[None])[0]
+        members += [(f"{n:04d}.npy", npy(features.half().numpy())), clip_members(n, description(n))[1]]
+    write_manifest(folder, Manifest({"a.tar": ShardRecord(number, 0, 0.0, "")}, "mel", front_end))
+    return [str(write_tar(folder / "a.tar", members))]
+
+
+def test_features_are_evaluated_as_the_audio_they_were_made_of(
+    tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
+) -> None:
+    encoded, mel, model = write_clips(5), mel_clips(tmp_path, 5, FrontEnd.of(MICRO.audio)), micro_model()
+    with mock.patch.object(model, "encode_audio", wraps=model.encode_audio) as encode:
+        expected, found = (make(settings_for(shards), clip_tokenizer).evaluate(model) for shards in (encoded, mel))
+    live, prepared = (torch.cat([call.args[0] for call in encode.call_args_list[i : i + 2]])[:5] for i in (0, 2))
+    torch.testing.assert_close(prepared, model.mel(live), atol=2**-5, rtol=0)  # what float16 rounds 64 to 128 dB by
+    assert found.metrics[LOSS] == pytest.approx(expected.metrics[LOSS], rel=1e-5)
+    assert list(found.metrics) == list(expected.metrics)
+    assert found.broken == []
+    both = {"retrieval": {"shards": encoded}, "zero_shot": {"shards": mel}}
+    refused = refusal(EvaluationSettings.model_validate(both), clip_tokenizer)
+    assert "clap.evaluation.retrieval.shards and clap.evaluation.zero_shot.shards: " in refused
+    assert "can't be mixed" in refused
+    other = mel_clips(tmp_path, 1, replace(FrontEnd.of(MICRO.audio), hop_size=160))
+    assert "hop_size is 160 in the shards, 480 in the model" in refusal(settings_for(other), clip_tokenizer)
 
 
 def refusal(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> str:
