@@ -21,7 +21,9 @@ from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import (
+    AUDIO_FORMATS,
     CAPTION_FORMATS,
+    FEATURES,
     Broken,
     BrokenItemError,
     captions_of,
@@ -53,10 +55,11 @@ class Clip:
         return f"{self.shard}: {self.key}"
 
 
-def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
-    """The items of tars that hold audio, in order, and what else was met."""
+def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip], list[Broken]]:
+    """The items of tars that hold audio or, of `mel`, features, in order, and what else was met."""
     clips: list[Clip] = []
     broken: list[Broken] = []
+    formats = (FEATURES,) if kind == "mel" else AUDIO_FORMATS
 
     def report(name: str, reason: str) -> None:
         broken.append(Broken(name, reason))
@@ -65,7 +68,7 @@ def list_clips(shards: Iterable[str]) -> tuple[list[Clip], list[Broken]]:
         for item in read_items(shard, report, any_order=True):
             try:
                 described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
-                clips.append(Clip(shard, item["__key__"], choose_audio(item), described))
+                clips.append(Clip(shard, item["__key__"], choose_audio(item, formats), described))
             except BrokenItemError as error:
                 report(f"{shard}: {item['__key__']}", str(error))
     return clips, broken

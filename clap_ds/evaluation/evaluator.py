@@ -111,7 +111,7 @@ class Evaluator:
         tars = list(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
         with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards), shard_list.FIELD):
             self._kind = kind_of([shard_list.Source(tars, 1.0)], self.model_config)
-        self._clips, broken = list_clips(tars)
+        self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         for task, paths in shards.items():
             own = set(paths)

@@ -36,8 +36,8 @@ def clip_members(number: int, description: Any, samples: np.ndarray | None = Non
 
 
 def npy(values: np.ndarray) -> bytes:
-    """An encoded NumPy file."""
-    np.save(file := io.BytesIO(), values)
+    """An encoded NumPy file, row by row."""
+    np.save(file := io.BytesIO(), np.ascontiguousarray(values))
     return file.getvalue()
 
 
