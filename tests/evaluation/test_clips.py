@@ -34,7 +34,7 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
         ("0002", ["a hiss number 2", "hiss again, 2"], ["hiss"]),
     ]
     assert unusable.name.endswith("clips-0.tar: 0009")
-    assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3, npy) among its files")
+    assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
 def test_audio_is_that_of_the_file_wherever_it_lies(write_clips: WriteClips, tmp_path: Path) -> None:
