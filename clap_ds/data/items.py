@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import threading
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
 _READ = 65536  # bytes
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
+_kept = threading.local()  # each thread's memory for samples before they are mixed
 
 Encoded = bytes | memoryview
 """A file's content."""
@@ -141,9 +143,10 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         expected = min(file.frames, math.ceil(len(target) / ratio))
         in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
         dtype = "int16" if in_integers else "float32"
-        is_final = file.channels == 1 and ratio == 1 and target.dtype == dtype
-        start = rng.randint(0, file.frames - expected)
-        samples = _read_at(file, start, expected, dtype, out=target if is_final else None)
+        out = _pairs(expected) if in_integers and file.channels == 2 else None
+        if file.channels == 1 and ratio == 1 and target.dtype == dtype:
+            out = target[:expected]
+        samples = _read_at(file, rng.randint(0, file.frames - expected), expected, dtype, out)
         if expected < file.frames and len(samples) and not samples.any():
             samples = _loudest_part(file, expected)
     check_samples(samples, expected)
@@ -251,16 +254,23 @@ def check_samples(samples: NDArray[Any], expected: int) -> None:
 def _read_at(
     file: soundfile.SoundFile, start: int, num_frames: int, dtype: str, out: NDArray[Any] | None = None
 ) -> NDArray[Any]:
-    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels). Of a single
-    channel they may be written to the start of `out`."""
+    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels), in `out` if they can be
+    written there."""
     # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
     if start > lead_in:
         file.seek(start - lead_in)
     if out is not None and not lead_in:
-        return file.read(num_frames, out=out[:num_frames])[:, None]
+        return file.read(out=out).reshape(-1, file.channels)
     samples: NDArray[Any] = file.read(lead_in + num_frames, dtype=dtype, always_2d=True)
     return samples[lead_in:]
+
+
+def _pairs(num_frames: int) -> NDArray[np.int16]:
+    """(num_frames, 2), kept for the next file: fresh memory of this size costs as much as the file's samples."""
+    if len(getattr(_kept, "pairs", ())) < num_frames:
+        _kept.pairs = np.empty((num_frames, 2), np.int16)
+    return _kept.pairs[:num_frames]
 
 
 def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
