@@ -81,10 +81,11 @@ class ShardCache:
 
     def _fetch(self, url: str, copy: Path, size: int) -> IO[bytes] | None:
         self._directory.mkdir(parents=True, exist_ok=True)
+        lock = self._directory / "lock"
         unfinished = copy.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with contextlib.ExitStack() as stack:
-                with _locked(self._directory / "lock"):
+                with _locked(lock):
                     if found := _open(copy):
                         return found
                     self._make_room(size)
@@ -96,7 +97,8 @@ class ShardCache:
                     raise OSError(f"{file.tell():,} of {size:,} bytes came")
                 file.flush()
                 os.fsync(file.fileno())
-                unfinished.replace(copy)
+                with _locked(lock):  # nobody counts meanwhile
+                    unfinished.replace(copy)
         finally:
             unfinished.unlink(missing_ok=True)
         return _open(copy)
