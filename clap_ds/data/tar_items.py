@@ -29,7 +29,7 @@ Item = dict[str, Any]  # extension → content (bytes, or a `Place` in the tar),
 Report = Callable[[str, str], None]  # called for what can't be used, with its name and why
 DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)  # what reading a damaged tar, or one that is gone, raises
 
-_READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**24, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
+_READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
 _TEXTS = tuple(f".{extension}" for extension in CAPTION_FORMATS)
 
@@ -133,10 +133,10 @@ def _members(shard: str, tar: Any, report: Report, leave_audio: bool, any_order:
     size = os.fstat(file.number).st_size if file else 0
     is_left = any_order or (leave_audio and file is not None)
     kept_open = None if any_order else file
-    asked_for = 0
+    asked_for, needed = 0, 0 if any_order else size  # content that is read later, if at all, isn't worth it
     try:
         while True:
-            while asked_for < min(size, tar.offset + _READ_AHEAD_BYTES):
+            while asked_for < min(needed, tar.offset + _READ_AHEAD_BYTES):
                 os.posix_fadvise(tar.fileobj.fileno(), asked_for, _ASKED_FOR_BYTES, os.POSIX_FADV_WILLNEED)
                 asked_for += _ASKED_FOR_BYTES
             member = (_plain_member(tar) if file else None) or tar.next()
@@ -235,5 +235,5 @@ def fetch(item: Item) -> None:
 
 def count_samples(shard: str) -> int:
     """Items of a tar that have audio or features, and what a caption can be in; audio isn't read where that is possible."""
-    items = read_items(shard, lambda name, reason: None, leave_audio=True)
+    items = read_items(shard, lambda name, reason: None, any_order=True)
     return sum(all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS)) for item in items)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.data import tar_items
-from clap_ds.data.tar_items import ContentReader, Item, Place, fetch, read_items
+from clap_ds.data.tar_items import ContentReader, Item, Place, count_samples, fetch, read_items
 from tests.data.tars import marked_item, marked_items, put, write_tar
 
 
@@ -52,6 +52,22 @@ def test_a_tar_cut_while_its_audio_waits_costs_that_audio(tar: Path, monkeypatch
         monkeypatch.setattr(tar_items, "_MOST_READ_AT_ONCE", most_read_at_once)
         with pytest.raises(EOFError, match="the tar ends within it"):
             fetch(items[1])
+
+
+def test_the_disk_is_asked_ahead_for_what_will_be_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: asked.append(start))
+    monkeypatch.setattr(tar_items, "_READ_AHEAD_BYTES", 4096)
+    monkeypatch.setattr(tar_items, "_ASKED_FOR_BYTES", 1024)
+    assert count_samples(str(tar)) == 3
+    assert not asked
+    found = read_items(str(tar), pytest.fail, leave_audio=True)
+    next(found)
+    assert asked == list(range(0, asked[-1] + 1, 1024))
+    assert 4096 <= asked[-1] + 1024 < tar.stat().st_size
+    last = list(found)[-1]["wav"]
+    assert asked == list(range(0, asked[-1] + 1, 1024))
+    assert asked[-1] + 1024 >= last.start + last.size
 
 
 def test_damaged_tars_give_the_same_items_either_way(tar: Path, tmp_path: Path) -> None:
