@@ -79,7 +79,7 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     kinds: dict[Kind, str] = {}  # with the first folder of each
     for folder, tar in tars.items():
         manifest, where = read_manifest(folder or "."), f"{FIELD}: {folder or '.'}"
-        if not manifest.shards and FEATURES in next(read_items(tar, lambda *_: None, leave_audio=True), {}):
+        if not manifest.shards and FEATURES in next(read_items(tar, lambda *_: None, any_order=True), {}):
             raise ValueError(f"{where} holds features, by {tar}, and no {MANIFEST}, which says of which front end")
         if manifest.kind not in KINDS or (manifest.kind != "encoded" and manifest.front_end is None):
             raise ValueError(

@@ -9,6 +9,7 @@ import pytest
 import soundfile
 import torch
 
+from clap_ds.data import items
 from clap_ds.data.batch import to_int16
 from clap_ds.data.items import BrokenItemError, captions_of, choose_audio, clip_into, decode_audio, read_mel
 
@@ -270,3 +271,22 @@ def test_missing_audio_names_what_is_there() -> None:
     assert choose_audio({"__key__": "a", "txt": b"x", "ogg": b"sound"}) == b"sound"
     with pytest.raises(BrokenItemError, match=r"no audio .*: aac, txt"):
         choose_audio({"__key__": "a", "txt": b"x", "aac": b"sound"})
+
+
+@pytest.mark.skipif(items.miniaudio is None, reason="there is no miniaudio for this machine")
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
+@pytest.mark.parametrize("sample_rate", [SECOND, SECOND // 2])
+def test_flac_is_the_same_by_either_decoder(
+    monkeypatch: pytest.MonkeyPatch, channels: int, dtype: torch.dtype, sample_rate: int
+) -> None:
+    samples = np.random.default_rng(0).normal(0, 0.1, (sample_rate // 2, channels))
+    encoded = encode(samples, sample_rate, "FLAC", "PCM_16")
+    rows = []
+    for decoder in (items.miniaudio, None):
+        monkeypatch.setattr(items, "miniaudio", decoder)
+        rows.append(torch.full((SECOND,), 7, dtype=dtype))
+        decode_audio(encoded, rows[-1], sample_rate=SECOND, rng=random.Random(0))
+        with pytest.raises(BrokenItemError, match="flac decoder lost sync"):
+            decode_audio(encoded[: len(encoded) * 3 // 4], rows[-1].clone(), sample_rate=SECOND, rng=random.Random(0))
+    assert torch.equal(*rows)
