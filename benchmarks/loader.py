@@ -37,6 +37,7 @@ SETS = {
     "FLAC of 44.1 kHz": ("flac", 44100),
 }  # fmt: skip
 PREPARED = {"prepared waveforms": "waveform", "prepared features": "mel"}
+PRESET = ("--preset", "htsat_tiny_roberta_base")
 NEEDED = (624, 3300, 4500)
 RATES = (
     "clips {name} | KB a clip {kb:,.0f} | clips/s, before {before:,.0f} | clips/s, now {now:,.0f} | × {ratio:.2f}"
@@ -61,7 +62,7 @@ def make_sets(folder: Path, clips: int) -> dict[str, Path]:
             _python("-m", *sounds, "--format", extension, "--sample_rate", rate)
     for name, kind in PREPARED.items():
         if not (found[name] / "manifest.json").exists():
-            _python("-m", "clap_ds.shards", "prepare", found["WAV"] / "*.tar", found[name], "--kind", kind)
+            _python("-m", "clap_ds.shards", "prepare", found["WAV"] / "*.tar", found[name], "--kind", kind, *PRESET)
     return found
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/loader_child.py CHECKOUT RUN.json threads|processes WORKERS
 
-Reads lines `MODE SECONDS` and answers each with a line of JSON. `load`: batches on the CPU, one after the other. `beside`:
+Reads lines `MODE SECONDS` and answers each with a line of JSON. `load`: batches in host memory, one after the other. `beside`:
 small operations of torch, as a training process launches them, with a batch taken now and then, so that workers have always
 work to do; the rate is that of the operations. Only what both checkouts have is used of the package.
 """
@@ -56,7 +56,7 @@ def main(checkout: str, config: str, way: str, workers: str) -> None:
 
     from clap_ds.config.settings import load_run
     from clap_ds.data import shards
-    from clap_ds.data.batch import BatchSpec, join
+    from clap_ds.data.batch import BatchSpec
 
     torch.set_num_threads(1)
     run: Any = load_run(Path(config))
@@ -67,8 +67,15 @@ def main(checkout: str, config: str, way: str, workers: str) -> None:
     spec = BatchSpec(run.clap.preset(), run.clap.text_tokens, run.micro_batch, 0, 1, 0, cpu)
     pieces: Any = shards.ShardPieces(data, spec) if int(workers) or way == "processes" else None
 
+    batches: dict[torch.dtype, torch.Tensor] = {}
+
     def load() -> int:
-        join(next(pieces), cpu)
+        """To one piece of host memory, from where a GPU would fetch it and convert it."""
+        rows = [piece.tensors()[0] for piece in next(pieces)]
+        batch = batches.get(rows[0].dtype)
+        if batch is None:
+            batch = batches[rows[0].dtype] = torch.empty(run.micro_batch, *rows[0].shape[1:], dtype=rows[0].dtype)
+        torch.cat(rows, out=batch)
         return run.micro_batch
 
     one = torch.zeros(1)
