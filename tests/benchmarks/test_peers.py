@@ -1,9 +1,14 @@
 """Peers and the cost table on the micro preset: the same function on both sides, honest ratios, every FLOP accounted for."""
 
 import json
+import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
@@ -16,8 +21,13 @@ SMALL = ["--preset", "micro", "--micro_batch", "3", "--text_tokens", "12", "--ro
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+def on_cpu() -> Iterator[None]:
+    """The commands join a group of one rank; nothing stays of it."""
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
 
 
 @pytest.mark.parametrize("text", ["padded", "packed"])
@@ -31,7 +41,9 @@ def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
     assert "| ours, none |" in " ".join(path.read_text().split())
 
 
-def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path) -> None:
+def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "limit_s", partial(products.limit_s, seconds_each=0.0))
+    monkeypatch.setattr(products, "memory_rate", partial(products.memory_rate, 2**16))
     path = tmp_path / "peers.md"
     assert peers.main([*SMALL, "--precision", "bf16", "--output", str(path)]) == 0
     (result,) = json.loads(path.with_suffix(".json").read_text())
