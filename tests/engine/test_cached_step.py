@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 from tests.training import reference_steps as reference
 from tests.training.reference_steps import CPU, TIMER
 
-RAMP = (3, 1, 2, 2)
+RAMP = (3, 1, 2)
 """Micro-batches of each step. The first is reduced by DeepSpeed, the others by torch's reducer."""
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
 """Of the largest gradient. Sums over rows are taken in another order, in every product from the loss to the mel bins and back,

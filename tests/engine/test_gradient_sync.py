@@ -47,7 +47,7 @@ def _weights_after(
 
 def _largest_difference(precision: str, accumulation: int, changes: dict[str, Any], twist: str) -> float:
     overlapped, plain = (
-        _weights_after(6, sync, precision, accumulation, changes, twist) for sync in ("overlapped", "deepspeed")
+        _weights_after(4, sync, precision, accumulation, changes, twist) for sync in ("overlapped", "deepspeed")
     )
     return max(float((a - b).abs().max()) for a, b in zip(overlapped, plain, strict=True))
 
