@@ -183,7 +183,7 @@ def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     assert torch.equal(tower(*inputs), first)
     assert not torch.equal(other, first)
     still = tower.eval()(*inputs).float()
-    mean = torch.stack([tower.train()(*inputs).float() for _ in range(200)]).mean(dim=0)
+    mean = torch.stack([tower.train()(*inputs).float() for _ in range(60)]).mean(dim=0)
     assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
     alone = native(text_tower())  # of attention weights
     state, still = torch.get_rng_state(), alone(*inputs)

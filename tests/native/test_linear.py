@@ -17,9 +17,9 @@ pytestmark = each_implementation
 
 SHAPES = [
     *((1, 32, 32), (31, 64, 96), (33, 96, 64)),  # fewer rows than a block, one more than one
-    *((1000, 96, 288), (4097, 384, 96)),  # threads share the rows
-    *((616, 768, 1536), (100, 64, 3072)),  # or the columns
-    *((616, 3072, 768), (77, 1568, 64)),  # sums in several slices, of different lengths
+    *((1000, 96, 288), (1601, 384, 96)),  # threads share the rows
+    *((300, 768, 1536), (100, 64, 3072)),  # or the columns
+    *((300, 3072, 768), (77, 1568, 64)),  # sums in several slices, of different lengths
 ]
 """Rows, inputs and outputs."""
 

@@ -88,7 +88,7 @@ def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
     return [~((p >= 0) & (p < rows[:, None])).any(dim=0) for p, rows in zip(places, counts, strict=True)]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str, dropout: float) -> None:
     """Oracle: fp32 on the same bf16 values. The bound is what the same in plain bf16 is off by."""
