@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,13 @@ def have_same_shapes(one: ClapConfig, other: ClapConfig) -> bool:
 
 def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
     """The model's state on the meta device: names, shapes and dtypes without the numbers."""
+    return _expected_of(config.model_dump_json(), sigmoid)
+
+
+@cache
+def _expected_of(sizes: str, sigmoid: bool) -> State:
     with torch.device("meta"):
-        return ClapModel(config, sigmoid=sigmoid).state_dict()
+        return ClapModel(ClapConfig.model_validate_json(sizes), sigmoid=sigmoid).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
