@@ -23,6 +23,7 @@ STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads
 MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
 BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024, "projection_dim": 1024}
 BASE_TEXT = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+BASE_TEXT["num_hidden_layers"] = 2  # of RoBERTa's 12, all of which the tiny one has
 
 
 class HfClap(nn.Module):
@@ -46,7 +47,7 @@ class HfClap(nn.Module):
 
 
 class HfTowers(nn.Module):
-    """The base published model, whose text side `transformers.ClapModel` can't express: HF's towers, own pooling and heads."""
+    """The base published model with fewer text layers, which `ClapModel` can't express: HF's towers, own pooling and heads."""
 
     def __init__(self) -> None:
         super().__init__()
