@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
 """Of the largest gradient. Sums over rows are taken in another order, in every product from the loss to the mel bins and back,
 and logits are 14 times as far off as similarities: 10 to 33 roundings are found, where a wrong gradient is off by 10⁶."""
 NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankPool]:
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:

@@ -1,7 +1,9 @@
-"""SLURM's commands played by small scripts."""
+"""SLURM's commands played by small scripts, and waiting for what processes do."""
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,13 @@ SCRIPTS = {
         for word in "$@"; do case $word in --name=*) sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;; esac; done
         cat accounting""",
 }
+
+
+def wait_for(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @dataclass

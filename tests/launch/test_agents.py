@@ -5,10 +5,8 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from clap_ds.launch import agents as module
 from clap_ds.launch.agents import Agents
 from clap_ds.launch.connection import Message, groups_of
 from clap_ds.launch.host_processes import is_running
+from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SSH = """#!/bin/sh
@@ -65,20 +64,13 @@ def _names(number: int) -> list[str]:
     return [f"n{index:03}" for index in range(number)]
 
 
-def _wait_for(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def _ask(network: Network, agents: Agents, *command: str) -> dict[str, str]:
     """What a command prints, by host."""
     network.heard.clear()
     slots = dict.fromkeys(agents.hosts, 1)
     agents.say(do="ask", command=[*command], slots=slots, gpus={}, folder="/", environment={"PATH": os.environ["PATH"]})
     up = [name for name, host in agents.hosts.items() if host.heard is not None and host.lost is None]
-    _wait_for(lambda: len(network.heard) == len(up))
+    wait_for(lambda: len(network.heard) == len(up))
     return {message["host"]: message["answer"].strip() for message in network.heard}
 
 
@@ -132,7 +124,7 @@ def many(folder: str) -> None:
 
     def lose(victim: str, cut: list[str]) -> None:
         os.kill({host: pid for _, pid, host in network.started()}[victim], signal.SIGKILL)
-        _wait_for(lambda: agents.lost(names))
+        wait_for(lambda: agents.lost(names))
         assert sorted(agents.lost(names)) == cut
         assert "connection ended" in agents.lost(names)[victim]
         assert agents.connect(cut, 120) == []
@@ -146,7 +138,7 @@ def many(folder: str) -> None:
     lose(third[0], [name for name in third if name not in below])
     assert len(_ask(network, agents, "echo", "heard")) == 200
     assert agents.stop(60) == []
-    _wait_for(lambda: not [pid for _, pid, _ in network.started() if is_running(pid)])
+    wait_for(lambda: not [pid for _, pid, _ in network.started() if is_running(pid)])
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64
 
 
@@ -237,7 +229,7 @@ def test_silence(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     assert agents.connect(_names(2), 60) == []
     (pid,) = (pid for _, pid, host in network.started() if host == "n001")
     os.kill(pid, signal.SIGSTOP)
-    _wait_for(lambda: agents.lost(_names(2)))
+    wait_for(lambda: agents.lost(_names(2)))
     assert [*agents.lost(_names(2))] == ["n001"]
     assert agents.lost(["n001"])["n001"].startswith("no sign of life for ")
     assert agents.hosts["n001"].is_silent
@@ -254,7 +246,7 @@ def test_host_that_does_not_confirm_its_end(network: Network) -> None:
     os.kill(pid, signal.SIGSTOP)
     assert agents.end_attempt(_names(2), 0.5) == ["n001"]
     assert "n001" in agents.stop(2.0)
-    _wait_for(lambda: not is_running(pid))
+    wait_for(lambda: not is_running(pid))
 
 
 # --- one step of srun

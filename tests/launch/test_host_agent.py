@@ -16,6 +16,7 @@ import pytest
 
 from clap_ds.launch.connection import MARK
 from clap_ds.launch.host_processes import is_running, processes_of, ranks_of
+from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "here"
@@ -114,13 +115,6 @@ def start_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 @pytest.fixture
 def agent(start_agent: Callable[..., Agent]) -> Agent:
     return start_agent()
-
-
-def _wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # --- processes of a run
@@ -355,10 +349,10 @@ def _monitors_of(folder: Path) -> list[int]:
 def test_monitor_goes_with_its_agent(agent: Agent, tmp_path: Path) -> None:
     agent.say(do="monitor", run_directory=str(tmp_path))
     agent.say(do="monitor", run_directory=str(tmp_path))
-    _wait_for(lambda: len(_monitors_of(tmp_path)) == 1 and (tmp_path / "monitor").exists())
+    wait_for(lambda: len(_monitors_of(tmp_path)) == 1 and (tmp_path / "monitor").exists())
     agent.process.kill()
     agent.process.wait(30)
-    _wait_for(lambda: not _monitors_of(tmp_path))
+    wait_for(lambda: not _monitors_of(tmp_path))
 
 
 @pytest.mark.parametrize("stopped", [True, False])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from clap_ds.launch.host_processes import processes_of
 from clap_ds.launch.job import Job, port_of
 from clap_ds.launch.launchers import script_command
 from clap_ds.launch.recovery import Attempts, Ending
+from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
@@ -79,13 +79,6 @@ def _run_folder(tmp_path: Path, summary: str) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(summary)
     return tmp_path / "run"
-
-
-def _wait_for(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +184,10 @@ def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) 
     name = process.stdout.readline().strip()
     assert processes_of(name)
     process.kill()
-    _wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
+    wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
     assert "launch/job.py was ended before it could say why" in _recorded(tmp_path, "error")[0]
-    _wait_for(lambda: json.loads((run / "summary.json").read_text())["state"] == "failed")
-    _wait_for(lambda: not processes_of(name))
+    wait_for(lambda: json.loads((run / "summary.json").read_text())["state"] == "failed")
+    wait_for(lambda: not processes_of(name))
 
 
 def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_path: Path) -> None:
@@ -202,7 +195,7 @@ def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_pa
         "echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :"
     )
     first = process.stdout.readline().strip()
-    _wait_for(lambda: len(processes_of(first)) == 1)
+    wait_for(lambda: len(processes_of(first)) == 1)
     (launcher,) = processes_of(first)
     agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGKILL)
