@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -104,6 +105,27 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
     action()
     synchronize(device)
     return time.perf_counter() - started_s
+
+
+def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    gc.collect()  # what earlier ones left would be freed, and counted, in between
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action = prepare()
+        gc.collect()
+        with record_function("measured"):
+            action()
+    results: Any = profiler.profiler and profiler.profiler.kineto_results
+    events = list(results.events())
+    (window,) = [event for event in events if event.name() == "measured"]
+    live = peak = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        if window.start_ns() <= event.start_ns() <= window.end_ns():
+            peak = max(peak, live)
+    return peak
 
 
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:

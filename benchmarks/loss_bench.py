@@ -12,15 +12,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
+from benchmarks.common import allocated_peak, choose_device, in_turns, make_parser, seconds, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.engine.tiles import Positives, tiled_row_sums, tiled_softmax_gradient
 from clap_ds.record.hardware import device_name
@@ -72,11 +70,7 @@ def peak_bytes(method: str, sizes: tuple[int, int], device: torch.device, dtype:
         before = torch.cuda.memory_allocated()
         seconds(action, device)
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        action()
-    results: Any = profiled.profiler and profiled.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return allocated_peak(lambda: action)
 
 
 def measure(sizes: tuple[int, int], repeats: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,6 @@ other programs matter little; and the published run, of which it is known what f
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import make_parser, show, table
+from benchmarks.common import allocated_peak, make_parser, show, table
 from clap_ds.config.errors import run_alone
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.sources import build_batches
@@ -40,7 +39,6 @@ SIZES = {"micro": (64, 64), "demo": (16, 64), "htsat_tiny_roberta_base": (16, 77
 """Micro-batch and text tokens by preset."""
 LARGE = (("bf16", "padded"), ("autocast", "padded"), ("bf16", "packed"), ("bf16", "recomputed"))
 """Of the published model, what is compared."""
-WINDOW = "the measured step"
 SHAPES = ((16384, 96, 384), (4096, 192, 768), (1024, 384, 1536), (1232, 768, 768), (1232, 768, 3072))
 """Rows, inputs and outputs of linears in HTSAT-tiny and RoBERTa."""
 TIMED = [("htsat_tiny_roberta_base", "matmul", precision, 4) for precision in ("bf16", "autocast")] + [
@@ -107,25 +105,6 @@ def make_step(run: RunSettings) -> tuple[Callable[[], None], Any]:
 
 def void(_: object) -> None:
     """Takes what a function returns."""
-
-
-def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
-    gc.collect()  # what earlier ones left would be freed, and counted, in between
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        action = prepare()
-        gc.collect()
-        with torch.profiler.record_function(WINDOW):
-            action()
-    events = list(profiler.profiler.kineto_results.events())
-    (window,) = [event for event in events if event.name() == WINDOW]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    live = peak = 0
-    for at_ns, num_bytes in changes:
-        live += num_bytes
-        if window.start_ns() <= at_ns <= window.end_ns():
-            peak = max(peak, live)
-    return peak
 
 
 def second_step(run: RunSettings) -> Callable[[], None]:
@@ -201,19 +180,11 @@ def measured_rates() -> Any:
     filters, frames = torch.randn(96, 1, 4, 4).bfloat16(), torch.randn(4096, 1024)
     scores, flat = torch.randn(2048, 64, 64).bfloat16(), torch.randn(4_000_000)
     norm = aten.native_layer_norm(x, [768], bias, bias, 1e-5)
-    adam: dict[str, Any]
     softmax, steps = scores.softmax(-1), [torch.ones(())]
     convolution = (image, filters, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
     d_patches, ids = torch.randn(8, 96, 64, 64).bfloat16(), torch.randint(50_000, (4096,))
-    adam = {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "weight_decay": 0.1,
-        "eps": 1e-8,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    adam: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    adam |= {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
     own_flops: dict[str, Callable[[], object]] = {
         "aten.bmm": lambda: torch.bmm(q, q.transpose(1, 2)),
         "aten.convolution": lambda: aten.convolution(*convolution),
@@ -237,7 +208,7 @@ def measured_rates() -> Any:
         "aten.embedding_dense_backward": lambda: aten.embedding_dense_backward(x, ids, 50_265, 1, False),
         "aten.log10": lambda: flat.log10(),
         "aten._fused_adamw_": lambda: torch._fused_adamw_(
-            [flat], [flat], [flat], [flat.abs()], [], steps, grad_scale=None, found_inf=None, **adam
+            [flat], [flat], [flat], [flat.abs()], [], steps, **adam
         ),
     }  # fmt: skip
     return Rates(

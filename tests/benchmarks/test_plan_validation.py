@@ -1,4 +1,4 @@
-"""Peaks of the allocator, known and predicted, and the rates that times are predicted with."""
+"""Peaks of the allocator, known and predicted."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import plan_validation
+from benchmarks.common import allocated_peak
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.planning.trace import trace
@@ -19,7 +19,7 @@ def test_the_allocators_peak_is_of_the_window_alone() -> None:
         torch.zeros(1 << 22)  # gone before the window
         return lambda: kept + torch.zeros(1 << 20)
 
-    assert plan_validation.allocated_peak(prepare) == pytest.approx(3 * 4 << 20, rel=1e-3)
+    assert allocated_peak(prepare) == pytest.approx(3 * 4 << 20, rel=1e-3)
 
 
 @pytest.mark.parametrize("towers", [(), ("audio", "text")])
@@ -44,5 +44,5 @@ def test_the_tracers_peak_is_the_allocators(towers: tuple[str, ...]) -> None:
     with fakes, trace() as recorded:
         recorded.hold([*model.parameters(), *model.buffers(), *inputs], "there before")
         step(model, *inputs)
-    allocated = plan_validation.allocated_peak(lambda: partial(step, *make("cpu")))
+    allocated = allocated_peak(lambda: partial(step, *make("cpu")))
     assert recorded.peak_bytes == pytest.approx(allocated, rel=0.05)
