@@ -8,7 +8,6 @@ import gc
 import deepspeed
 import matplotlib.pyplot  # noqa: F401
 import pytest  # noqa: F401
-import torch._inductor.graph
 import torch.utils.tensorboard  # noqa: F401
 
 import clap_ds.analysis.plot_run

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clap_ds.engine import tiles
@@ -227,13 +226,15 @@ def test_what_lies_between_two_products_is_one_kernel_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, function: str, with_pairs: bool
 ) -> None:
     """By Inductor's plan for Triton, which it also makes for CPU tensors, up to writing the code."""
+    from torch._inductor.graph import GraphLowering  # here, for ranks import this module and not Inductor
+
     num_rows, num_columns = 616, 4096
     planned: list[int] = []
 
     class PlannedError(Exception):
         pass
 
-    def plan(graph: GraphLowering) -> None:
+    def plan(graph: Any) -> None:
         graph.init_wrapper_code()
         graph._update_scheduler()
         planned.extend(kernel.get_read_write_buffers_sizes() for kernel in graph.scheduler.nodes)
