@@ -183,6 +183,8 @@ def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) 
     process.stdout.readline()
     name = process.stdout.readline().strip()
     assert processes_of(name)
+    # The agent knows of the run: it watches it.
+    wait_for(lambda: not subprocess.run(["pgrep", "-f", f"watch {run}"], capture_output=True).returncode)
     process.kill()
     wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
     assert "launch/job.py was ended before it could say why" in _recorded(tmp_path, "error")[0]
