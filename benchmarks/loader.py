@@ -27,6 +27,7 @@ from benchmarks.common import in_turns, make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import run_alone
 from clap_ds.config.places import PACKAGE, work_folder
+from clap_ds.data import shard_size
 from clap_ds.data.supply import MARGIN
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
@@ -37,8 +38,8 @@ SETS = {
     "FLAC of 44.1 kHz": ("flac", 44100),
 }  # fmt: skip
 PREPARED = {"prepared waveforms": "waveform", "prepared features": "mel"}
+NEEDED = tuple(map(int, shard_size.RATES))
 PRESET = ("--preset", "htsat_tiny_roberta_base")
-NEEDED = (624, 3300, 4500)
 RATES = (
     "clips {name} | KB a clip {kb:,.0f} | clips/s, before {before:,.0f} | clips/s, now {now:,.0f} | × {ratio:.2f}"
     " | interval {low:.2f}–{high:.2f} | MB/s {mb_per_s:,.0f}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -31,8 +30,8 @@ from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources
 from clap_ds.data.shard_size import RATES, digits, look_into
 from clap_ds.data.shards import ShardPieces
+from clap_ds.data.supply import MARGIN, workers_for
 
-MARGIN = 1.25  # how much more than the step needs the loader should give, so that uneven clips don't make it wait
 _COUNTED = 8  # shards whose items are counted, for the bytes of one
 HEADING = (
     f"{'':7}{'loader':>11}{'':21}{'files, cold':>14}{'':10}{'files, warm':>14}\n"
@@ -98,7 +97,7 @@ def rate_of(run_directory: Path) -> float:
 def workers_needed(speeds: Sequence[Speed], needed: float) -> int:
     """How many workers give `MARGIN` times the samples per second that are needed; of more than were measured, each is taken to
     give what one among the most gave."""
-    more = math.ceil(MARGIN * needed * speeds[-1].num_workers / speeds[-1].samples_per_s)
+    more = workers_for(needed, speeds[-1].samples_per_s, speeds[-1].num_workers)
     return next((speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed), more)
 
 
