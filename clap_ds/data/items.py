@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import struct
 import threading
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,16 +149,19 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         expected = min(file.frames, math.ceil(len(target) / ratio))
         in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
         dtype = "int16" if in_integers else "float32"
+        start = rng.randint(0, file.frames - expected)
         samples: Any = _whole_flac(encoded, file) if expected == file.frames else None
+        if samples is None and in_integers:
+            samples = _in_wav(encoded, file, start, expected)
         if samples is None:
             out = _pairs(expected) if in_integers and file.channels == 2 else None
             if file.channels == 1 and ratio == 1 and target.dtype == dtype:
                 out = target[:expected]
-            samples = _read_at(file, rng.randint(0, file.frames - expected), expected, dtype, out)
-            if expected < file.frames and len(samples) and not samples.any():
-                samples = _loudest_part(file, expected)
+            samples = _read_at(file, start, expected, dtype, out)
         elif not in_integers:
             samples = samples * np.float32(1 / INT16_SCALE)
+        if expected < file.frames and len(samples) and not samples.any():
+            samples = _loudest_part(file, expected)
     check_samples(samples, expected)
     if samples.dtype == np.int16:
         length = len(samples)
@@ -273,6 +277,21 @@ def _whole_flac(encoded: Encoded, file: soundfile.SoundFile) -> NDArray[np.int16
         return None
     samples = np.frombuffer(found.samples, np.int16).reshape(-1, found.nchannels)
     return samples if samples.shape == (file.frames, file.channels) else None
+
+
+def _in_wav(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16] | None:
+    """Frames of a WAV file of 16 bits where they lie, (frames, channels); None where they aren't all there, or it is another.
+    libsndfile would copy them in small parts."""
+    if (file.format not in ("WAV", "WAVEX")) or file.subtype != "PCM_16" or encoded[:4] != b"RIFF":
+        return None
+    place, name, size = 12, b"", 0
+    while place + 8 <= len(encoded) and name != b"data":
+        name, size = struct.unpack_from("<4sI", encoded, place)
+        place += 8 + (0 if name == b"data" else size + size % 2)
+    first, count = place + 2 * file.channels * start, file.channels * num_frames
+    if name != b"data" or first + 2 * count > min(len(encoded), place + size):
+        return None
+    return np.frombuffer(encoded, "<i2", count, first).reshape(-1, file.channels)
 
 
 def _read_at(
