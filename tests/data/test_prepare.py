@@ -165,9 +165,11 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     """Items and, of a tar that is cut off, what is behind; remote tars, too."""
     soundfile.write(mp3 := io.BytesIO(), sound(0.9, 44100), 44100, format="MP3")
     cut_mp3 = mp3.getvalue()[: len(mp3.getvalue()) * 3 // 4]
+    soundfile.write(flac := io.BytesIO(), sound(0.1), RATE, format="FLAC")
+    endless = flac.getvalue()[:21] + b"\xff" * 5 + flac.getvalue()[26:]  # 2³⁶ samples, more than there is memory for
     good = members({"good": CLIPS["short"]})
     bad = members({"garbage": b"no audio", "cut": CLIPS["short"][:-999], "quiet": wav(np.full(99, 1e-6))})
-    bad += [("short.mp3", cut_mp3), ("short.txt", b"a sound")]
+    bad += [("short.mp3", cut_mp3), ("short.txt", b"a sound"), ("long.flac", endless), ("long.txt", b"a sound")]
     full = write_tar(tmp_path / "a.tar", [*bad, *good, ("mute.wav", CLIPS["short"]), ("deaf.txt", b"x")]).read_bytes()
     put("memory://prepare/whole.tar", full)
     put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
@@ -180,15 +182,16 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     reasons = {each["file"]: each["reason"] for each in listed}
     for name in (whole, cut):
         assert "audio can't be decoded" in reasons[f"{name}: garbage"]
+        assert "audio can't be decoded" in reasons[f"{name}: long"]
         assert "audio breaks off" in reasons[f"{name}: cut"]
         assert "audio breaks off" in reasons[f"{name}: short"]
         assert "silent" in reasons[f"{name}: quiet"]
     assert "no caption" in reasons[f"{whole}: mute"]
     assert "no audio" in reasons[f"{whole}: deaf"]
     assert "truncated" in reasons[cut]
-    assert len(reasons) == len(listed) == 11
+    assert len(reasons) == len(listed) == 13
     printed = capsys.readouterr().out
-    assert "11 left out, listed with reasons in" in printed
+    assert "13 left out, listed with reasons in" in printed
     assert f"1 tar(s) couldn't be read to the end, such as {cut}" in printed
 
 
