@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,8 @@ class ShardReader:
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
         cache = ShardCache(self.data.cache_gb * 1e9, note) if self.data.cache_gb else None
         readers, places = [], self.start["passes"] or [[0, 0]] * len(self.sources)
         for number, (source, place) in enumerate(zip(self.sources, places, strict=True)):

@@ -46,10 +46,12 @@ class LocalFile:
     """A file's descriptor, closed with the last reference to it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
+        self.number = -1
         self.number = os.dup(stream.fileno())
 
     def __del__(self) -> None:
-        os.close(self.number)
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class Place(NamedTuple):

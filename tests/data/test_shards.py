@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import tarfile
 import time
@@ -157,6 +158,18 @@ def test_truncated_tar_is_named_and_its_readable_items_used(
     stderr = capsys.readouterr().err
     assert stderr.count("cut.tar: tar is truncated or damaged") == 1
     assert "whole.tar" not in stderr
+
+
+def test_tars_of_few_items_may_be_more_than_files_open_at_once(tmp_path: Path, open_source: OpenSource) -> None:
+    """Each stays open while an item of it waits to be shuffled."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shards = marked_tars(tmp_path, num_tars=150, items_per_tar=1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    try:
+        with open_source(shards, shuffle_buffer=1000, micro_batch=75) as source:
+            assert sorted(numbers_in(source, 2)) == [*range(150)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_half_an_item_does_not_reach_the_next_tar(tmp_path: Path, open_source: OpenSource) -> None:
