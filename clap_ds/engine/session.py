@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,21 +65,24 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     supply_told: bool = False
+    quickest: tuple[float, ...] = ()  # rates of the two quickest steps before that was told
 
     @property
     def samples_per_step(self) -> int:
         """Samples of one rank in one optimiser step."""
         return self.run.micro_batch * self.run.gradient_accumulation_steps
 
-    def tell_supply(self, step_s: Sequence[float], data_wait_s: Sequence[float]) -> None:
-        """Say once, on rank 0, whether the loader keeps up with steps that took so long, so much of it waiting for data: the
-        quickest counts, as it has warmed up."""
-        supply = self.batches.supply()
-        if self.supply_told or supply is None or not self.ranks.is_first:
+    def tell_supply(self, rates: Iterable[float]) -> None:
+        """Say once, on rank 0, whether the loader keeps up with steps that took so many of its clips per second, not counting
+        what they waited for them: the quickest of two or more counts, as it has warmed up."""
+        if self.supply_told or not self.ranks.is_first:
             return
-        working_s = min(step - waited for step, waited in zip(step_s, data_wait_s, strict=True))
+        self.quickest = tuple(sorted((*self.quickest, *rates))[-2:])
+        supply = self.batches.supply()
+        if supply is None or len(self.quickest) < 2:
+            return
         ranks, cores = self.ranks.local_world_size, len(os.sched_getaffinity(0))
-        print(verdict(supply, self.samples_per_step / working_s, ranks_per_host=ranks, cores=cores), flush=True)
+        print(verdict(supply, self.quickest[-1], ranks_per_host=ranks, cores=cores), flush=True)
         self.supply_told = True
 
 

@@ -82,7 +82,7 @@ def measure(session: Session) -> Summary:
         _tell_supply(session, warming)
         for number in range(1, protocol.windows + 1):
             measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
-            _tell_supply(session, measurement.windows)
+            _tell_supply(session, measurement.windows[-1:])
             of_windows = measurement.samples_per_s_per_gpu
             samples_per_s = of_windows[-1] * session.ranks.world_size
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
@@ -103,12 +103,8 @@ def measure(session: Session) -> Summary:
 
 def _tell_supply(session: Session, windows: list[Window]) -> None:
     """By rank 0's steps."""
-    if windows:
-        steps = zip(
-            *((row[0], wait[0]) for w in windows for row, wait in zip(w.step_s, w.data_wait_s, strict=True)),
-            strict=True,
-        )
-        session.tell_supply(*map(list, steps))
+    steps = (step for window in windows for step in zip(window.step_s, window.data_wait_s, strict=True))
+    session.tell_supply(session.samples_per_step / (ranks_s[0] - waited_s[0]) for ranks_s, waited_s in steps)
 
 
 @contextmanager

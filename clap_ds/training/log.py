@@ -88,7 +88,11 @@ class TrainingLog:
         self._session.engine.count_skipped()
         for row, timer in zip(self._rows, self._timers, strict=True):
             row["data_wait_s"] = timer.seconds["data_wait"]
-        self._session.tell_supply(step_s, [row["data_wait_s"] for row in self._rows])
+        edges = [self._samples_before, *(row["samples"] for row in self._rows)]
+        self._session.tell_supply(
+            (after - before) / self._session.ranks.world_size / (seconds - row["data_wait_s"])
+            for before, after, seconds, row in zip(edges, edges[1:], step_s, self._rows, strict=False)
+        )
         waited_s = sum(row["data_wait_s"] for row in self._rows)
         figures = torch.stack(self._figures).double().flatten()
         ranks = gather_tensor(torch.cat((figures, figures.new_tensor([window_s, waited_s]))))
