@@ -56,7 +56,15 @@ class ShardCache:
         if not is_remote(shard):
             return lambda: None
         fetched: queue.SimpleQueue[IO[bytes] | None] = queue.SimpleQueue()
-        threading.Thread(target=lambda: fetched.put(self.open(shard)), daemon=True).start()
+
+        def fetch() -> None:
+            copy = None
+            try:
+                copy = self.open(shard)
+            finally:
+                fetched.put(copy)  # whatever becomes of the thread, the reader doesn't wait for ever
+
+        threading.Thread(target=fetch, daemon=True).start()
         return fetched.get
 
     def open(self, url: str) -> IO[bytes] | None:
