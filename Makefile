@@ -53,7 +53,7 @@ train-demo: $(READY)
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
 ifneq ($(KIND),encoded)
-	for side in train held_out; do "$(PYTHON)" -m clap_ds.data.build.prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
+	for side in train held_out; do "$(PYTHON)" -m clap_ds.shards prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
 	sed 's#$(DEMO)/\([a-z_]*\)/\*#$(DEMO)/$(KIND)/\1/*#' ds_configs/train_demo_cpu.json > $(DEMO)/$(KIND).json
 endif
 	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config $(if $(filter encoded,$(KIND)),ds_configs/train_demo_cpu.json,$(DEMO)/$(KIND).json)

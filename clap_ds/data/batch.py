@@ -143,8 +143,10 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         for target, *parts in zip(whole.tensors(), *(piece.tensors() for piece in pieces), strict=True):
             for rows, part in zip(target.split(sizes), parts, strict=True):
                 rows.copy_(part, non_blocking=True)
-    if whole.audio.dtype != torch.float32:  # after the copy, for the device converts sooner than the host
-        whole.audio = whole.audio.float().div_(INT16_SCALE if whole.audio.dtype == torch.int16 else 1)
+    if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
+        whole.audio = whole.audio.float().div_(INT16_SCALE)
+    elif whole.audio.dtype == torch.float16:
+        whole.audio = whole.audio.float()
     return whole
 
 

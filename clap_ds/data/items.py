@@ -13,7 +13,6 @@ import math
 import os
 import random
 import struct
-import threading
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +47,6 @@ _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
 _READ = 65536  # bytes
 _UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
-_kept = threading.local()  # each thread's memory for samples before they are mixed
 
 Encoded = bytes | memoryview
 """A file's content."""
@@ -154,10 +152,8 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         if samples is None and in_integers:
             samples = _in_wav(encoded, file, start, expected)
         if samples is None:
-            out = _pairs(expected) if in_integers and file.channels == 2 else None
-            if file.channels == 1 and ratio == 1 and target.dtype == dtype:
-                out = target[:expected]
-            samples = _read_at(file, start, expected, dtype, out)
+            is_final = file.channels == 1 and ratio == 1 and target.dtype == dtype
+            samples = _read_at(file, start, expected, dtype, target[:expected] if is_final else None)
         elif not in_integers:
             samples = samples * np.float32(1 / INT16_SCALE)
         if expected < file.frames and len(samples) and not samples.any():
@@ -307,13 +303,6 @@ def _read_at(
         return file.read(out=out).reshape(-1, file.channels)
     samples: NDArray[Any] = file.read(lead_in + num_frames, dtype=dtype, always_2d=True)
     return samples[lead_in:]
-
-
-def _pairs(num_frames: int) -> NDArray[np.int16]:
-    """(num_frames, 2), kept for the next file: fresh memory of this size costs as much as the file's samples."""
-    if len(getattr(_kept, "pairs", ())) < num_frames:
-        _kept.pairs = np.empty((num_frames, 2), np.int16)
-    return _kept.pairs[:num_frames]
 
 
 def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:

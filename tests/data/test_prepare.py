@@ -1,3 +1,4 @@
+import fcntl
 import io
 import json
 import os
@@ -224,6 +225,10 @@ def test_the_same_command_resumes(
     assert run(*command[:-1], "waveform") == 2
     assert run(f"{tmp_path}/[01].tar", *command[1:]) == 2
     assert capsys.readouterr().err.count("holds shards of another list, other audio or other options") == 2
+    with (tmp_path / "out" / ".build" / "plan").open() as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)  # as another command would
+        assert run(*command) == 2
+    assert "another command is writing its shards" in capsys.readouterr().err
     assert run(*command) == 0
     assert "1 of 3 shards are there already" in capsys.readouterr().out
     assert finished.stat().st_mtime_ns == written

@@ -4,6 +4,7 @@ goes on with those that have none; and beside them the manifest, and the list of
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +91,7 @@ def fill(
         print(f"{len(built)} of {len(tasks)} shards are there already", flush=True)
     counts = [task.num_items for task in waiting]
     total = None if None in counts else sum(count or 0 for count in counts)
-    with tqdm(total=total, unit="item", disable=None) as progress:
+    with _alone_in(folder), tqdm(total=total, unit="item", disable=None) as progress:
         for done in _write_all(waiting, num_workers, progress.update):
             built[done.name] = done
     shards = [built[task.name] for task in tasks]
@@ -101,6 +103,19 @@ def fill(
     if not records:
         raise UserError(none_usable(broken))
     return shards
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """UserError where another command writes the folder's shards; not told where the file system has no locks."""
+    with (folder / RECORDS / "plan").open() as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another command is writing its shards; wait for it, or stop it") from None
+        except OSError:
+            pass
+        yield
 
 
 def none_usable(broken: Sequence[Named]) -> str:
