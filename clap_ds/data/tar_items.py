@@ -160,10 +160,21 @@ def _members(shard: str, tar: Any, report: Report, leave_audio: bool, any_order:
             yield {"fname": member.name, "data": content, "__url__": shard}
         if not getattr(tar, "has_ended", False):
             raise EOFError("no end-of-archive mark")
+        if file and (hidden := _first_after(file, tar.offset, size)) is not None:
+            raise EOFError(f"zeros end it at byte {tar.offset:,}, there is more from byte {hidden:,} on")
     except (EOFError, tarfile.ReadError) as error:
         is_cut = isinstance(error, EOFError) or "unexpected end" in str(error)
         what = "is truncated or damaged" if is_cut else "can't be read"
         report(shard, f"tar {what} ({words(error)}); what can be read of it is used")
+
+
+def _first_after(file: LocalFile, end: int, size: int) -> int | None:
+    """Where there is anything but zeros behind the end of a tar, which is filled up with them."""
+    for start in range(end, size, _ASKED_FOR_BYTES):
+        content = os.pread(file.number, _ASKED_FOR_BYTES, start)
+        if rest := content.lstrip(b"\0"):
+            return start + len(content) - len(rest)
+    return None
 
 
 def _plain_member(tar: Any) -> tarfile.TarInfo | None:

@@ -190,3 +190,16 @@ def test_content_of_any_tar_can_be_left_and_read_in_any_order(tar: Path, tmp_pat
     reader.close()
     packed.write_bytes(packed.read_bytes()[:-50])
     assert len(items_of(packed)[1]) == 1
+
+
+def test_zeros_within_a_tar_are_told(tmp_path: Path) -> None:
+    """As a disk or a copy may leave them: they look like the tar's end."""
+    path = write_tar(tmp_path / "a.tar", [(f"{n}.txt", b"x" * 600) for n in range(9)])
+    content = bytearray(path.read_bytes())
+    content[3 * 1536 : 6 * 1536] = bytes(3 * 1536)
+    path.write_bytes(content)
+    reported: list[str] = []
+    items = list(read_items(str(path), lambda name, reason: reported.append(reason)))
+    assert [item["__key__"] for item in items] == ["0", "1", "2"]
+    (reason,) = reported
+    assert "zeros end it at byte 4,608, there is more from byte 9,216 on" in reason

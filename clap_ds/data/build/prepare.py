@@ -23,7 +23,7 @@ import fsspec
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
-from clap_ds.data.build.report import amount
+from clap_ds.data.build.report import HUB_TOKENIZER, amount, settings_for
 from clap_ds.data.build.writing import (
     BROKEN,
     RECORDS,
@@ -61,10 +61,12 @@ def run_prepare(options: argparse.Namespace) -> int:
         tars = expand_shards(options.shards)
     except (ValueError, OSError) as error:
         raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
-    return resumable(options.folder, lambda: _prepare(_by_name(tars), options.folder, preparation, options.workers))
+    return resumable(
+        options.folder, lambda: _prepare(_by_name(tars), options.folder, preparation, options.workers, options.preset)
+    )
 
 
-def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, num_workers: int) -> int:
+def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, num_workers: int, preset: str) -> int:
     manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
     for place, manifest in manifests.items():
         if manifest.kind == "mel":
@@ -96,6 +98,9 @@ def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, nu
     if cut := sorted({*broken} & {*tars.values()}):
         again = f"to read one again, remove its record in {folder / RECORDS}"
         print(f"{len(cut)} tar(s) couldn't be read to the end, such as {cut[0]}; {again}, and give the same command")
+    beside = Path(_folder_of(next(iter(tars.values())))) / "tokenizer"
+    tokenizer = str(beside) if beside.is_dir() else HUB_TOKENIZER
+    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer, preset)))
     return 0
 
 

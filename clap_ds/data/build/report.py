@@ -18,6 +18,8 @@ from clap_ds.data.build.writing import BROKEN, BuiltShard
 from clap_ds.data.shard_manifest import ShardRecord
 
 _MOST_SHOWN = 8
+HUB_TOKENIZER, HUB_VOCABULARY = "FacebookAI/roberta-base", 50265
+"""RoBERTa's own, by its hub name."""
 
 Shards = list[tuple[PlannedShard, BuiltShard]]
 
@@ -31,10 +33,8 @@ def report(
         unusable: entries that went into no shard.
         vocab_size: of the tokenizer that was trained, if any.
     """
-    tokenizer = str(folder / "tokenizer") if vocab_size else "FacebookAI/roberta-base"
-    settings: dict[str, Any] = {"data": {"source": "shards", "shards": f"{folder}/train-*.tar", "tokenizer": tokenizer}}
-    if options.preset:
-        settings["model"] = {"preset": options.preset}
+    tokenizer = str(folder / "tokenizer") if vocab_size else HUB_TOKENIZER
+    more: dict[str, Any] = {}
     lines = []
     sides: dict[str, list[Entry]] = {}
     for side in ("train", "held_out"):
@@ -44,7 +44,7 @@ def report(
         if records := [built.record for _, built in own if built.record]:
             lines.append(f"{side}: {amount(records)}")
             if side == "held_out":
-                settings["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
+                more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     lines += _divided(sides, options) + _same([entry for side in sides.values() for entry in side])
     num_malformed = sum(bool(entry.remedy) for entry in unusable)
     num_broken = len(unusable) - num_malformed + sum(len(built.broken) for _, built in shards)
@@ -53,8 +53,19 @@ def report(
         lines.append(f"{' and '.join(left_out)} left out, listed with reasons in {folder / BROKEN}")
     if vocab_size:
         lines.append(f"{_tokenizer(vocab_size, options.train_tokenizer)}; in {tokenizer}")
-    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
-    return [*lines, 'For a run\'s JSON, in "clap":', *sections]
+    return [*lines, *settings_for(f"{folder}/train-*.tar", tokenizer, options.preset, more)]
+
+
+def settings_for(shards: str, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> list[str]:
+    """What a run on these shards says of them, with `more` sections, for the terminal."""
+    settings: dict[str, Any] = {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}}
+    settings |= ({"model": {"preset": preset}} if preset else {}) | (more or {})
+    lines = ['For a run\'s JSON, in "clap":']
+    lines += [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    if preset and tokenizer == HUB_TOKENIZER and (size := load_preset(preset).text.vocab_size) < HUB_VOCABULARY:
+        own = f"clap-shards build --train_tokenizer {size} makes one of your captions"
+        lines.append(f"The model of preset {preset} takes a tokenizer of at most {size} tokens, not that one: {own}")
+    return lines
 
 
 def amount(records: Sequence[ShardRecord]) -> str:
