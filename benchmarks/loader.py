@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     folder = work_folder() / "runs" / "loader"
     sets, cpu = make_sets(folder, clips=256), torch.device("cpu")
-    parts, figures = [f"# Loading on {device_name(cpu)}, one core unless said otherwise"], {}
+    parts, figures = [f"# Loading on {device_name(cpu)}"], {}
     if "rates" in options.only:
         figures["rates"] = rates(options, sets, folder)
         parts.append(table(RATES, figures["rates"]))
