@@ -156,7 +156,7 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
             samples = _read_at(file, start, expected, dtype, target[:expected] if is_final else None)
         elif not in_integers:
             samples = samples * np.float32(1 / INT16_SCALE)
-        if expected < file.frames and len(samples) and not samples.any():
+        if expected < file.frames and len(samples) and _is_silent(samples):
             samples = _loudest_part(file, expected)
     check_samples(samples, expected)
     if samples.dtype == np.int16:
@@ -258,8 +258,13 @@ def check_samples(samples: NDArray[Any], expected: int) -> None:
         raise BrokenItemError(f"audio breaks off: {len(samples)} of {expected} samples could be decoded")
     if samples.dtype != np.int16 and not np.isfinite(samples).all():
         raise BrokenItemError("audio holds NaN or infinite samples")
-    if not samples.any():
+    if _is_silent(samples):
         raise BrokenItemError("audio is silent: every sample is 0")
+
+
+def _is_silent(samples: NDArray[Any]) -> bool:
+    """Mostly seen from the start of it."""
+    return not (samples[:_BLOCK].any() or samples.any())
 
 
 def _whole_flac(encoded: Encoded, file: soundfile.SoundFile) -> NDArray[np.int16] | None:
