@@ -79,7 +79,7 @@ def test_pins_are_those_of_the_constraints() -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, as cloned, but for the runs that README's analysis is of."""
     folder = tmp_path_factory.mktemp("clone") / "clap-ds"
-    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "build", "*.egg-info", "__pycache__")
+    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
     for block in JSON_BLOCKS:
         (folder / "my_run.json").write_text(block)  # at last the one for training
