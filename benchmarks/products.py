@@ -1,6 +1,6 @@
 """Command: how quickly this CPU does the matrix products of a training step, by oneDNN and by this project's kernels.
 
-    python -m benchmarks.products [--preset …] [--micro_batch 4 8 64] [--output results/cpu/products/NAME.md]
+    python -m benchmarks.products [--preset …] [--micro_batches 4 8 64] [--output results/cpu/products/NAME.md]
 
 For each linear layer of a step its three products in bf16: output, gradient of the input and of the weight, each by either in
 turns; the table has GFLOPS by the quickest run of each. From the quicker of the two at every shape follows the least time a

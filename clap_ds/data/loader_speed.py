@@ -27,7 +27,7 @@ from clap_ds.config.settings import ClapSettings, RunSettings, load_run
 from clap_ds.data import file_speed
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_files import is_remote
-from clap_ds.data.shard_list import expand_sources
+from clap_ds.data.shard_list import expand_sources, tokenizer_beside
 from clap_ds.data.shard_size import RATES, digits, look_into
 from clap_ds.data.shards import ShardPieces
 from clap_ds.data.supply import MARGIN, workers_for
@@ -168,8 +168,7 @@ def _run_of(options: argparse.Namespace) -> RunSettings:
         if not isinstance(run.clap.data, ShardData):
             raise UserError(f"{run.path}: clap.data.source: expected shards, found {run.clap.data.source}")
         return run
-    beside = Path(options.shards[0]).parent / "tokenizer"
-    tokenizer = options.tokenizer or (str(beside) if beside.is_dir() else "FacebookAI/roberta-base")
+    tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = ModelSettings(preset=options.preset or "htsat_tiny_roberta_base")
     clap = ClapSettings(model=model, data=ShardData(source="shards", shards=options.shards, tokenizer=tokenizer))
     clap = clap.model_copy(update={"text_tokens": min(clap.text_tokens, clap.preset().text.max_tokens)})

@@ -21,6 +21,7 @@ from braceexpand import braceexpand
 from clap_ds.data import shard_files
 
 FIELD = "clap.data.shards"
+HUB_TOKENIZER = "FacebookAI/roberta-base"
 
 Sampling = Literal["epochs", "replacement"]
 
@@ -141,6 +142,12 @@ def share_out(
         [replace(source, shards=source.shards[rank::world_size][worker::num_used]) for source in sources]
         for worker in range(num_used)
     ]
+
+
+def tokenizer_beside(shard: str) -> str:
+    """What to read a tar's captions with where nothing else is said: the folder `tokenizer` beside it, or RoBERTa's own."""
+    beside = Path(shard).parent / "tokenizer"
+    return str(beside) if beside.is_dir() else HUB_TOKENIZER
 
 
 def note(text: str) -> None:

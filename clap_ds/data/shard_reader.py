@@ -161,7 +161,7 @@ class ShardReader:
         shape: tuple[int, ...] = (self.piece_size, audio.num_samples)
         dtype = getattr(torch, self.data.waveforms)
         if self.kind == "mel":
-            shape, dtype = (self.piece_size, audio.num_frames, audio.mel_bins), torch.float16
+            shape, dtype = (self.piece_size, *audio.feature_shape), torch.float16
         if get_worker_info() is None:
             return torch.empty(shape, dtype=dtype)
         storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # as torch's own collation

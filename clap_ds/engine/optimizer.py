@@ -82,7 +82,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             if self.steps_natively(gradients, low, master):
                 self._step_natively(group, gradients, low, float(scale), found_inf)
                 continue
-            master.grad = torch.cat([each.view(-1) for each in gradients]).float()
+            flat = gradients[0] if len(gradients) == 1 else torch.cat([each.view(-1) for each in gradients])
+            master.grad = flat.float()
             by_torch.append((master, low))
         if by_torch:
             self._step_by_torch(scale, found_inf)

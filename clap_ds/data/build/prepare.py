@@ -23,7 +23,7 @@ import fsspec
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
-from clap_ds.data.build.report import HUB_TOKENIZER, amount, settings_for
+from clap_ds.data.build.report import amount, settings_for
 from clap_ds.data.build.writing import (
     BROKEN,
     RECORDS,
@@ -39,7 +39,7 @@ from clap_ds.data.build.writing import (
 )
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.items import AUDIO_FORMATS, CLIP_FORMATS, BrokenItemError, captions_of, choose_audio
-from clap_ds.data.shard_list import FIELD, expand_shards
+from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
 from clap_ds.data.shard_manifest import Manifest, read_manifest
 from clap_ds.data.tar_items import read_items
 
@@ -98,9 +98,7 @@ def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, nu
     if cut := sorted({*broken} & {*tars.values()}):
         again = f"to read one again, remove its record in {folder / RECORDS}"
         print(f"{len(cut)} tar(s) couldn't be read to the end, such as {cut[0]}; {again}, and give the same command")
-    beside = Path(_folder_of(next(iter(tars.values())))) / "tokenizer"
-    tokenizer = str(beside) if beside.is_dir() else HUB_TOKENIZER
-    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer, preset)))
+    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(next(iter(tars.values()))), preset)))
     return 0
 
 

@@ -15,11 +15,12 @@ from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.shard_building import PlannedShard
 from clap_ds.data.build.splits import names_in
 from clap_ds.data.build.writing import BROKEN, BuiltShard
+from clap_ds.data.shard_list import HUB_TOKENIZER
 from clap_ds.data.shard_manifest import ShardRecord
 
 _MOST_SHOWN = 8
-HUB_TOKENIZER, HUB_VOCABULARY = "FacebookAI/roberta-base", 50265
-"""RoBERTa's own, by its hub name."""
+HUB_VOCABULARY = 50265
+"""Of `HUB_TOKENIZER`."""
 
 Shards = list[tuple[PlannedShard, BuiltShard]]
 
