@@ -15,7 +15,8 @@ from tests.cluster.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.end_to_end
 LIMIT_S = 60  # by when a fault must have ended the job
-HANG_S = 90  # and a rank that stands still
+HANG_S = 90  # and a host that is lost
+LONGEST_S = 240  # a rank that stands still: a minute, or longer where the run has made long pauses before
 TRAINING: dict[str, Any] = {
     "clap": {"model": {"preset": "micro"}, "train": {"samples": 16 * 150, "log_every_steps": 1}},
     "options": ("--command", "clap_ds/train.py", "--grace", "60"),
@@ -84,13 +85,11 @@ def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: 
     limit = 60 * hours + minutes + math.ceil(seconds / 60) + 1
     time.sleep(5)  # for the agents to have seen some steps
     stopped, variables = sorted(hung.ranks("node2").items())[1]
-    began = time.monotonic()
     cluster.run("node2", "kill", "-STOP", stopped)
     sampled = lambda: [path.stem for path in timed.runs[0].glob("monitor/*.jsonl") if path.read_text()]  # noqa: E731
     cluster.wait_until(lambda: len(sampled()) == 2, 60, "the monitors' first samples")
     cluster.run("ctl", "scontrol", "update", f"JobId={timed.number}", f"TimeLimit={limit}")
-    assert hung.wait(timeout=HANG_S)["JobState"] == "FAILED", hung.output
-    assert time.monotonic() - began < HANG_S
+    assert hung.wait(timeout=LONGEST_S)["JobState"] == "FAILED", hung.output
     assert f"rank {variables['RANK']} on node2 stopped by a signal; the other 3 in " in hung.record["error"]
     assert hung.record["attempts"][0]["at_fault"] == ["node2"]
     stacks = {path.stem: path.read_text() for path in hung.runs[0].glob("stacks/*.txt")}

@@ -131,8 +131,11 @@ def test_knows_ranks_from_other_processes(start: Start) -> None:
     assert not {other.pid, nobodys.pid} & set(found)
     assert other.pid in processes_of(f"{RUN}.")
     assert processes_of("") == {}, "between attempts there is nobody to signal"
-    (worker,) = set(found) - {rank.pid, launcher.pid, with_worker.pid}
-    os.kill(worker, signal.SIGKILL)
+    # What has just been started shows no environment yet, for a moment.
+    worker = lambda: set(processes_of(ATTEMPT)) - {rank.pid, launcher.pid, with_worker.pid}  # noqa: E731
+    wait_for(worker)
+    (found_worker,) = worker()
+    os.kill(found_worker, signal.SIGKILL)
 
 
 def test_clears_an_earlier_start_of_the_run(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> None:
