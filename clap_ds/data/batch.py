@@ -127,7 +127,8 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """One batch on `device` from the rows of `pieces`: without a copy on the host between, and asynchronous from pinned memory.
+    """One batch on `device` from the rows of `pieces`: audio without a copy on the host between, and asynchronously from
+    page-locked memory. It shares no memory on the host with them but captions.
 
     A single piece keeps its packed captions, as synthetic batches come again.
     """
@@ -136,17 +137,21 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
             pieces[0].pack()
         whole = pieces[0].to(device, non_blocking=True)
     else:
-        sizes = [len(piece) for piece in pieces]
-        whole = pieces[0].map(lambda like: torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=device))
-        whole.num_tokens = sum(piece.num_tokens for piece in pieces)
-        whole.packed = _pack(pieces, device) if pack_captions else None
-        for target, *parts in zip(whole.tensors(), *(piece.tensors() for piece in pieces), strict=True):
-            for rows, part in zip(target.split(sizes), parts, strict=True):
-                rows.copy_(part, non_blocking=True)
+        audio = pieces[0].audio
+        rows = torch.empty(sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device)
+        for part, piece in zip(rows.split(list(map(len, pieces))), pieces, strict=True):
+            part.copy_(piece.audio, non_blocking=True)
+        ids, mask = (
+            _move(torch.cat(parts), device) for parts in zip(*(piece.tensors()[1:] for piece in pieces), strict=True)
+        )
+        packed = _pack(pieces, device) if pack_captions else None
+        whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
     if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
         whole.audio = whole.audio.float().div_(INT16_SCALE)
     elif whole.audio.dtype == torch.float16:
         whole.audio = whole.audio.float()
+    elif whole.audio is pieces[0].audio and device.type == "cpu":
+        whole.audio = whole.audio.clone()
     return whole
 
 
@@ -158,12 +163,14 @@ def _hash_factors(text_tokens: int, device: torch.device) -> Tensor:
     return torch.randint(any_int64.min, any_int64.max, (text_tokens,), generator=generator).to(device)
 
 
-def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:
-    def move(tensor: Tensor) -> Tensor:
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
+
+def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:
     ids, packing = pack([(piece.input_ids.cpu(), piece.attention_mask.cpu()) for piece in pieces])
-    return move(ids), _with_bounds(packing, move)
+    return _move(ids, device), _with_bounds(packing, lambda tensor: _move(tensor, device))
 
 
 def _with_bounds(packing: Packing, function: Callable[[Tensor], Tensor]) -> Packing:

@@ -6,24 +6,23 @@ at a place, items before it are passed over without being decoded.
 
 from __future__ import annotations
 
-import math
 import random
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 from webdataset.filters import shuffle
 
 from clap_ds.config.sections import ShardData
-from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.front_end import Kind
+from clap_ds.data.batch import BatchSpec
 from clap_ds.data.items import Broken, BrokenItemError, captions_of, clip_into
 from clap_ds.data.shard_cache import ShardCache
 from clap_ds.data.shard_list import FIELD, Source, note
@@ -40,18 +39,16 @@ START: Position = {"samples": 0, "passes": []}
 
 @dataclass(slots=True)
 class Piece:
-    """What a worker sends: some rows, and what it met on the way."""
+    """What a worker sends: some rows, and what it met on the way. The audio stays in the reader's memory."""
 
     worker: int
-    batch: Batch | None
+    place: int  # of the audio in that memory
+    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None  # `Batch.input_ids` and `attention_mask`
     broken: list[Broken]
     after: Position  # where its reader stands when these rows are given
     encoded_bytes: int = 0  # of audio files decoded for them
     made_in_s: float = 0.0  # not counting how long they waited to be fetched; 0 of a worker's first
     failure: str = ""  # why it has given up; then there are no rows
-
-    def pin_memory(self) -> Piece:
-        return replace(self, batch=self.batch.pin_memory()) if self.batch else self
 
 
 class Sample(NamedTuple):
@@ -104,72 +101,61 @@ class SourceReader:
 
 @dataclass(slots=True)
 class ShardReader:
-    """One worker's pieces. Remembers what was broken, so that each is named once."""
+    """One worker's pieces. Remembers what was broken, so that each is named once.
+
+    `memory`, (places, rows, *shape of a row), is filled place by place, again and again.
+    """
 
     worker: int
-    kind: Kind
     sources: list[Source]  # the worker's part of every source
     data: ShardData
     spec: BatchSpec
     tokenizer: PreTrainedTokenizerBase
-    piece_size: int
+    memory: Tensor
     seed: str  # differs between runs' seeds, ranks and workers
     start: Position
     _known: dict[str, Broken] = field(default_factory=dict)
     _news: list[Broken] = field(default_factory=list)
-    _rows: Tensor = field(default_factory=lambda: torch.empty(0))  # of the piece in the making
-    _next_row: int = 0
+    _row: Tensor = field(default_factory=lambda: torch.empty(0))  # the next
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
         cache = ShardCache(self.data.cache_gb * 1e9, note) if self.data.cache_gb else None
-        readers, places = [], self.start["passes"] or [[0, 0]] * len(self.sources)
-        for number, (source, place) in enumerate(zip(self.sources, places, strict=True)):
+        readers, starts = [], self.start["passes"] or [[0, 0]] * len(self.sources)
+        for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
             name = f"{self.seed}, source {number}"
-            readers.append(SourceReader(source, buffer, name, self._report, cache, *place))
+            readers.append(SourceReader(source, buffer, name, self._report, cache, *start))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
         began_s = None  # the first piece's time is that of starting
         samples: list[Sample] = []
-        self._rows = self._new_rows()
+        places, piece_size = self.memory.shape[:2]
+        place = 0
         for number in count(self.start["samples"]):
+            self._row = self.memory[place, len(samples)]
             chosen = 0
             if len(streams) > 1:
                 (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
             sample = next(streams[chosen], None)
             position = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
             if sample is None:
-                yield Piece(self.worker, None, self._take_news(), position, failure=self._failure(chosen))
+                yield Piece(self.worker, place, None, self._take_news(), position, failure=self._failure(chosen))
                 return
             samples.append(sample)
-            self._next_row = len(samples)
-            if len(samples) == self.piece_size:
-                captions = tokenize([sample.caption for sample in samples], self.tokenizer, self.spec.text_tokens)
+            if len(samples) == piece_size:
+                ids, mask = tokenize([sample.caption for sample in samples], self.tokenizer, self.spec.text_tokens)
                 size = sum(sample.encoded_bytes for sample in samples)
-                piece = Piece(self.worker, Batch(self._rows, *captions), self._take_news(), position, size)
+                piece = Piece(self.worker, place, (ids.numpy(), mask.numpy()), self._take_news(), position, size)
                 piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
                 yield piece
                 began_s, samples = time.perf_counter(), []
-                self._rows, self._next_row = self._new_rows(), 0
-
-    def _new_rows(self) -> Tensor:
-        """For the audio of a piece; in a worker process, where the main process can read it without a copy."""
-        audio = self.spec.model.audio
-        shape: tuple[int, ...] = (self.piece_size, audio.num_samples)
-        dtype = getattr(torch, self.data.waveforms)
-        if self.kind == "mel":
-            shape, dtype = (self.piece_size, *audio.feature_shape), torch.float16
-        if get_worker_info() is None:
-            return torch.empty(shape, dtype=dtype)
-        storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # as torch's own collation
-        return torch.tensor([], dtype=dtype).set_(storage).view(shape)
+                place = (place + 1) % places
 
     def _decode(self, item: Item, rng: random.Random) -> Sample | None:
         """Write an item's audio to the next row."""
-        row = self._rows[self._next_row]
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
@@ -177,7 +163,7 @@ class ShardReader:
                 ids = self.tokenizer(caption, add_special_tokens=False)["input_ids"]
                 if all(token == self.tokenizer.unk_token_id for token in ids):
                     raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
-            size = clip_into(item, row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
+            size = clip_into(item, self._row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None

@@ -4,7 +4,8 @@ Each worker goes through its shards again and again, in a new order each time (`
 micro-batch with news of the items it had to skip and of where it stands. A worker that finds nothing usable in a whole pass
 says so in its last piece, for an exception would reach the main process as a traceback in a string.
 
-Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several in shared memory.
+Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several. Their audio lies in
+memory that the processes share and use again and again (`shared_memory`): new memory for each would cost as much as reading it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
@@ -25,12 +28,13 @@ from clap_ds.data.items import Broken
 from clap_ds.data.shard_list import expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
+from clap_ds.data.shared_memory import lock_pages, shared_empty, unlock_pages
 from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
-PIECE_SIZES: dict[Kind, int] = {"encoded": 16, "waveform": 16, "mel": 64}
-"""Rows of a piece: 8 to 31 MB, as sending one takes milliseconds however small it is."""
+PIECE_SIZE = 16
+"""Rows of a piece."""
 
 
 class _Readers(IterableDataset[Piece]):
@@ -51,7 +55,7 @@ class ShardPieces:
         sources = expand_sources(data.shards)
         self._kind = kind_of(sources, spec.model)
         shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
-        piece_size = min(spec.micro_batch, PIECE_SIZES[self._kind])
+        piece_size = min(spec.micro_batch, PIECE_SIZE)
         contents = json.dumps([[source.shards, source.weight] for source in sources])
         order = {
             "ranks": spec.world_size,
@@ -72,22 +76,29 @@ class ShardPieces:
         next_worker, positions = self._state["next_worker"], self._state["positions"]
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
+        self.num_workers = len(shares) if data.num_workers else 0
+        # Two micro-batches in all wait ahead of the one in use; each worker also keeps its part of that, and fills another.
+        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
+        in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
+        self._memory = _shared_rows(self._kind, data, spec, (len(shares), ahead + in_use, piece_size))
         readers = [
-            ShardReader(worker, self._kind, own, data, spec, tokenizer, piece_size, f"{seed}{worker}", start)
+            ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
         ]
-        self.num_workers = len(shares) if data.num_workers else 0
         self.encoded_bytes = 0  # of audio files decoded so far
         self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
         self._broken: list[Broken] = []
         self._num_broken = 0
-        self._piece: Piece | None = None
-        # Two micro-batches in all wait ahead of the one in use.
-        prefetch = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else None
+        self._piece: tuple[Piece, Batch] | None = None
         # Workers are asked in turn, so the one whose turn it is comes first.
         dataset = _Readers(readers[next_worker:] + readers[:next_worker])
-        options = {"batch_size": None, "prefetch_factor": prefetch, "pin_memory": spec.device.type == "cuda"}
-        self._received: Loader[Piece] = Loader(dataset, num_workers=self.num_workers, section="clap.data", **options)
+        options = {"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}
+        self._received: Loader[Piece] = Loader(
+            dataset, num_workers=self.num_workers, section="clap.data", batch_size=None, **options
+        )
+        self._has_locked_pages = spec.device.type == "cuda" and lock_pages(self._memory)
+        if spec.device.type == "cuda" and not self._has_locked_pages:
+            note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume where `state` stood; where that can't be exact, in a new order."""
@@ -104,15 +115,15 @@ class ShardPieces:
             note(f"resuming after {origin:,} samples in a new order, because of other {other}")
 
     def __next__(self) -> list[Batch]:
+        """Rows that stay as they are until the next call."""
         rows, num_missing, state = [], self._micro_batch, self._state
         while num_missing:
-            piece = self._piece = self._piece or self._receive()
-            assert piece.batch is not None
+            piece, batch = self._piece = self._piece or self._receive()
             taken = state["rows_taken"]
-            rows.append(piece.batch.rows(taken, min(taken + num_missing, len(piece.batch))))
+            rows.append(batch.rows(taken, min(taken + num_missing, len(batch))))
             state["rows_taken"] += len(rows[-1])
             num_missing -= len(rows[-1])
-            if state["rows_taken"] == len(piece.batch):
+            if state["rows_taken"] == len(batch):
                 places = state["positions"]
                 places = [*places[: piece.worker], piece.after, *places[piece.worker + 1 :]]
                 state |= {"positions": places, "next_worker": (piece.worker + 1) % len(places), "rows_taken": 0}
@@ -120,19 +131,21 @@ class ShardPieces:
         state["samples"] += self._micro_batch
         return rows
 
-    def _receive(self) -> Piece:
+    def _receive(self) -> tuple[Piece, Batch]:
         piece = next(self._received)
         for broken in piece.broken:
             note(f"skipped {broken}")
         self._num_broken += len(piece.broken)
         self._broken += piece.broken[: NUM_EXAMPLES - len(self._broken)]
         self.encoded_bytes += piece.encoded_bytes
-        if piece.batch is None:
+        if piece.captions is None:
             self.close()
             raise ValueError(piece.failure)
-        self._made += len(piece.batch) if piece.made_in_s else 0
+        ids, mask = map(torch.from_numpy, piece.captions)
+        batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
+        self._made += len(batch) if piece.made_in_s else 0
         self._made_in_s += piece.made_in_s
-        return piece
+        return piece, batch
 
     def supply(self) -> Supply | None:
         if not self._made_in_s:
@@ -157,3 +170,23 @@ class ShardPieces:
 
     def close(self) -> None:
         self._received.close()
+        if self._has_locked_pages:
+            torch.cuda.synchronize()  # with copies of them
+            unlock_pages(self._memory)
+            self._has_locked_pages = False
+
+
+def _shared_rows(kind: Kind, data: ShardData, spec: BatchSpec, pieces: tuple[int, ...]) -> Tensor:
+    """Memory for so many pieces' audio, (*pieces, *shape of a clip's)."""
+    audio = spec.model.audio
+    shape: tuple[int, ...] = (*pieces, audio.num_samples)
+    dtype = getattr(torch, data.waveforms)
+    if kind == "mel":
+        shape, dtype = (*pieces, *audio.feature_shape), torch.float16
+    try:
+        return shared_empty(shape, dtype)
+    except OSError as error:
+        size = f"{math.prod(shape) * dtype.itemsize / 1e9:,.1f} GB"
+        raise ValueError(
+            f"clap.data: no room for the {size} in which {pieces[0]} worker(s) put audio: {error}"
+        ) from None

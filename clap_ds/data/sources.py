@@ -49,6 +49,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         compute_stream = torch.cuda.current_stream(self._device)
         compute_stream.wait_event(done)
         batch.record_stream(compute_stream)
+        done.synchronize()  # begun a step ago; its source may use the host's memory again
         self._ahead = self._start_copy(self._copy_stream)
         return batch
 

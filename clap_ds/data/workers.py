@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 _LIKELY_CAUSES = {
     signal.SIGKILL: "the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
-    signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger, use fewer workers, or set "
-    '"waveforms": "int16"',
+    signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
 }
 
 T = TypeVar("T")

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,10 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.sections import ShardData
+from clap_ds.data.batch import BatchSpec
+from clap_ds.data.shards import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, marked_tars, number_of, numbers_in, put, wav, write_tar
@@ -52,6 +57,22 @@ def test_ranks_and_workers_see_disjoint_and_complete_sets(tmp_path: Path, open_s
         assert len(set(numbers)) == 32
     assert set(seen[0]) | set(seen[1]) == set(range(64))
     assert set(multiprocessing.active_children()) == others
+
+
+@pytest.mark.parametrize(("micro_batch", "num_workers"), [(3, 1), (24, 1), (40, 2)])
+def test_rows_stay_until_the_next_are_asked_for(
+    tmp_path: Path, tokenizer_dir: str, micro: ClapConfig, micro_batch: int, num_workers: int
+) -> None:
+    """However far the workers, who use their memory again, run ahead."""
+    options = {"tokenizer": tokenizer_dir, "num_workers": num_workers, "shuffle_buffer": 0}
+    data = ShardData(source="shards", shards=marked_tars(tmp_path, 2, 50), **options)
+    spec = BatchSpec(micro, 12, micro_batch, 0, 1, 0, torch.device("cpu"))
+    with contextlib.closing(ShardPieces(data, spec)) as pieces:
+        for _ in range(10):
+            rows = [batch.audio for batch in next(pieces)]
+            before = torch.cat(rows)
+            time.sleep(0.05)
+            assert torch.equal(torch.cat(rows), before)
 
 
 def test_same_seed_same_order(tmp_path: Path, open_source: OpenSource) -> None:
