@@ -33,8 +33,8 @@ from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
-PIECE_SIZE = 16
-"""Rows of a piece."""
+PIECE_SIZE = 32
+"""Rows of a piece: tokenizing and sending one costs the same however many it has, and memory waits for whole ones."""
 
 
 class _Readers(IterableDataset[Piece]):

@@ -58,12 +58,12 @@ def check_exact(open_source: OpenSource, stops: list[int], shards: Any, **settin
 
 
 @pytest.mark.parametrize(("num_workers", "stops"), [(0, [0, 1, 6, 13]), (2, [1, 6])])
-@pytest.mark.parametrize("micro_batch", [5, 20])
+@pytest.mark.parametrize("micro_batch", [5, 40])
 @pytest.mark.parametrize("buffer", [0, 9])
 def test_interrupted_equals_uninterrupted(
     shards: Path, open_source: OpenSource, num_workers: int, stops: list[int], micro_batch: int, buffer: int
 ) -> None:
-    """Over several passes, with pieces that micro-batches cut (20 rows from pieces of 16), broken items and a cut tar."""
+    """Over several passes, with pieces that micro-batches cut (40 rows from pieces of 32), broken items and a cut tar."""
     settings = {"num_workers": num_workers, "micro_batch": micro_batch, "shuffle_buffer": buffer}
     check_exact(open_source, stops, str(shards / "*.tar"), **settings)
 

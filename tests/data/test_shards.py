@@ -26,7 +26,7 @@ from tests.data.tars import marked_item, marked_items, marked_tars, number_of, n
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 20, 40])
 def test_every_item_comes_once_a_pass_in_file_order(tmp_path: Path, open_source: OpenSource, micro_batch: int) -> None:
-    """Micro-batches smaller and larger than the pieces of 16, and than a pass of 14 items."""
+    """Micro-batches smaller and larger than the pieces of 32, and than a pass of 14 items."""
     with open_source(marked_tars(tmp_path, 2, 7), micro_batch=micro_batch) as source:
         assert numbers_in(source, 4) == [count % 14 for count in range(4 * micro_batch)]
 
@@ -59,7 +59,7 @@ def test_ranks_and_workers_see_disjoint_and_complete_sets(tmp_path: Path, open_s
     assert set(multiprocessing.active_children()) == others
 
 
-@pytest.mark.parametrize(("micro_batch", "num_workers"), [(3, 1), (24, 1), (40, 2)])
+@pytest.mark.parametrize(("micro_batch", "num_workers"), [(3, 1), (40, 1), (70, 2)])
 def test_rows_stay_until_the_next_are_asked_for(
     tmp_path: Path, tokenizer_dir: str, micro: ClapConfig, micro_batch: int, num_workers: int
 ) -> None:
