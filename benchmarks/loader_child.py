@@ -26,7 +26,8 @@ class ThreadLoader:
     """In place of `clap_ds.data.workers.Loader`: every reader in a thread of this process."""
 
     def __init__(self, dataset: Any, *, num_workers: int, **_: Any) -> None:
-        self._queues: list[queue.Queue[Any]] = [queue.Queue(2) for _ in dataset._readers]
+        # With the one that is being put, no more than a DataLoader asks for: readers use their memory again.
+        self._queues: list[queue.Queue[Any]] = [queue.Queue(1) for _ in dataset._readers]
         self._turns = itertools.cycle(self._queues)
         for reader, pieces in zip(dataset._readers, self._queues, strict=True):
             threading.Thread(target=self._read, args=(reader, pieces), daemon=True).start()
