@@ -3,10 +3,10 @@
     python -m benchmarks.loader --before OTHER_CHECKOUT --output results/cpu/loader/NAME.md
     python -m benchmarks.loader --only leak --clips 200000
 
-`rates`: clips per second of one core, through the whole loader with shuffling to batches, all in one process bound to a core;
-with `--before` by another checkout's code as well, in turns. `ways`: decoding in threads of the training process against
-worker processes. `leak`: memory and open descriptors of a long run. The clips are sounds this project makes: 10 s, every
-second in stereo, made once under runs/loader.
+`rates`: clips per second, through the whole loader with shuffling to batches, of one core (all in one process bound to it),
+with `--before` by another checkout's code as well, and of one worker process; all in turns. `ways`: decoding in threads of the
+training process against worker processes. `leak`: memory and open descriptors of a long run. The clips are sounds this project
+makes: 10 s, every second in stereo, made once under runs/loader.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEEDED = tuple(map(int, shard_size.RATES))
 PRESET = ("--preset", "htsat_tiny_roberta_base")
 RATES = (
     "clips {name} | KB a clip {kb:,.0f} | clips/s, before {before:,.0f} | clips/s, now {now:,.0f} | × {ratio:.2f}"
-    " | interval {low:.2f}–{high:.2f} | MB/s {mb_per_s:,.0f}"
+    " | interval {low:.2f}–{high:.2f} | MB/s {mb_per_s:,.0f} | clips/s of a worker {worker:,.0f}"
 ) + "".join(f" | cores a GPU at {rate:,}/s {{cores_{rate}}}" for rate in NEEDED)
 WAYS = (
     "clips {name} | readers {workers} | clips/s, processes {processes:,.0f} | clips/s, threads {threads:,.0f}"
@@ -127,7 +127,10 @@ def rates(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[
     rows, core = [], max(os.sched_getaffinity(0))
     for name, tars in sets.items():
         config = write_config(folder, tars, sets["WAV"] / "tokenizer", options.micro_batch)
-        given: dict[str, tuple[Any, ...]] = {"now": (PACKAGE.parent, config, "processes", 0, core)}
+        given: dict[str, tuple[Any, ...]] = {
+            "now": (PACKAGE.parent, config, "processes", 0, core),
+            "worker": (PACKAGE.parent, config, "processes", 1, None),
+        }
         if options.before and name in SETS:
             given["before"] = (options.before.resolve(), config, "processes", 0, core)
         with children(**given) as started:
@@ -136,12 +139,13 @@ def rates(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[
         speeds = {which: [each["per_s"] for each in results] for which, results in found.items()}
         now = median_interval(speeds["now"]).median
         mb = median_interval([each["mb_per_s"] for each in found["now"]]).median
-        row: dict[str, Any] = {"name": name, "now": now, "mb_per_s": mb, "kb": 1000 * mb / now}
+        worker = median_interval(speeds["worker"]).median
+        row: dict[str, Any] = {"name": name, "now": now, "mb_per_s": mb, "kb": 1000 * mb / now, "worker": worker}
         if "before" in speeds:
             ratio = median_interval([b / a for a, b in zip(speeds["before"], speeds["now"], strict=True)])
             row |= {"before": median_interval(speeds["before"]).median, "ratio": ratio.median}
             row |= {"low": ratio.low, "high": ratio.high}
-        rows.append(row | {f"cores_{rate}": f"{MARGIN * rate / now:.1f}" for rate in NEEDED})
+        rows.append(row | {f"cores_{rate}": f"{MARGIN * rate / worker:.1f}" for rate in NEEDED})
         print(table(RATES, rows[-1:]), flush=True)
     return rows
 

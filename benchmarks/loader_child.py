@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 OPERATIONS = 500
+AHEAD = 3  # batches that workers may have ready, which aren't counted
 
 
 class ThreadLoader:
@@ -91,6 +92,8 @@ def main(checkout: str, config: str, way: str, workers: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         mode, limit = line.split()
+        for _ in range(AHEAD if mode == "load" and int(workers) else 0):
+            load()
         done, size, until = 0, getattr(pieces, "encoded_bytes", 0), time.perf_counter() + float(limit)
         spent = 0.0
         while time.perf_counter() < until:
