@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from clap_ds.data.broken import BrokenItemError
 from clap_ds.model.torchaudio_compat import torchaudio
 
+_LARGEST_RATIO_TERM = 1000  # bounds the filter; every rate in use is exact (44100: 160/147)
 _FILTERS_AT_ONCE = 16  # a product's columns: what a register holds, and few zeros
 _SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't overlap, which BLAS doesn't take
 
@@ -52,3 +55,16 @@ class Resampler:
         for (first, taps), part in zip(self.parts, columns, strict=True):
             torch.mm(padded.as_strided((num_steps, len(taps)), (self.step, 1), first), taps, out=part)
         return resampled.flatten()[: -(-len(waveform) * self.num_filters // self.step)]
+
+
+def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
+    """Samples that one becomes."""
+    if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
+        return ratio
+    raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
+
+
+def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """(…, T) float32 at another sample rate, rates in Hz or as the terms of their ratio."""
+    ratio = resampling_ratio(from_rate, to_rate)
+    return waveform if ratio == 1 else Resampler.of(ratio.denominator, ratio.numerator)(waveform)

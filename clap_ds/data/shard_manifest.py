@@ -17,8 +17,8 @@ import fsspec
 from clap_ds.config.files import write_atomically
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
+from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
-from clap_ds.data.items import FEATURES
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import FIELD, Source, expand_sources
 from clap_ds.data.tar_items import count_samples, read_items

@@ -23,7 +23,9 @@ from webdataset.filters import shuffle
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.items import Broken, BrokenItemError, captions_of, clip_into
+from clap_ds.data.broken import Broken, BrokenItemError
+from clap_ds.data.captions import captions_of
+from clap_ds.data.items import clip_into
 from clap_ds.data.shard_cache import ShardCache
 from clap_ds.data.shard_list import FIELD, Source, note
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words

@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
+from clap_ds.data.broken import Broken
 from clap_ds.data.front_end import Kind
-from clap_ds.data.items import Broken
 from clap_ds.data.shard_list import expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader

@@ -22,7 +22,9 @@ from typing import IO, Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
-from clap_ds.data.items import CAPTION_FORMATS, CLIP_FORMATS, Encoded
+from clap_ds.data.captions import CAPTION_FORMATS
+from clap_ds.data.decoding import Encoded
+from clap_ds.data.items import CLIP_FORMATS
 from clap_ds.data.shard_files import is_remote, open_shard
 
 Item = dict[str, Any]  # extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`

@@ -19,18 +19,10 @@ from torch.utils.data import Dataset
 
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.data.broken import Broken, BrokenItemError
+from clap_ds.data.captions import CAPTION_FORMATS, captions_of
 from clap_ds.data.front_end import Kind
-from clap_ds.data.items import (
-    AUDIO_FORMATS,
-    CAPTION_FORMATS,
-    FEATURES,
-    Broken,
-    BrokenItemError,
-    captions_of,
-    choose_audio,
-    decode_audio,
-    read_mel,
-)
+from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.tar_items import DAMAGE, ContentReader, Place, read_items, words
 from clap_ds.data.workers import Loader
 
@@ -59,7 +51,6 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
     """The items of tars that hold audio or, of `mel`, features, in order, and what else was met."""
     clips: list[Clip] = []
     broken: list[Broken] = []
-    formats = (FEATURES,) if kind == "mel" else AUDIO_FORMATS
 
     def report(name: str, reason: str) -> None:
         broken.append(Broken(name, reason))
@@ -68,7 +59,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
         for item in read_items(shard, report, any_order=True):
             try:
                 described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
-                clips.append(Clip(shard, item["__key__"], choose_audio(item, formats), described))
+                clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
             except BrokenItemError as error:
                 report(f"{shard}: {item['__key__']}", str(error))
     return clips, broken
@@ -192,10 +183,7 @@ class _ClipAudio(Dataset[Tensor | str]):
         clip, row = self._clips[number], empty_rows(1, self._audio, self._kind)[0]
         try:
             encoded = self.reader.read(clip.shard, clip.place)
-            if self._kind == "mel":
-                read_mel(encoded, row, rng=_Middle())
-            else:
-                decode_audio(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
+            read_clip(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
             return row
         except BrokenItemError as error:
             return str(error)

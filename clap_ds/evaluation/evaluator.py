@@ -23,7 +23,7 @@ from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
-from clap_ds.data.items import Broken
+from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.workers import WorkerError
 from clap_ds.dist.agreement import gather, gather_tensor, on_first, together

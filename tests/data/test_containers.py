@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from clap_ds.data.batch import to_int16
-from clap_ds.data.items import BrokenItemError, decode_audio
+from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.decoding import decode_audio
 from tests import needs
-from tests.data.test_items import encode, tone
+from tests.data.test_decoding import encode, tone
 
 RATE = 48000
 RNG = np.random.default_rng(0)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from clap_ds.config.model import load_preset
-from clap_ds.data.items import BrokenItemError, captions_of
+from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.captions import captions_of
 from clap_ds.data.workers import WorkerError
 from clap_ds.evaluation.clips import Clip, classes_of, list_clips, load_audio
 from tests.data.tars import wav, write_tar

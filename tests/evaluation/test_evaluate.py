@@ -14,7 +14,7 @@ import torch
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import ClapSettings, RunSettings, load_run
-from clap_ds.data.items import Broken
+from clap_ds.data.broken import Broken
 from clap_ds.evaluate import evaluation_settings, in_options, parse_arguments, print_evaluation, text_tokens_for
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel

@@ -9,7 +9,9 @@ import pytest
 import soundfile
 
 from clap_ds.config.sections import ShardData, ZeroShotSettings
-from clap_ds.data.items import AUDIO_FORMATS, captions_of, choose_audio
+from clap_ds.data.captions import captions_of
+from clap_ds.data.decoding import AUDIO_FORMATS
+from clap_ds.data.items import choose_clip
 from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.model.tokenizer import load_tokenizer
 from examples.synthetic_sounds.__main__ import Variety, encode, main, make_clip
@@ -31,7 +33,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decoded(item: dict[str, bytes]) -> tuple[np.ndarray, int]:
-    return soundfile.read(io.BytesIO(choose_audio(item)), always_2d=True)
+    return soundfile.read(io.BytesIO(choose_clip(item, "encoded")), always_2d=True)
 
 
 def test_clips_are_real_audio_of_every_sort_with_their_captions(sounds: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
-from clap_ds.data.items import decode_audio
+from clap_ds.data.decoding import decode_audio
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from clap_ds.weights import export

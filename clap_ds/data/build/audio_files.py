@@ -19,8 +19,8 @@ from typing import Literal
 import soundfile
 from tqdm import tqdm
 
+from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.items import BrokenItemError
 
 _PROBE = 4096  # bytes read from the start, the middle and the end of files of the same size
 _OF_A_STREAM = (

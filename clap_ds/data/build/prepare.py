@@ -22,6 +22,7 @@ from typing import Any
 import fsspec
 
 from clap_ds.config.errors import UserError
+from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.build.report import amount, settings_for
 from clap_ds.data.build.writing import (
@@ -37,8 +38,9 @@ from clap_ds.data.build.writing import (
     resumable,
     write_shard,
 )
+from clap_ds.data.captions import captions_of
 from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.items import AUDIO_FORMATS, CLIP_FORMATS, BrokenItemError, captions_of, choose_audio
+from clap_ds.data.items import CLIP_FORMATS, choose_clip
 from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
 from clap_ds.data.shard_manifest import Manifest, read_manifest
 from clap_ds.data.tar_items import read_items
@@ -110,7 +112,7 @@ def prepare_shard(tar: str, folder: Path, name: str, preparation: Preparation, o
         for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
             try:
                 captions_of(item)
-                clips = preparation.clips(bytes(choose_audio(item, AUDIO_FORMATS)))
+                clips = preparation.clips(bytes(choose_clip(item, "encoded")))
             except BrokenItemError as error:
                 broken.append((f"{tar}: {item['__key__']}", str(error)))
             else:

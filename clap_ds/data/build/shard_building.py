@@ -18,12 +18,14 @@ import soundfile
 import torch
 
 from clap_ds.config.errors import UserError
+from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build.audio_files import check_whole, open_regular
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.prepared_audio import Clip, Preparation
 from clap_ds.data.build.splits import held_out
 from clap_ds.data.build.writing import BuiltShard, Named, OnItem, write_shard
-from clap_ds.data.items import AUDIO_FORMATS, BrokenItemError, check_samples, open_audio, resample
+from clap_ds.data.decoding import AUDIO_FORMATS, check_samples, open_audio
+from clap_ds.data.resampling import resample
 
 
 @dataclass(frozen=True, slots=True)

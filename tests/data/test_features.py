@@ -1,0 +1,70 @@
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.features import read_mel
+
+
+def npy(features: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, features)
+    return buffer.getvalue()
+
+
+def read(encoded: bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:
+    row = torch.empty(num_frames, 4, dtype=torch.float16)
+    read_mel(encoded, row, rng=random.Random(seed))
+    return row.numpy()
+
+
+FEATURES = np.random.default_rng(0).normal(-30, 30, (12, 4)).astype(np.float16)
+HEADER = npy(FEATURES)[:128]
+
+
+def test_features_are_cropped_at_frames() -> None:
+    starts = set()
+    for seed in range(40):
+        crop = read(npy(FEATURES), seed=seed)
+        (start,) = (start for start in range(3) if np.array_equal(crop, FEATURES[start : start + 10]))
+        starts.add(start)
+    assert starts == {0, 1, 2}
+    assert np.array_equal(read(memoryview(npy(FEATURES)), num_frames=12), FEATURES)
+    large = np.full((10, 4), 65504, np.float16)
+    assert np.array_equal(read(npy(large)), large)
+    assert np.array_equal(read(npy(-large)), -large)
+
+
+def put(value: float) -> np.ndarray:
+    features = FEATURES.copy()
+    features[1:11, 2] = value
+    return features
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (b"", "aren't a NumPy file"),
+        (b"not an array" * 30, "aren't a NumPy file"),
+        (HEADER.replace(b"descr", b"[[[[["), "aren't a NumPy file"),
+        (HEADER.replace(b"}", b"("), "aren't a NumPy file"),
+        (b"\x93NUMPY\x02" + HEADER[7:], "aren't a NumPy file of version 1.0"),
+        (
+            npy(FEATURES.astype(np.float32)),
+            r"are float32 of shape \(12, 4\), expected float16, at least 10 frames of 4 mel bins",
+        ),
+        (npy(FEATURES.astype(">f2")), "are >f2 of"),
+        (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
+        (npy(FEATURES[:, :3]), r"of shape \(12, 3\)"),
+        (npy(FEATURES.ravel()), r"of shape \(48,\)"),
+        (npy(np.asfortranarray(FEATURES)), "by columns"),
+        (npy(FEATURES)[:-1], "break off: 223 of 224 bytes"),
+        *((npy(put(value)), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),
+    ],
+)
+def test_unusable_features_are_refused_with_a_reason(encoded: bytes, reason: str) -> None:
+    with pytest.raises(BrokenItemError, match=reason):
+        read(encoded)
