@@ -210,14 +210,19 @@ def _mean(samples: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:
     """The mean of two channels, (frames, 2), rounded to nearest and halves to even, in `out` (frames,)."""
-    for pairs, mean in zip(*(np.array_split(each, 1 + len(out) // _BLOCK) for each in (samples, out)), strict=True):
-        both = pairs.view(np.int32)[:, 0]  # operations on neighbours are vectorised, on every other sample they aren't
-        mean[:] = both  # the lower half
-        other = (both >> 16).astype(np.int16)
-        differing = mean ^ other
+    both = samples.view(np.int32)[:, 0]  # operations on neighbours are vectorised, on every other sample they aren't
+    others, differing = np.empty((2, min(_BLOCK, len(out))), np.int16)
+    for start in range(0, len(out), _BLOCK):
+        mean, pairs = out[start : start + _BLOCK], both[start : start + _BLOCK]
+        other, differ = others[: len(mean)], differing[: len(mean)]
+        mean[:] = pairs  # the lower half
+        np.right_shift(pairs, 16, out=other, casting="unsafe")
+        np.bitwise_xor(mean, other, out=differ)
         mean &= other
-        mean += differing >> 1  # the mean rounded down, within 16 bits
-        mean += differing & mean & 1
+        mean += np.right_shift(differ, 1, out=other)  # the mean rounded down, within 16 bits
+        differ &= mean
+        differ &= 1
+        mean += differ
 
 
 def _repeat(target: NDArray[Any], length: int) -> None:
