@@ -113,7 +113,7 @@ def cost(flops: float, least_bytes: float, forward_s: float, backward_s: float =
 
 def measure_step(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> list[dict[str, Any]]:
     """Every part's cost in the order of the forward pass, then the rest's and the whole step's."""
-    batch = make_batch(arguments, config, device)
+    batch = make_batch(arguments, config, device, arguments.micro_batch)
     model = our_model(config, device, low="cast", attention=arguments.attention).train()
     flops = count_flops(model, batch)
     side = our_side(model, "cast")

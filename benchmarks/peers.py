@@ -59,7 +59,7 @@ def ratios(ours: Times, peer: Times, parts: Sequence[str]) -> MedianInterval:
 
 def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device) -> dict[str, Any]:
     """Time every side of one precision; returns the result as JSON can hold it."""
-    batch, noise = make_batch(arguments, config, device), 0.1 if arguments.noise else 0.0
+    batch, noise = make_batch(arguments, config, device, arguments.micro_batch), 0.1 if arguments.noise else 0.0
     sides: dict[str, Side | EngineSide] = {}
     for low in ["none"] if precision == "fp32" else arguments.modes:
         model = our_model(config, device, low=low, noise=noise)

@@ -9,7 +9,6 @@ step can take (`limit_s`): all of its FLOPs at that rate, and what AdamW reads a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import choose_device, make_parser, seconds, show, table
-from benchmarks.sides import add_step_options, make_batch, our_model, softmax_loss
+from benchmarks.sides import add_model_options, make_batch, our_model, softmax_loss
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.data.batch import Batch
@@ -111,7 +110,7 @@ def _row(shape: Shape, count: int, ways: Mapping[str, Mapping[str, float]]) -> d
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("products", __doc__)
-    add_step_options(parser, rounds=1)
+    add_model_options(parser)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[8], metavar="N")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each product and implementation")
     arguments = parser.parse_args(argv)
@@ -120,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     model = our_model(config, device, low="cast").train()
     parts, results = [], {}
     for micro_batch in arguments.micro_batches:
-        batch = make_batch(argparse.Namespace(**{**vars(arguments), "micro_batch": micro_batch}), config, device)
+        batch = make_batch(arguments, config, device, micro_batch)
         shapes, _ = linears_of(model, batch)
         rows = [_row(shape, count, time_linear(shape, arguments.seconds)) for shape, count in sorted(shapes.items())]
         parts.append(f"## Micro-batch {micro_batch}: GFLOPS\n\n{table(COLUMNS, rows)}")

@@ -34,24 +34,29 @@ from clap_ds.weights.hf_config import config_to_transformers
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def add_step_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """Options that say which step is timed."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say of which model and captions a step is."""
     parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
-    parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--text_tokens", type=int, default=77)
     lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
     parser.add_argument("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
     parser.add_argument("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
+
+
+def add_step_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Options that say which step is timed."""
+    add_model_options(parser)
+    parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=rounds)
 
 
-def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
-    """Noise and random captions on the device, as `add_step_options` asks."""
+def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device, micro_batch: int) -> Batch:
+    """Noise and random captions on the device, as `add_model_options` asks."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
     of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
-    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
+    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": micro_batch}
     with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
 
