@@ -138,8 +138,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
         parser.error(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
     if options.clips < options.shards:
         parser.error(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
+    low, high = options.seconds
     variety = Variety(
-        *options.seconds,
+        low,
+        high,
         sample_rates=(options.sample_rate,) if options.sample_rate else Variety.sample_rates,
         encodings=tuple(encoding for encoding in ENCODINGS if encoding[0] == options.format)[:1] or ENCODINGS,
         wordings=options.wordings,

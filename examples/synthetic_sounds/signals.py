@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Signal = NDArray[np.float64]
+Signal = NDArray[np.floating]
 
 
 def _step(time: Signal) -> float:
