@@ -6,7 +6,6 @@ a GPU, where they are bound by memory traffic.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -39,10 +38,6 @@ def compile_model(
     """
     if what == "off":
         return
-    if " " in torch.__file__ and backend == "inductor" and model.logit_scale.is_cpu:
-        raise ValueError(
-            f"clap.compile: on CPUs PyTorch can't compile in an environment whose path has a space: {sys.prefix}"
-        )
     from torch._dynamo import config
 
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.

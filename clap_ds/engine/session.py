@@ -237,12 +237,15 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     """A fresh model as `clap.model` describes it, to be run on the device.
 
     Raises:
-        ValueError: its text tower's pretrained weights can't be had, or a kernel is asked for that the device can't run.
+        ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
     """
     options = run.clap.model
     for name, kernel in (("attention", options.attention), ("mlp", options.mlp)):
         if kernel == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"{run.path}: clap.model.{name}: 'triton' runs on GPUs, found a CPU: take 'auto'")
+    if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
+        cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
+        raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
     return ClapModel(
         run.clap.preset(),
         drop_path=options.drop_path,

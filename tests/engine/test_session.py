@@ -34,3 +34,12 @@ def test_a_triton_kernel_asked_for_on_a_cpu_is_refused(field: str, write_run: Ca
     run = load_run(write_run(clap={"model": {"preset": "micro", field: "triton"}}))
     with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' runs on GPUs, found a CPU"):
         build_model(run, torch.device("cpu"))
+
+
+def test_an_environment_where_nothing_could_be_linked_is_told_before_compiling(
+    write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(clap={"model": {"preset": "micro"}, "compile": "towers"})
+    monkeypatch.setattr(torch, "__file__", "/home/new comer/torch/__init__.py")
+    with pytest.raises(ValueError, match=rf"{path}: clap\.compile: .*path has a space"):
+        build_model(load_run(path), torch.device("cpu"))
