@@ -84,7 +84,8 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run], run_spread: float | No
     if not found:
         a_scales, b_scales = (
             ", ".join(
-                f"{row.model or 'model not stated'} on {count_of(row.nodes, 'node')} × {row.gpus} GPUs" for row in rows
+                f"{row.model or 'model not stated'} on {count_of(row.nodes, 'node')} × {row.gpus} {row.unit}"
+                for row in rows
             )
             for rows in (a_rows, b_rows)
         )
@@ -179,7 +180,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
     parts = []
     for comparison in comparisons:
         a, b = comparison.a, comparison.b
-        titles = dict.fromkeys(f"{row.title}, {count_of(row.nodes, 'node')} × {row.gpus} GPUs" for row in (a, b))
+        titles = dict.fromkeys(f"{row.title}, {count_of(row.nodes, 'node')} × {row.gpus} {row.unit}" for row in (a, b))
         cells = ([label, a.cell(column), b.cell(column)] for column, label in _FACTS.items())
         facts = [row for row in cells if row[1] or row[2]]
         blocks = [f"### {' and '.join(titles)}", comparison.verdict, markdown_table(("", "A", "B"), facts)]

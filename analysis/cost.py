@@ -74,7 +74,7 @@ def render(found: Sequence[Cost], deadline_hours: float | None = None, price: Pr
     money = (price and price.currency) or ""
     for rows in by_series([cost.row for cost in found]):
         members = [cost for cost in found if cost.row.series == rows[0].series]
-        header, body = ["nodes", "GPUs", "samples/s", "hours", "GPU-hours"], []
+        header, body = ["nodes", rows[0].unit, "samples/s", "hours", "GPU-hours"], []
         header += [f"cost {money}".strip()] * (members[0].money is not None) + ["in time"] * (
             deadline_hours is not None
         )
@@ -92,12 +92,11 @@ def _verdict(members: Sequence[Cost], deadline_hours: float | None, currency: st
     best = cheapest(members, deadline_hours)
     if best is None:
         fastest = min(members, key=lambda cost: cost.hours)
-        takes = f"the fastest, {fastest.row.gpus} GPUs, takes {significant(fastest.hours)} hours"
+        takes = f"the fastest, {fastest.row.gpus} {fastest.row.unit}, takes {significant(fastest.hours)} hours"
         return f"No measured scale meets {hours_text(deadline_hours or 0)}; {takes}."
     money = f", {best.money:.2f} {currency}".rstrip() if best.money is not None else ""
     within = f" within {hours_text(deadline_hours)}" if deadline_hours is not None else ""
-    scale = f"{best.row.nodes} node{'' if best.row.nodes == 1 else 's'}, {best.row.gpus} GPUs"
-    scale += f", global batch {best.row.global_batch}" if best.row.global_batch else ", global batch not known"
+    scale = f"{best.row.scale}, global batch {best.row.global_batch or 'not known'}"
     spent = f"{significant(best.hours)} hours, {significant(best.gpu_hours)} GPU-hours{money}"
     return f"Cheapest{within}: {scale}: {spent}."
 

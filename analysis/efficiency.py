@@ -203,7 +203,8 @@ def render(rows: Sequence[Row]) -> str:
             numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
             cells = [row.cell(column, _SPREADS.get(column, "")) for column in _COLUMNS.values()]
             body.append([*cells[:-1], cells[-1] + "".join(f" [{number}]" for number in numbers)])
-        blocks = [f"### {members[0].title}", markdown_table(tuple(_COLUMNS), body)]
+        header = [name.replace("GPU", members[0].unit.removesuffix("s")) for name in _COLUMNS]
+        blocks = [f"### {members[0].title}", markdown_table(header, body)]
         if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from)):
             blocks.append(f"± from: {spread}.")
         if members[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in members):

@@ -182,11 +182,6 @@ def check_format(path: Path) -> None:
         raise UserError(f"{path}: expected a name ending in {', '.join(FORMATS)}")
 
 
-def unit(*devices: str) -> str:
-    """What ranks run on: "GPUs", or "ranks" where one of the devices is a CPU."""
-    return "ranks" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPUs"
-
-
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
     """A logarithmic axis of counts of `what`, labelled with the counts themselves."""
     axes.set_xscale("log", base=2)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled, unit
+from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled
 from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import Row
@@ -72,12 +72,11 @@ def draw_benchmark(directory: Path) -> Picture:
     picture = Picture((3, 1), panel_height=1.6)
     table, times, parts = picture.panels
     beside = blended_transform_factory(picture.figure.transFigure, table.transAxes)
-    where = unit(run.device)
     details = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
     details += [f"{run.text_tokens} text tokens"] if run.text_tokens else []
     picture.title(f"{run.model_name} on {run.gpus} × {run.device}, {', '.join(filter(None, details))}")
     facts = {
-        f"samples/s/{where.removesuffix('s')}": f"{run.rate:,.2f}",
+        f"samples/s/{run.unit.removesuffix('s')}": f"{run.rate:,.2f}",
         run.interval_label: f"{run.interval[0]:,.2f} – {run.interval[1]:,.2f}" if run.interval else "–",
         "samples/s in all": f"{run.rate * run.gpus:,.2f}",
         "step, median": f"{1000 * run.step_time_s:,.0f} ms",
@@ -129,11 +128,10 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     def text(part: str, index: int) -> str:
         row, height = rows[index], parts[part][index]
         share = 100 * height / sum(1000 * seconds for seconds in row.breakdown_s.values())
-        scale = f"{row.nodes} node{'' if row.nodes == 1 else 's'}, {row.gpus} {unit(row.device)}"
-        return f"{scale}\n{part.replace('_', ' ')} {height:.3g} ms, {share:.1f} %"
+        return f"{row.scale}\n{part.replace('_', ' ')} {height:.3g} ms, {share:.1f} %"
 
     picture.stack(axes, parts, [str(row.gpus) for row in rows], text, labels)
-    axes.set(xlabel=unit(rows[0].device), ylabel="ms a step")
+    axes.set(xlabel=rows[0].unit, ylabel="ms a step")
 
 
 def percents(values: Sequence[float]) -> list[str]:

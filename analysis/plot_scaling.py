@@ -26,12 +26,11 @@ from clap_ds.analysis.figure import (
     log_axis,
     shares_axis,
     styled,
-    unit,
 )
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import FIT_NODES, PROJECTED_GPUS, parse_options
 from clap_ds.analysis.step_model import TERMS, Series
-from clap_ds.analysis.table import Row, by_series, markdown_table, read_table, read_table_runs
+from clap_ds.analysis.table import Row, by_series, count_of, markdown_table, read_table, read_table_runs, unit
 from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
@@ -169,8 +168,7 @@ def _draw_column(
         text = f"{value:.1f}" + (f" ± {error:.2f}" if error else "") + f" {what}"
         if is_total:
             text = f"{row.cell(column)} {what}\n{row.cell('samples_per_s_per_gpu', spread)} samples/s/GPU"
-        scale = f"{row.nodes} node{'' if row.nodes == 1 else 's'}, {row.gpus} {unit(row.device)}"
-        picture.hover(axes, row.gpus, value, f"{label}\n{scale}\n{text}")
+        picture.hover(axes, row.gpus, value, f"{label}\n{row.scale}\n{text}")
 
 
 @styled
@@ -236,9 +234,7 @@ def _draw_efficiency(
         known = f"{series.efficiency_percent(measured[nodes]):.1f}" if nodes in measured else ""
         band = "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
         cells.append([series.title, str(nodes), str(count), known, f"{value:.1f}", band])
-        text = (
-            f"{series.name}\n{nodes} node{'' if nodes == 1 else 's'}, {count} {unit(series.title)}\nmodel {value:.1f} %"
-        )
+        text = f"{series.name}\n{count_of(nodes, 'node')}, {count} {unit(series.title)}\nmodel {value:.1f} %"
         text += f", measured {known} %" if known else ", extrapolated"
         picture.hover(axes, count, value, text + (f"\n95 % band {band} %" if band else ""))
     return cells

@@ -19,7 +19,7 @@ from clap_ds.analysis.growth import SIMPLE_FITS
 from clap_ds.analysis.published import GH200_PEAK_TFLOPS
 from clap_ds.analysis.runs import FIT_NODES, MACHINE_OPTIONS, PROJECTED_GPUS, parse_options
 from clap_ds.analysis.step_model import BACKWARD_SHARE, TERMS, Machine, Method, Series, StepModel, read_series, transfer
-from clap_ds.analysis.table import markdown_table
+from clap_ds.analysis.table import count_of, markdown_table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import ClapSettings
 
@@ -62,7 +62,9 @@ def at_rate(model: StepModel, rate: float, nodes: int, delays_shrink: bool) -> S
     delay_s = model.delay_s * step_s / model.step_s(nodes) if delays_shrink else model.delay_s
     faster = replace(model, window_s=BACKWARD_SHARE * step_s, delay_s=delay_s).with_step(step_s, nodes)
     if faster.compute_s <= 0:
-        raise UserError(f"{rate:g} samples/s/GPU on {_nodes(nodes)}: communication and delays alone take longer")
+        raise UserError(
+            f"{rate:g} samples/s/GPU on {count_of(nodes, 'node')}: communication and delays alone take longer"
+        )
     return faster
 
 
@@ -122,15 +124,12 @@ def _disagreement(series: Series, model: StepModel) -> list[str]:
     if abs(measured - fitted) <= max(0.1 * abs(grown), 1e-4):
         return []
     return [
-        f"**Breakdown and fit disagree about the cause.** From {_nodes(first)} to {_nodes(last)} exposed communication grew by "
-        f"{1000 * measured:+.1f} ms a step in the breakdown, the fit's gradient all-reduce by {1000 * fitted:+.1f} ms; the fit "
+        f"**Breakdown and fit disagree about the cause.** From {count_of(first, 'node')} to {count_of(last, 'node')} exposed "
+        f"communication grew by {1000 * measured:+.1f} ms a step in the breakdown, "
+        f"the fit's gradient all-reduce by {1000 * fitted:+.1f} ms; the fit "
         "counts the rest as compute or waiting (a rank waits for the slowest in the all-reduce, too). Don't rely on what-ifs "
         "of links, overlap and bytes here: try `--no_overlap` and the links' measured `--node_gbytes_per_s` first."
     ]
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'' if count == 1 else 's'}"
 
 
 def _hold_outs(series: Series, fit_nodes: int) -> list[str]:
@@ -168,7 +167,7 @@ def _hold_outs(series: Series, fit_nodes: int) -> list[str]:
     text = f"The band held {sum(in_band)} of {len(in_band)}." if in_band else ""
     if means:
         text += f" Mean absolute (and signed) error in points, where all of them can be fitted: {', '.join(means)}."
-    title = f"### Hold-outs: each scale from all smaller ones, and from up to {_nodes(fit_nodes)}"
+    title = f"### Hold-outs: each scale from all smaller ones, and from up to {count_of(fit_nodes, 'node')}"
     return [title, markdown_table(header, rows), text]
 
 
@@ -228,7 +227,7 @@ def _rates(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
 
 def _rates_header(model: StepModel, counts: Sequence[int], baseline: int) -> list[str]:
     gpus = [f"{nodes * model.workload.gpus_per_node} GPUs" for nodes in counts]
-    return [f"samples/s/GPU, {_nodes(baseline)}", *gpus]
+    return [f"samples/s/GPU, {count_of(baseline, 'node')}", *gpus]
 
 
 def _with_engine(model: StepModel, counts: Sequence[int], baseline: int, faster_rate: float) -> list[str]:

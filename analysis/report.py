@@ -18,12 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
-from clap_ds.analysis.figure import Picture, anchor, page, unit
+from clap_ds.analysis.figure import Picture, anchor, page
 from clap_ds.analysis.provenance import gaps, provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Method, Series, series_of
-from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import (
+    Row,
+    Run,
+    Scale,
+    by_series,
+    count_of,
+    markdown_table,
+    read_table_runs,
+    unit,
+    write_csv,
+)
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
 from clap_ds.record.schema import STEP_PHASES
@@ -71,7 +81,8 @@ class Report:
     def efficiency(self) -> Iterator[str]:
         yield efficiency.render(self.rows)
         if any(row.rate for row in self.rows):
-            caption = f"Throughput, efficiency and MFU against {_unit(self.rows)}; published values open"
+            what = unit(*(row.device for row in self.rows))
+            caption = f"Throughput, efficiency and MFU against {what}; published values open"
             table = [self.folder / "table.csv"]
             yield from self.figure("scaling.png", caption, lambda: plot_scaling.draw(plot_scaling.read_curves(table)))
 
@@ -127,7 +138,7 @@ def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         text = f"- **{members[0].title}**: no rate was measured ({members[0].state})"
         if measured := sorted((row for row in members if row.rate), key=lambda row: (row.nodes, row.gpus)):
             last = max(measured, key=lambda row: row.gpus)
-            one = _unit(members).removesuffix("s")
+            one = last.unit.removesuffix("s")
             scale = f"{count_of(last.gpus, one)} ({count_of(last.nodes, 'node')})"
             text = f"- **{last.title}**: {last.cell('samples_per_s_per_gpu')} samples/s/{one} on {scale}"
             if len(measured) > 1 and last.scaling_efficiency_percent is not None:
@@ -137,10 +148,6 @@ def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
                 text += f" (± from {last.uncertainty_from})" if spread is not None and last.uncertainty_from else ""
         lines.append(f"{text}.")
     return "\n".join(lines)
-
-
-def _unit(rows: Sequence[Row]) -> str:
-    return unit(*(row.device for row in rows))
 
 
 def published_comparison(rows: Sequence[Row]) -> str:
@@ -176,17 +183,9 @@ def _published_cells(row: Row, published: Sequence[Row]) -> list[str]:
 def step_table(rows: Sequence[Row]) -> str:
     """Batch, step time and the parts of a step at every scale of one series."""
     parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in rows)]
-    what = _unit(rows)
-    header = [
-        "nodes",
-        what,
-        f"batch per {what.removesuffix('s')}",
-        "global batch",
-        "runs",
-        "step ms",
-        "slowest rank ms",
-    ]
-    header += [f"{part.replace('_', ' ')} ms" for part in parts]
+    what = rows[0].unit
+    header = ["nodes", what, f"batch per {what.removesuffix('s')}", "global batch", "runs", "step ms"]
+    header += ["slowest rank ms", *(f"{part.replace('_', ' ')} ms" for part in parts)]
     body = []
     for row in rows:
         step_s = row.step_time_s or (row.batch_per_gpu / row.rate if row.batch_per_gpu and row.rate else None)
@@ -206,9 +205,9 @@ def changes_with_scale(rows: Sequence[Row]) -> str:
     grown = {part: last.breakdown_s.get(part, 0.0) - seconds for part, seconds in first.breakdown_s.items()}
     part = max(grown, key=lambda name: grown[name])
     if grown[part] <= 0:
-        return f"No part of the step grew from {first.gpus} to {last.gpus} {_unit(rows)}."
+        return f"No part of the step grew from {first.gpus} to {last.gpus} {last.unit}."
     growth = f"{part.replace('_', ' ')} grew most: {1000 * grown[part]:+.1f} ms a step"
-    return f"From {first.gpus} to {last.gpus} {_unit(rows)}, {growth}."
+    return f"From {first.gpus} to {last.gpus} {last.unit}, {growth}."
 
 
 def projectable(rows: Sequence[Scale], machine: Machine) -> Series:

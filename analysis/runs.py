@@ -212,9 +212,8 @@ def parse_options(description: str, *names: str, required: str = "", **defaults:
 def main() -> None:
     options = parse_options("List the runs found in run directories, logs and tables.", "inputs", *INPUT_OPTIONS)
     for run in read_runs(options.inputs, options):
-        print(
-            f"{run.source}: {run.model or 'model not stated'}, {count_of(run.nodes, 'node')} × {run.gpus} GPUs, {run.state}"
-        )
+        size = f"{count_of(run.nodes, 'node')} × {run.gpus} {run.unit}"
+        print(f"{run.source}: {run.model or 'model not stated'}, {size}, {run.state}")
         if run.rate is not None:
             low, high = run.interval or (0.0, 0.0)
             between = f" ({low:.5g}–{high:.5g}, {run.uncertainty_from})" if run.interval else ""

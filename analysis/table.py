@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -87,6 +88,15 @@ class Row:
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, self.variant, scaling)))
+
+    @property
+    def scale(self) -> str:
+        """`2 nodes, 8 GPUs`."""
+        return f"{count_of(self.nodes, 'node')}, {self.gpus} {self.unit}"
+
+    @property
+    def unit(self) -> str:
+        return unit(self.device)
 
     @property
     def model_name(self) -> str:
@@ -192,6 +202,11 @@ def choose_series(rows: Sequence[_Row], name: str | None, where: object) -> list
 def count_of(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def unit(*devices: str) -> str:
+    """What ranks run on: "GPUs", or "ranks" where one of the devices is a CPU."""
+    return "ranks" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPUs"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -261,6 +262,12 @@ def test_a_learning_rate_that_follows_the_scale_is_pointed_out() -> None:
     )
     varied = [*follows, configured(1, optimizer__params__lr=5e-3), configured(2, optimizer__params__lr=5e-3)]
     assert len({row.series for row in scaling_table(varied)}) == 3
+
+
+@pytest.mark.parametrize(("device", "unit"), [("GH200", "GPU"), ("AMD EPYC", "rank")])
+def test_what_runs_is_called_what_it_is(device: str, unit: str) -> None:
+    header = render(scaling_table([run(1, 5.0, device=device)])).splitlines()[2]
+    assert re.fullmatch(rf"\| +nodes \| +{unit}s \| +samples/s/{unit} ± \|.*", header)
 
 
 def test_command_on_a_real_log_and_a_real_record(

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.text import Text
 
 from clap_ds.analysis import plot_scaling
-from clap_ds.analysis.figure import COLORS, COLUMN_WIDTH_INCHES, FORMATS, Picture, anchor, page, shares_axis, unit
+from clap_ds.analysis.figure import COLORS, COLUMN_WIDTH_INCHES, FORMATS, Picture, anchor, page, shares_axis
 from clap_ds.analysis.plot_scaling import draw, draw_projection, read_curves
 from clap_ds.analysis.step_model import Machine, Method, read_series
 from clap_ds.config.errors import UserError
@@ -101,13 +101,6 @@ def test_a_stack_names_its_parts_and_shares_have_a_break_or_start_at_zero() -> N
         axes.plot([0, 1], [lowest, 100.0])
         shares_axis(axes)
         assert (axes.get_ylim()[0], len(axes.lines)) == (bottom, 1 + marks)
-
-
-def test_what_ranks_run_on_is_named() -> None:
-    assert [unit(name) for name in ("NVIDIA H100 PCIe", "GH200", "Intel(R) Xeon(R) Processor", "AMD EPYC 9654")] == [
-        "GPUs", "GPUs", "ranks", "ranks",
-    ]  # fmt: skip
-    assert unit() == "GPUs"
 
 
 def test_a_page_is_dark_where_the_reader_wants_it_so() -> None:

@@ -12,6 +12,7 @@ from clap_ds.analysis.table import (
     read_table,
     read_table_runs,
     significant,
+    unit,
     write_csv,
 )
 from clap_ds.config.errors import UserError
@@ -142,3 +143,10 @@ def test_one_of_several_series_is_chosen_by_a_part_of_its_title(tmp_path: Path) 
                           ("clap", "--series clap is in the titles of 2"), ("x", "of 0 of its series")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             choose_series(rows, name, "t.csv")
+
+
+def test_what_ranks_run_on_is_named() -> None:
+    assert [unit(name) for name in ("NVIDIA H100 PCIe", "GH200", "Intel(R) Xeon(R) Processor", "AMD EPYC 9654")] == [
+        "GPUs", "GPUs", "ranks", "ranks",
+    ]  # fmt: skip
+    assert unit() == "GPUs"

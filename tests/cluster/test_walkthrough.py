@@ -35,8 +35,12 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 
 def _pattern(line: str) -> str:
-    """A line of the page's as a regular expression: `…` is anything, a number any number, spaces any space."""
-    parts = (r"\s+".join(map(re.escape, part.split(" "))) for part in re.sub(" +", " ", line.strip()).split("…"))
+    """A line of the page's as a regular expression: `…` is anything, a number any number, spaces any space; what the page has
+    GPUs for are ranks on CPUs here."""
+    parts = (
+        r"\s+".join(map(re.escape, part.split(" "))).replace("GPU", "(?:GPU|rank)")
+        for part in re.sub(" +", " ", line.strip()).split("…")
+    )
     return re.sub(r"\d+(?:(?:\\?[.,:])\d+)*", lambda _: r"[\d.,:]+", ".*".join(parts))
 
 
