@@ -150,72 +150,71 @@ def cpu_seconds(action: Callable[[], object], least_s: float = 0.05) -> float:
     return median(rounds)
 
 
-def measured_rates() -> Any:
-    """`Rates` of this processor: products by dtype, and what the operations reach that take most of a step on a CPU, at sizes
-    as the models have them."""
-    from clap_ds.planning.roofline import Rates
-    from clap_ds.planning.trace import trace
-
-    def per_second(name: str, what: str, *actions: Callable[[], object]) -> float:
-        """FLOPs or bytes of the operations of that name, as the tracer counts them, over the actions' time."""
-        amount = 0
-        for action in actions:
-            with trace() as recorded:
-                action()
-            amount += sum(getattr(each, what) for each in recorded.operations if name in ("", each.name))
-        return amount / sum(map(cpu_seconds, actions))
-
-    flops = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        actions: list[Callable[[], object]] = []
-        for rows, inputs, outputs in SHAPES:
-            x, weight, d_y = (
-                torch.randn(size).to(dtype) for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
-            )
-            actions += [partial(F.linear, x, weight), partial(torch.mm, d_y, weight), partial(torch.mm, d_y.T, x)]
-        flops[dtype] = per_second("", "flops", *actions)
+def own_actions() -> dict[str, Callable[[], object]]:
+    """The operations beside linears that take most of a step on a CPU, by name, at sizes as the models have them."""
     aten = torch.ops.aten
     x, bias = torch.randn(4096, 768).bfloat16(), torch.randn(768).bfloat16()
     q, image = torch.randn(2048, 64, 24).bfloat16(), torch.randn(8, 1, 256, 256).bfloat16()
     filters, frames = torch.randn(96, 1, 4, 4).bfloat16(), torch.randn(4096, 1024)
     scores, flat = torch.randn(2048, 64, 64).bfloat16(), torch.randn(4_000_000)
-    norm = aten.native_layer_norm(x, [768], bias, bias, 1e-5)
-    softmax, steps = scores.softmax(-1), [torch.ones(())]
-    convolution = (image, filters, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
     d_patches, ids = torch.randn(8, 96, 64, 64).bfloat16(), torch.randint(50_000, (4096,))
+    normed, softmax, steps = (x, [768], bias, bias, 1e-5), scores.softmax(-1), [torch.ones(())]
+    _, mean, inverse = aten.native_layer_norm(*normed)
+    convolved = (image, filters, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
+    calls: list[tuple[Any, ...]] = [
+        (aten.bmm, q, q.transpose(1, 2)),
+        (aten.convolution, *convolved),
+        (aten.convolution_backward, d_patches, *convolved, [True, True, False]),
+        (aten._fft_r2c, frames, [1], 0, True),
+        (aten.gelu, x),
+        (aten.gelu_backward, x, x),
+        (aten.native_layer_norm, *normed),
+        (aten.native_layer_norm_backward, x, x, [768], mean, inverse, bias, bias, [True, True, True]),
+        (aten._softmax, scores, -1, False),
+        (aten._softmax_backward_data, scores, softmax, -1, torch.bfloat16),
+        (aten.sum, x, [0]),
+        (aten.embedding_dense_backward, x, ids, 50_265, 1, False),
+        (aten.log10, flat),
+    ]
     adam: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
     adam |= {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
-    own_flops: dict[str, Callable[[], object]] = {
-        "aten.bmm": lambda: torch.bmm(q, q.transpose(1, 2)),
-        "aten.convolution": lambda: aten.convolution(*convolution),
-        "aten.convolution_backward": lambda: aten.convolution_backward(
-            d_patches, image, filters, None, *convolution[3:], [True, True, False]
-        ),
-        "aten._fft_r2c": lambda: aten._fft_r2c(frames, [1], 0, True),
-    }
-    own_bytes: dict[str, Callable[[], object]] = {
-        "aten.gelu": lambda: aten.gelu(x),
-        "aten.gelu_backward": lambda: aten.gelu_backward(x, x),
-        "aten.native_layer_norm": lambda: aten.native_layer_norm(x, [768], bias, bias, 1e-5),
-        "aten.native_layer_norm_backward": lambda: aten.native_layer_norm_backward(
-            x, x, [768], norm[1], norm[2], bias, bias, [True, True, True]
-        ),
-        "aten._softmax": lambda: aten._softmax(scores, -1, False),
-        "aten._softmax_backward_data": lambda: aten._softmax_backward_data(scores, softmax, -1, torch.bfloat16),
+    return {
+        **{str(function): partial(function, *arguments) for function, *arguments in calls},
         "aten.bernoulli_": lambda: x.bernoulli_(0.9),
-        "aten.sum": lambda: x.sum(0),
         "aten.copy_": lambda: scores.copy_(softmax.transpose(0, 1).contiguous().transpose(0, 1)),
-        "aten.embedding_dense_backward": lambda: aten.embedding_dense_backward(x, ids, 50_265, 1, False),
-        "aten.log10": lambda: flat.log10(),
-        "aten._fused_adamw_": lambda: torch._fused_adamw_(
-            [flat], [flat], [flat], [flat.abs()], [], steps, **adam
-        ),
+        "aten._fused_adamw_": lambda: torch._fused_adamw_([flat], [flat], [flat], [flat.abs()], [], steps, **adam),
     }  # fmt: skip
-    return Rates(
-        flops, per_second("aten.add", "bytes_moved", lambda: x + x), 0.0,
-        {name: per_second(name, "flops", action) for name, action in own_flops.items()},
-        {name: per_second(name, "bytes_moved", action) for name, action in own_bytes.items()},
-    )  # fmt: skip
+
+
+def measured_rates() -> Any:
+    """`Rates` of this processor: products by dtype, and what `own_actions` reach."""
+    from clap_ds.planning.roofline import Rates
+    from clap_ds.planning.trace import trace
+
+    def per_second(name: str, *actions: Callable[[], object]) -> tuple[str, float]:
+        """FLOPs (bytes where there are none) of operations of that name, as the tracer counts them, over the actions' time."""
+        operations = []
+        for action in actions:
+            with trace() as recorded:
+                action()
+            operations += [each for each in recorded.operations if name in ("", each.name)]
+        what = "flops" if any(each.flops for each in operations) else "bytes_moved"
+        return what, sum(getattr(each, what) for each in operations) / sum(map(cpu_seconds, actions))
+
+    flops = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        actions: list[Callable[[], object]] = []
+        for rows, inputs, outputs in SHAPES:
+            sizes = (rows, inputs), (outputs, inputs), (rows, outputs)
+            x, weight, d_y = (torch.randn(size).to(dtype) for size in sizes)
+            actions += [partial(F.linear, x, weight), partial(torch.mm, d_y, weight), partial(torch.mm, d_y.T, x)]
+        flops[dtype] = per_second("", *actions)[1]
+    x = torch.randn(4096, 768).bfloat16()
+    own: dict[str, dict[str, float]] = {"flops": {}, "bytes_moved": {}}
+    for name, action in own_actions().items():
+        what, rate = per_second(name, action)
+        own[what][name] = rate
+    return Rates(flops, per_second("aten.add", lambda: x + x)[1], 0.0, own["flops"], own["bytes_moved"])
 
 
 def time_cases() -> Iterator[dict[str, Any]]:
