@@ -1,15 +1,27 @@
-"""This project's CPU kernels compiled for each instruction set that this processor has; without any, why not, said once."""
+"""This project's CPU kernels compiled for each instruction set that this processor has, and for AMX emulated by AVX-512;
+without any, why not, said once."""
 
 import functools
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from clap_ds.native import library
 
-IMPLEMENTATIONS = library.executable()
+EMULATED = "AMX, emulated"
+_HEADER = Path(__file__).parent / "native" / "emulated_amx.h"
+_EMULATION = (
+    f'-DCLAP_EMULATED_AMX="{_HEADER}"',
+    f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
+)  # a new one is compiled anew
+IMPLEMENTATIONS = {
+    **library.IMPLEMENTATIONS,
+    EMULATED: library.Implementation(library.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)),
+}
 _load_first = library._load.__wrapped__
 _load = functools.cache(lambda name: _load_first())
 
@@ -19,7 +31,7 @@ def compiled_for(name: str) -> Iterator[None]:
     """Has the kernels be this implementation's."""
     library.kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "IMPLEMENTATIONS", {name: library.IMPLEMENTATIONS[name]})
+        patch.setattr(library, "IMPLEMENTATIONS", {name: IMPLEMENTATIONS[name]})
         patch.setattr(library, "_load", lambda: _load(name))
         yield
     library.kernel.cache_clear()
@@ -28,7 +40,7 @@ def compiled_for(name: str) -> Iterator[None]:
 def _lacking() -> str:
     if os.environ.get("CXX") == "false":  # how .ci/processors.py has everything done by torch's operations
         return "$CXX is false, so no native kernels"
-    return "" if IMPLEMENTATIONS else library.unavailable()
+    return "" if library.executable() else library.unavailable()
 
 
 _LACKING = _lacking()
@@ -36,7 +48,7 @@ needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Runs this project's CPU kernels, those that a run takes."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(name, marks=needs_kernels) for name in IMPLEMENTATIONS or [""]],
+    [pytest.param(name, marks=needs_kernels) for name in library.executable() or [""]],
     indirect=True,
     scope="module",
 )

@@ -1,6 +1,6 @@
 // The one operation on tiles that the kernels are made of, by AMX or by AVX-512, whichever the compiler is told that the processor
 // has. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
-// holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair). Sums are added up pair by pair.
+// holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair).
 #pragma once
 
 #include <cstdint>
@@ -25,25 +25,16 @@ enum Reuse { KEEPS, STREAMS };  // whether an operand should stay in the first-l
 
 constexpr int64_t SLICE = 768;  // of a sum in a linear layer, multiplied at once
 
-// Sets up all eight tiles as 16 rows of 64 bytes for the calling thread, which needs one while it multiplies.
-struct Tiles {
-    Tiles() {
-        alignas(64) static uint8_t layout[64] = {1};
-        for (int i = 0; i < 8; i++) {
-            layout[16 + 2 * i] = 64;  // bytes of a row
-            layout[48 + i] = 16;      // rows
-        }
-        asm volatile("" ::"m"(layout) : "memory");  // gcc 12 doesn't see that the next line reads all of it
-        _tile_loadconfig(layout);
-    }
-    ~Tiles() { _tile_release(); }
-};
+#ifdef CLAP_EMULATED_AMX
+#include CLAP_EMULATED_AMX  // tests' own, for processors without AMX
+#else
 
-// The compiler's own functions for these take no numbers of tiles that depend on template parameters. None of them tells the
-// compiler what memory it reads and writes: `fence` does, for all between two of them, and isn't an instruction.
+// The compiler's own functions for these take no numbers of tiles that depend on template parameters. They don't tell the
+// compiler what memory is read and written by loads and stores: `fence` does, and isn't an instruction.
 namespace amx {
 
-INLINE void fence() { asm volatile("" ::: "memory"); }
+INLINE void configure(const uint8_t (&layout)[64]) { asm volatile("ldtilecfg %0" ::"m"(layout)); }
+INLINE void release() { asm volatile("tilerelease"); }
 template <int TO, Reuse REUSE = KEEPS>
 INLINE void load(const void* from, int64_t row_bytes) {
     if constexpr (REUSE == KEEPS)
@@ -63,9 +54,27 @@ template <int SUM, int LEFT, int RIGHT>
 INLINE void multiply_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
+INLINE void fence() { asm volatile("" ::: "memory"); }
+
+}  // namespace amx
+
+#endif
+
+// Sets up all eight tiles as 16 rows of 64 bytes for the calling thread, which needs one while it multiplies.
+struct Tiles {
+    Tiles() {
+        uint8_t layout[64] = {1};
+        for (int i = 0; i < 8; i++) {
+            layout[16 + 2 * i] = 64;  // bytes of a row
+            layout[48 + i] = 16;      // rows
+        }
+        amx::configure(layout);
+    }
+    ~Tiles() { amx::release(); }
+};
 
 // Calls function(0), … function(COUNT − 1), numbers being constants.
-template <typename Function, int... I>
+template <int... I, typename Function>
 INLINE void each(std::integer_sequence<int, I...>, Function function) {
     (function(std::integral_constant<int, I>()), ...);
 }
@@ -73,8 +82,6 @@ template <int COUNT, typename Function>
 INLINE void each(Function function) {
     each(std::make_integer_sequence<int, COUNT>(), function);
 }
-
-}  // namespace amx
 
 // C (16·M × 16·N fp32, rows `c_stride` apart) = A · B, each `steps` tiles long; with `add`, added to what C holds.
 template <int M, int N, Reuse A_REUSE = KEEPS, Reuse B_REUSE = KEEPS>
@@ -85,21 +92,21 @@ INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_
     const auto place = [=](int i) INLINED { return c + i / N * 16 * c_stride + i % N * 16; };
     amx::fence();
     if (add)
-        amx::each<SUMS>([=](auto i) INLINED { amx::load<i>(place(i), 4 * c_stride); });
+        each<SUMS>([=](auto i) INLINED { amx::load<i>(place(i), 4 * c_stride); });
     else
-        amx::each<SUMS>([](auto i) INLINED { amx::zero<i>(); });
+        each<SUMS>([](auto i) INLINED { amx::zero<i>(); });
     for (int64_t step = 0; step < steps; step++, a.at += a.step, b.at += b.step) {
-        amx::each<M>([=](auto m) INLINED {
+        each<M>([=](auto m) INLINED {
             constexpr int row = m, left = SUMS + m % LEFT;
             amx::load<left, A_REUSE>(a.at + row * a.tile, 2 * a.row);
-            amx::each<N>([=](auto n) INLINED {
+            each<N>([=](auto n) INLINED {
                 constexpr int right = SUMS + LEFT + n % RIGHT;
                 if constexpr (row == 0) amx::load<right, B_REUSE>(b.at + n * b.tile, 2 * b.row);
                 amx::multiply_add<row * N + n, left, right>();
             });
         });
     }
-    amx::each<SUMS>([=](auto i) INLINED { amx::store<i>(place(i), 4 * c_stride); });
+    each<SUMS>([=](auto i) INLINED { amx::store<i>(place(i), 4 * c_stride); });
     amx::fence();
 }
 
