@@ -1,5 +1,6 @@
-// Linear layers on tiles: forward, the input's gradient, and what follows each in the same pass (bias, GELU, residual). Shapes: x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The
-// weight's rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
+// Linear layers on tiles: forward, the input's gradient, and what follows each in the same pass (bias, GELU, residual). Shapes:
+// x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The weight's
+// rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
 
 #include "linear.h"
 
@@ -61,7 +62,8 @@ inline std::pair<Range, Range> part_of(int64_t blocks, int64_t panels, int64_t l
 struct Finish {
     Joined<const bf16> bias;
     const bf16 *slopes, *added;
-    Output to, activated;
+    bf16 *to, *activated;
+    bool past_caches, activated_past_caches;
     int64_t columns;
 
     // Block m of the result's `rows`, 32 columns wide; fetches what the one below needs.
@@ -75,8 +77,8 @@ struct Finish {
             __m512 low = load(c) + shift[0], high = load(c + 16) + shift[1];
             if (slopes) low = low * gelu_slope(load(slopes + at)), high = high * gelu_slope(load(slopes + at + 16));
             if (added) low = low + load(added + at), high = high + load(added + at + 16);
-            to.store(at, low, high);
-            if (activated) activated.store(at, gelu(low), gelu(high));
+            store(to + at, low, high, past_caches);
+            if (activated) store(activated + at, gelu(low), gelu(high), activated_past_caches);
         }
     }
 };
@@ -112,7 +114,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
                         for (int64_t n = 0; n <= count; n++) {  // finished one block after the matrix unit has started on it
                             if (n < count)
                                 multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
-                                               length / BLOCK, c + n * BLOCK * BLOCK, BLOCK, k > 0, rows - BLOCK * m <= 16);
+                                               length / BLOCK, c + n * BLOCK * BLOCK, k > 0, rows - BLOCK * m <= 16);
                             if (n > 0 && k + length == inner) finish(m, rows, BLOCK * (g + n - 1), c + (n - 1) * BLOCK * BLOCK);
                         }
                     }
@@ -137,8 +139,8 @@ extern "C" void clap_linear(const bf16* x, const bf16* weight0, const bf16* weig
                 pack_transposed(tiles + tile_at(n, k / BLOCK, length / BLOCK), rows + k, K);
         }
     };
-    const Output before(y, activated ? LARGE : 2 * M * N), after(activated, 2 * M * N);  // y is read much later then
-    multiply(x, M, K, pack, {bias, nullptr, residual, before, after, N});
+    const bool y_past = goes_past_caches(y, activated ? LARGE : 2 * M * N);  // with `activated` it is read much later
+    multiply(x, M, K, pack, {bias, nullptr, residual, y, activated, y_past, goes_past_caches(activated, 2 * M * N), N});
 }
 
 // dx = (dy · weight) ⊙ gelu′(before) + passed; `before` and `passed` (M, K) may be null.
@@ -152,5 +154,5 @@ extern "C" void clap_linear_backward_input(const bf16* dy, const bf16* weight0, 
                 pack_rows(tiles + tile_at(k, n / BLOCK, length / BLOCK), rows + k, K);
         }
     };
-    multiply(dy, M, N, pack, {{}, before, passed, Output(dx, 2 * M * K), Output(nullptr, 0), K});
+    multiply(dy, M, N, pack, {{}, before, passed, dx, nullptr, goes_past_caches(dx, 2 * M * K), false, K});
 }

@@ -18,15 +18,14 @@ static inline int64_t tile_at(int64_t i, int64_t step, int64_t steps) {
 
 // c (32 × 32 fp32) = a · packed, each `steps` pairs of tiles; or added to what c holds. Only the operand that the next block
 // needs again stays in the first-level cache: a, unless it is too long for that. With `half` the lower 16 rows don't matter.
-static inline void multiply_block(
-    const bf16* a, const bf16* packed, int64_t steps, float* c, int64_t c_stride, bool add, bool half = false) {
+static inline void multiply_block(const bf16* a, const bf16* packed, int64_t steps, float* c, bool add, bool half = false) {
     const Operand left = {a, 32, TILE, 2 * TILE}, right = {packed, 32, TILE, 2 * TILE};
     if (half)
-        multiply_tiles<1, 2, KEEPS, STREAMS>(left, right, steps, c, c_stride, add);
+        multiply_tiles<1, 2, KEEPS, STREAMS>(left, right, steps, c, BLOCK, add);
     else if (steps > LONGEST_KEPT)
-        multiply_tiles<2, 2, STREAMS, STREAMS>(left, right, steps, c, c_stride, add);
+        multiply_tiles<2, 2, STREAMS, STREAMS>(left, right, steps, c, BLOCK, add);
     else
-        multiply_tiles<2, 2, KEEPS, STREAMS>(left, right, steps, c, c_stride, add);
+        multiply_tiles<2, 2, KEEPS, STREAMS>(left, right, steps, c, BLOCK, add);
 }
 
 // A matrix whose rows lie in up to three tensors one after the other.
@@ -44,19 +43,12 @@ struct Joined {
     explicit operator bool() const { return parts[0] != nullptr; }
 };
 
-// Stores rows of 32; past the caches if they are `LARGE`, which spares reading what is overwritten.
-class Output {
-   public:
-    Output(bf16* to, int64_t bytes) : to_(to), streams_(bytes >= LARGE && (uintptr_t)to % 64 == 0) {}
-    explicit operator bool() const { return to_ != nullptr; }
-    void store(int64_t at, __m512 low, __m512 high) const {
-        if (streams_)
-            _mm512_stream_si512((__m512i*)(to_ + at), to_bf16(low, high));
-        else
-            ::store(to_ + at, low, high);
-    }
+// Whether a tensor of so many bytes is stored past the caches, which spares reading what is overwritten.
+static inline bool goes_past_caches(const bf16* to, int64_t bytes) { return bytes >= LARGE && (uintptr_t)to % 64 == 0; }
 
-   private:
-    bf16* to_;
-    bool streams_;
-};
+static inline void store(bf16* to, __m512 low, __m512 high, bool past_caches) {
+    if (past_caches)
+        _mm512_stream_si512((__m512i*)to, to_bf16(low, high));
+    else
+        store(to, low, high);
+}
