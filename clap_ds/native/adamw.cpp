@@ -19,21 +19,16 @@ struct Values {
     int64_t size;
 };
 
-struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
+struct Coefficients {
+    float scale, rate1, beta2, rate2, bias, eps, step, keep;
+};
 
-constexpr int64_t BLOCK = 1 << 14;  // elements that one thread takes at a time; adamw.py counts with it
+constexpr int64_t BLOCK = 1 << 14;  // elements whose squares are added up at a time; adamw.py counts with it
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
 
 // A product that the compiler won't join with a sum after it. Rounded where torch's vector kernel rounds, which for beta1 above
 // a half gives its results to the bit.
 __m512 times(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-void prefetch_lines(const Parameter& p, int64_t i) {
-    auto line = [](const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); };
-    for (int64_t half = i; half < i + 32; half += 16)
-        for (const float* each : {p.master, p.exp_avg, p.exp_avg_sq}) line(each + half);
-    line(p.gradient + i);
-}
 
 // Updates master and moments of the valid elements from i on; returns the new parameters.
 inline __m256i sixteen(const Parameter& p, const Coefficients& c, int64_t i, __mmask16 valid) {
@@ -52,32 +47,17 @@ inline __m256i sixteen(const Parameter& p, const Coefficients& c, int64_t i, __m
 
 void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t end) {
     const bool aligned = (uintptr_t)p.low % 64 == 0;
-    int64_t i = begin;
-    for (; i + 32 <= end; i += 32) {
-        prefetch_lines(p, i + AHEAD);
-        const __m256i first = sixteen(p, c, i, 0xffff), second = sixteen(p, c, i + 16, 0xffff);
+    for (int64_t i = begin; i < end; i += 32) {
+        prefetch(p.gradient + i + AHEAD, 32);
+        for (const float* each : {p.master, p.exp_avg, p.exp_avg_sq}) prefetch(each + i + AHEAD, 32);
+        const __mmask16 valid = first_lanes(end - i), also_valid = first_lanes(end - i - 16);
+        const __m256i first = sixteen(p, c, i, valid), second = sixteen(p, c, i + 16, also_valid);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-        if (aligned)
+        if (aligned && also_valid == 0xffff)
             _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step: spares reading it first
         else
-            _mm512_storeu_si512(p.low + i, both);
+            _mm512_mask_storeu_epi16(p.low + i, valid | (__mmask32)also_valid << 16, both);
     }
-    for (; i < end; i += 16) {
-        const __mmask16 valid = first_lanes(end - i);
-        _mm256_mask_storeu_epi16(p.low + i, valid, sixteen(p, c, i, valid));
-    }
-}
-
-// Calls function(tensor, begin, end, block) for this thread's equal run of the blocks of all `tensors`, counted on end.
-template <typename Tensor, typename Function>
-void for_own_blocks(const Tensor* tensors, int64_t count, Function function) {
-    int64_t blocks = 0;
-    for (int64_t n = 0; n < count; n++) blocks += divide_up(tensors[n].size, BLOCK);
-    const Range own = share_of(blocks);
-    int64_t passed = 0;
-    for (int64_t n = 0; n < count && passed < own.end; passed += divide_up(tensors[n++].size, BLOCK))
-        for (int64_t b = std::max(own.begin, passed); b < std::min(own.end, passed + divide_up(tensors[n].size, BLOCK)); b++)
-            function(tensors[n], (b - passed) * BLOCK, std::min(tensors[n].size, (b - passed + 1) * BLOCK), b);
 }
 
 // In fp64, of at most BLOCK elements added up in fp32, 1/64 of them in a lane.
@@ -107,14 +87,14 @@ double sum_of_squares(const bf16* from, int64_t count) {
 
 // One step: average += rate1 · (g − average), square = beta2 · square + rate2 · g² with g = gradient / scale;
 // master = keep · master − step · average / (√square / bias + eps), and low = master rounded.
-extern "C" void clap_adamw(const Parameter* parameters, int64_t count, float scale, float rate1, float beta2, float rate2,
-                           float bias, float eps, float step, float keep) {
+extern "C" void clap_adamw(const Parameter* parameters, int64_t count, const Coefficients* coefficients) {
 #pragma omp parallel
     {
-        const Coefficients coefficients = {scale, rate1, beta2, rate2, bias, eps, step, keep};
-        for_own_blocks(parameters, count, [&](const Parameter& p, int64_t begin, int64_t end, int64_t) {
-            update(p, coefficients, begin, end);
-        });
+        const Coefficients c = *coefficients;
+        for (int64_t n = 0; n < count; n++) {
+            const Range own = share_of(divide_up(parameters[n].size, 32));
+            update(parameters[n], c, 32 * own.begin, std::min(parameters[n].size, 32 * own.end));
+        }
         _mm_sfence();
     }
 }
@@ -122,7 +102,8 @@ extern "C" void clap_adamw(const Parameter* parameters, int64_t count, float sca
 // Each block's sum of squares, to be added up in their order, whatever the number of threads.
 extern "C" void clap_sums_of_squares(const Values* tensors, int64_t count, double* sums) {
 #pragma omp parallel
-    for_own_blocks(tensors, count, [&](const Values& values, int64_t begin, int64_t end, int64_t block) {
-        sums[block] = sum_of_squares(values.at + begin, end - begin);
-    });
+    for (int64_t n = 0, passed = 0; n < count; passed += divide_up(tensors[n++].size, BLOCK))
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t start = 0; start < tensors[n].size; start += BLOCK)
+            sums[passed + start / BLOCK] = sum_of_squares(tensors[n].at + start, std::min(BLOCK, tensors[n].size - start));
 }

@@ -56,7 +56,7 @@ def native_adamw(
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
     numbers = (scale, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(bias2), eps, lr / bias1, 1.0 - lr * weight_decay)
-    kernel("clap_adamw")(table, len(rows), *map(float, numbers))
+    kernel("clap_adamw")(table, len(rows), torch.tensor(numbers, dtype=torch.float32))
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])
 
 
