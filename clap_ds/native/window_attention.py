@@ -9,6 +9,7 @@ Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
-        qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()
+        qkv_BHWE, bias = qkv_BHWE.contiguous(), (bias_ANN.float() * math.log2(math.e)).contiguous()
         assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)

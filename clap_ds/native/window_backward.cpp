@@ -119,7 +119,7 @@ struct Backward {
     }
 };
 
-// From [head][query][key] to [head][half][key][32 queries], times log2 e, or back. Threads share the 16 × 16 blocks.
+// From [head][query][key] to [head][half][key][32 queries] or back. Threads share the 16 × 16 blocks.
 template <bool TO_KEYS>
 inline void transpose_bias(int64_t heads, const float* from, float* to) {
 #pragma omp for schedule(static)
@@ -130,8 +130,7 @@ inline void transpose_bias(int64_t heads, const float* from, float* to) {
         __m512i r[16];
         for (int j = 0; j < 16; j++) r[j] = (__m512i)load(from + (TO_KEYS ? by_query + j * N : by_key + j * 32));
         transpose16(r);
-        for (int j = 0; j < 16; j++)
-            store(to + (TO_KEYS ? by_key + j * 32 : by_query + j * N), (__m512)r[j] * splat(TO_KEYS ? LOG2E : 1.0f));
+        for (int j = 0; j < 16; j++) store(to + (TO_KEYS ? by_key + j * 32 : by_query + j * N), (__m512)r[j]);
     }
 }
 
@@ -158,7 +157,7 @@ void backward(
                 const auto [index, head] = share.at(i);
                 window.set(shape, index);
                 each.run(window, index, head);
-                share.ahead(index, head, 0, 1, [&](int64_t token) {
+                share.ahead(index, head, 0, 1, [&](int64_t, int64_t token) {
                     prefetch(qkv + token * 3 * width, 3 * width);
                     prefetch(d_output + token * width, width);
                 });

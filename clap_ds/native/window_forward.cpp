@@ -131,7 +131,7 @@ struct Forward {
             if (n + 1 < end) score((n + 1) % 2, head_of(n + 1), (n + 1) % 4);
             if (n < end) {
                 weigh<false>(n % 2, head_of(n), n % 4);
-                share.ahead(head_of(n).index, head_of(n).head, n % 4, 4, [&](int64_t token) {
+                share.ahead(head_of(n).index, head_of(n).head, n % 4, 4, [&](int64_t, int64_t token) {
                     prefetch(qkv + token * 3 * width, 3 * width);
                 });
             }
@@ -143,22 +143,18 @@ struct Forward {
 
 template <int STEPS>
 void forward(const Shape& shape, const bf16* qkv, const float* bias, bf16* output, float* log_sums) {
-    const int64_t count = shape.heads * N * N;
-    const auto scaled = scratch<float>(count);
 #pragma omp parallel
     {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) scaled[i] = bias[i] * LOG2E;
         const Tiles tiles;
         const FlushToZero flush;
         const auto memory = scratch<Buffers<STEPS>>(1);
-        Forward<STEPS>{shape, qkv, scaled.get(), output, log_sums, memory[0]}.run(Share{shape});
+        Forward<STEPS>{shape, qkv, bias, output, log_sums, memory[0]}.run(Share{shape});
     }
 }
 
 }  // namespace
 
-// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 → output (clips, grid, grid, heads · dim) bf16 and
+// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 in base 2 → output (clips, grid, grid, heads · dim) bf16 and
 // log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64; grid:
 // of 8; 0 ≤ shift < 8.
 extern "C" void clap_window_attention_forward(

@@ -1,7 +1,7 @@
 // Where the tokens of 8 × 8 windows of a square grid are, which of them attend to one another, and their rows from and to the
-// grid: partition, cyclic shift and reverse are where rows are read and written. Rows of a head become B tiles of pairs by unpacking halves of 128-bit lanes, which leaves the columns of each 32 in the order
-// 0-3, 8-11, 16-19, 24-27 (tile "low") and 4-7, 12-15, 20-23, 28-31 ("high"). What comes out of a product is put right in
-// `write_row`.
+// grid: partition, cyclic shift and reverse are where rows are read and written. Rows of a head become B tiles of pairs by
+// unpacking halves of 128-bit lanes, which leaves the columns of each 32 in the order 0-3, 8-11, 16-19, 24-27 (tile "low") and
+// 4-7, 12-15, 20-23, 28-31 ("high"). What comes out of a product is put right in `write_row`.
 #pragma once
 
 #include <cmath>
@@ -20,24 +20,16 @@ struct Shape {
     int64_t per_side() const { return grid / SIDE; }
     int64_t windows() const { return clips * per_side() * per_side(); }
     int64_t width() const { return heads * dim; }
-};
 
-// A window's place in its clip's grid.
-struct Place {
-    int64_t clip, down, across, grid, shift;
-
-    Place(const Shape& shape, int64_t index) : grid(shape.grid), shift(shape.shift) {
-        const int64_t per_side = shape.per_side(), rows = index / per_side;
-        across = index - rows * per_side;
-        clip = rows / per_side;
-        down = rows - clip * per_side;
-    }
-    // Row of the (clips · grid², …) matrix that holds a token.
-    int64_t token(int t) const {
-        int64_t row = down * SIDE + t / SIDE + shift, column = across * SIDE + t % SIDE + shift;
-        row -= row >= grid ? grid : 0;
-        column -= column >= grid ? grid : 0;
-        return (clip * grid + row) * grid + column;
+    // Calls function(t, row of the (clips · grid², …) matrix that holds it) for a window's tokens from `begin` to `end`.
+    template <typename Function>
+    void for_tokens(int64_t window, int64_t begin, int64_t end, Function function) const {
+        const int64_t rows = window / per_side(), clip = rows / per_side();
+        const int64_t top = (rows - clip * per_side()) * SIDE + shift, left = (window - rows * per_side()) * SIDE + shift;
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t row = top + t / SIDE, column = left + t % SIDE;
+            function(t, (clip * grid + row - (row >= grid ? grid : 0)) * grid + column - (column >= grid ? grid : 0));
+        }
     }
 };
 
@@ -48,10 +40,9 @@ struct Window {
     bool masked;
 
     void set(const Shape& shape, int64_t index) {
-        const Place place(shape, index);
+        shape.for_tokens(index, 0, N, [this](int64_t t, int64_t row) { token[t] = row; });
         const int64_t last = shape.per_side() - 1;
-        for (int t = 0; t < N; t++) token[t] = place.token(t);
-        const bool last_down = place.down == last, last_across = place.across == last;
+        const bool last_down = index / (last + 1) % (last + 1) == last, last_across = index % (last + 1) == last;
         masked = shape.shift > 0 && (last_down || last_across);
         if (!masked) return;
         uint64_t below = 0, right = 0;  // tokens that the shift brought from the grid's other side
@@ -136,12 +127,10 @@ struct Share {
         const int64_t size = std::min(group, windows - start), rest = i - start * heads;
         return {start + rest % size, rest / size};
     }
-    // Calls fetch(row of the matrix) for this head's share, or one part of it, of a window's tokens of the next group.
+    // Calls fetch(token, row of the matrix) for this head's share, or one part of it, of a window's tokens of the next group.
     template <class Fetch>
     void ahead(int64_t window, int64_t head, int part, int parts, Fetch fetch) const {
-        if (window + group >= windows) return;
-        const Place place(shape, window + group);
         const int64_t own = head * parts + part, all = heads * parts;
-        for (int64_t t = N * own / all; t < N * (own + 1) / all; t++) fetch(place.token(t));
+        if (window + group < windows) shape.for_tokens(window + group, N * own / all, N * (own + 1) / all, fetch);
     }
 };
