@@ -1,5 +1,6 @@
-// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), which is how the gradients of values and keys take them as a left operand, and sums over keys go
-// down the columns.
+// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), which is how the
+// gradients of values and keys take them as a left operand, and sums over keys go down the columns. Sums of nothing are 0: so
+// are the gradients where a segment has no queries or no keys.
 
 #include "segments.h"
 
@@ -17,12 +18,6 @@ class Backward {
 
     void attend(const SegmentHead& head, Matrix q, Matrix k, Matrix v, Matrix d_out, const float* log_sums, Gradients to) {
         const int64_t queries = head.queries, keys = head.keys;
-        if (keys == 0 || queries == 0) {
-            to.d_q.clear(queries, D);
-            to.d_k.clear(keys, D);
-            to.d_v.clear(keys, D);
-            return;
-        }
         const Operand key_rows = copy_padded<D>(key_rows_.get(), k, keys);
         const Operand value_rows = copy_padded<D>(value_rows_.get(), v, keys);
         const Operand query_columns = pack_columns<D>(query_columns_.get(), q, queries);

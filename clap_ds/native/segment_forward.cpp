@@ -1,5 +1,6 @@
-// Softmax attention of segments of rows over other segments of rows, forward. One (segment, head) at a time. Scores of a few queries with all keys stay in cache, so the softmax is the plain one. They are
-// (queries × keys), 16 queries at a time, which leaves the first cache to keys and values.
+// Softmax attention of segments of rows over other segments of rows, forward. One (segment, head) at a time. Scores of a few
+// queries with all keys stay in cache, so the softmax is the plain one. They are (queries × keys), 16 queries at a time, which
+// leaves the first cache to keys and values.
 
 #include <cmath>
 
@@ -78,7 +79,7 @@ class Forward {
             const __m512 sums = exponentiate(scores_.get(), factors, stride, keys, head.scale * LOG2E, head.dropout, start);
             _mm512_mask_storeu_ps(log_sums + start, first_lanes(rows), sums);
             multiply<false>(weights, values, D / 16, stride / 32, mixed_, D);
-            store_rows<D, true>(out.from(start, 0), mixed_, rows, factors);
+            store_rows<D>(out.from(start, 0), mixed_, rows, factors);
         }
     }
 

@@ -98,14 +98,12 @@ static Operand pack_summed(bf16* to, Matrix from, int64_t rows) {
 }
 
 // Rows of D fp32 one after the other, times `factors[row]` if there are any, to bf16.
-template <int D, bool SCALED = false>
+template <int D>
 static void store_rows(Matrix to, const float* from, int64_t rows, const float* factors = nullptr) {
     for (int64_t row = 0; row < rows; row++) {
-        for (int i = 0; i < D; i += 32) {
-            __m512 low = load(from + row * D + i), high = load(from + row * D + i + 16);
-            if constexpr (SCALED) low = low * splat(factors[row]), high = high * splat(factors[row]);
-            store(to.at + row * to.stride + i, low, high);
-        }
+        const __m512 factor = splat(factors ? factors[row] : 1.0f);
+        for (int i = 0; i < D; i += 32)
+            store(to.at + row * to.stride + i, load(from + row * D + i) * factor, load(from + row * D + i + 16) * factor);
     }
 }
 
