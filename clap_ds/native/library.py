@@ -132,15 +132,22 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
+def _may_use_amx() -> bool:
+    """Linux lets a process use AMX's tiles only after it has asked: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA."""
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (158, 0x1023, 18))) == 0
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
         if not executable():
             return "this CPU has no AVX-512"
-        flags = *FLAGS, *IMPLEMENTATIONS[executable()[0]].flags
-        library = ctypes.CDLL(str(_build(flags)))  # its OpenMP is torch's: loaded before, under the same name
-        return "the kernel doesn't let processes use AMX" if library.clap_request_amx() else library
+        name = executable()[0]
+        if name == "AMX" and not _may_use_amx():
+            return "the kernel doesn't let processes use AMX"
+        library = _build((*FLAGS, *IMPLEMENTATIONS[name].flags))
+        return ctypes.CDLL(str(library))  # its OpenMP is torch's: loaded before, under the same name
     except Exception as error:  # whatever it is, torch can do without
         problem = str(error) or type(error).__name__
         log.warning("no CPU kernels, torch's operations instead: %s", problem)

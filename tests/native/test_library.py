@@ -15,7 +15,7 @@ import pytest
 from clap_ds.native import library
 from tests import needs
 
-SOURCE = 'extern "C" int clap_request_amx() { return 0; }\n'
+SOURCE = "int number = 0;\n"
 WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
 
 
@@ -81,14 +81,21 @@ def test_compilers_named_by_the_environment(source: Path, monkeypatch: pytest.Mo
     assert not problem()
 
 
-def test_sources_that_do_not_do(source: Path) -> None:
-    """The compiler's first error; no kernels inside; a kernel that refuses tiles."""
+def test_sources_that_do_not_compile(source: Path) -> None:
+    """The compiler's first error."""
     source.with_name("wrong.h").write_text("int wrong = missing;\n")
-    wrong, refusing = '#include "wrong.h"', SOURCE.replace("0", "-1")
-    for content, expected in ((wrong, "error: .missing. was not"), ("", "clap_request_amx"), (refusing, "use AMX")):
-        source.write_text(content + "\n")
-        assert re.search(expected, problem())
-        assert (content != wrong) == any(library.cache_directory().glob("*.so"))
+    source.write_text('#include "wrong.h"\n')
+    assert re.search("error: .missing. was not", problem())
+    assert not any(library.cache_directory().glob("*.so"))
+
+
+def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "IMPLEMENTATIONS", {"AMX": library.Implementation(frozenset(), ())})
+    for answer, expected in ((-1, "use AMX"), (0, "")):
+        libc = Mock(syscall=Mock(return_value=answer))
+        monkeypatch.setattr(library.ctypes, "CDLL", lambda path, libc=libc: libc if path is None else Mock())
+        assert expected in problem()
+        assert [number.value for number in libc.syscall.call_args.args] == [158, 0x1023, 18]
 
 
 def test_compilers_that_fail(
