@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -94,17 +93,6 @@ def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: in
         for name in list(actions)[:: -1 if number % 2 else 1]:
             found[name].append(actions[name]())
     return {name: results[warm_up:] for name, results in found.items()}
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """How long an action takes, with the device synchronised at both ends."""
-    from clap_ds.record.clock import synchronize
-
-    synchronize(device)
-    started_s = time.perf_counter()
-    action()
-    synchronize(device)
-    return time.perf_counter() - started_s
 
 
 def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:

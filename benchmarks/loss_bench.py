@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import allocated_peak, choose_device, in_turns, make_parser, seconds, show, table
+from benchmarks.common import allocated_peak, choose_device, in_turns, make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.engine.tiles import Positives, tiled_row_sums, tiled_softmax_gradient
+from clap_ds.record.clock import seconds
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import choose_device, in_turns, make_parser, seconds, show, table
+from benchmarks.common import choose_device, in_turns, make_parser, show, table
 from benchmarks.products import limit_s
 from benchmarks.sides import EngineSide, Side, add_step_options, loop_side, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
@@ -33,6 +33,7 @@ from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
 from clap_ds.dist.distributed import Ranks, initialize
 from clap_ds.native.convert import report
+from clap_ds.record.clock import seconds
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import MedianInterval, median_interval
 from clap_ds.weights.hf_config import feature_extractor

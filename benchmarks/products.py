@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import choose_device, make_parser, seconds, show, table
+from benchmarks.common import choose_device, make_parser, show, table
 from benchmarks.sides import add_model_options, make_batch, our_model, softmax_loss
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
@@ -27,6 +27,7 @@ from clap_ds.native import linear
 from clap_ds.native.convert import report, reverted
 from clap_ds.native.library import unavailable
 from clap_ds.planning.trace import trace
+from clap_ds.record.clock import seconds
 from clap_ds.record.hardware import device_name
 
 BYTES_OF_ADAMW = 6 * 4 + 2 * 2

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import seconds
 from clap_ds.config.model import AudioConfig, ClapConfig, preset_names
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
@@ -27,7 +26,7 @@ from clap_ds.model.window_attention import AskedKernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
 from clap_ds.native.library import unavailable
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.record.clock import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
 

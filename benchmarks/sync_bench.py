@@ -29,13 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import in_turns, make_parser, seconds, show, table
+from benchmarks.common import in_turns, make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.config.places import PACKAGE
 from clap_ds.config.settings import ClapSettings
 from clap_ds.dist import distributed
 from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import seconds
 from clap_ds.record.statistics import median_interval
 
 SCALE = 12

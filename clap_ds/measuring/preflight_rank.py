@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from clap_ds.dist.agreement import gather
 from clap_ds.dist.distributed import Ranks, initialize, run_command
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-from clap_ds.record.clock import synchronize
+from clap_ds.record.clock import seconds
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 REPEATS = 3
@@ -31,10 +29,10 @@ def main(ranks: Ranks) -> None:
     output, megabytes = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     device = initialize(ranks, compile_cpu_collective=False, collective_timeout_s=TIMEOUT_S)
     num_elements = max(1, int(float(megabytes) * 1e6 / 2))
-    wrong, seconds = _all_reduce(num_elements, ranks, device)
+    wrong, best_s = _all_reduce(num_elements, ranks, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
     tflops = measure_matmul_tflops(device, None if device.type == "cuda" else 512, warm_up_s=0.2, measure_s=0.5)
-    everyone = gather((wrong, seconds, links, tflops))
+    everyone = gather((wrong, best_s, links, tflops))
     if ranks.is_first:
         size = ranks.world_size
         slowest_s = max(each[1] for each in everyone)
@@ -46,14 +44,6 @@ def main(ranks: Ranks) -> None:
             "tflops": [each[3] for each in everyone],
         }
         Path(output).write_text(json.dumps(measured, indent=2) + "\n")
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    action()
-    synchronize(device)
-    return time.perf_counter() - began
 
 
 def _all_reduce(num_elements: int, ranks: Ranks, device: torch.device) -> tuple[int, float]:
@@ -72,7 +62,7 @@ def _all_reduce(num_elements: int, ranks: Ranks, device: torch.device) -> tuple[
         for piece in pieces:
             piece.copy_(pattern[: len(piece)])
         dist.barrier()
-        best = min(best, _seconds(partial(dist.all_reduce, buffer), device))
+        best = min(best, seconds(partial(dist.all_reduce, buffer), device))
         wrong = max(wrong, sum(_num_wrong(piece, expected, tolerance) for piece in pieces))
     return wrong, best
 
@@ -99,7 +89,7 @@ def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[
             if ranks.rank in (leads[first], leads[second]):
                 other = leads[second] if ranks.rank == leads[first] else leads[first]
                 exchange = partial(_exchange, buffer, ranks.rank, other)
-                best = min(_seconds(exchange, device) for _ in range(REPEATS))
+                best = min(seconds(exchange, device) for _ in range(REPEATS))
                 if ranks.rank == leads[first]:
                     found.append((first, second, 2 * buffer.numel() * 2 / best / 1e9))
     return found

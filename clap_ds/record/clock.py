@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    """How long an action takes, with the device synchronised at both ends."""
+    synchronize(device)
+    started_s = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started_s
 
 
 def _mark(device: torch.device) -> _Mark:
@@ -97,10 +106,10 @@ class PhaseTimer:
     def seconds(self) -> dict[str, float]:
         """Total by phase, 0 for one there wasn't; a phase inside another is taken out of it. Waits for the device."""
         synchronize(self._device)
-        seconds: dict[str, float] = defaultdict(float)
+        total: dict[str, float] = defaultdict(float)
         for phase, sign, begin, end in self._spans:
-            seconds[phase] += sign * _seconds_between(begin, end)
-        return seconds
+            total[phase] += sign * _seconds_between(begin, end)
+        return total
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
