@@ -24,6 +24,7 @@ from typing import Any
 from clap_ds.analysis.deepspeed_log import read_log
 from clap_ds.analysis.record import is_record, read_record
 from clap_ds.analysis.table import Run, count_of, read_table_runs
+from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, run_alone
 
 DEPTH = 4
@@ -134,25 +135,14 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
     return replace(run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, model=model, peak_tflops=peak)
 
 
-def positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above zero")
-    return value
-
-
-def positive_int(text: str) -> int:
-    positive_float(text)
-    return int(text)
-
-
 PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
 FIT_NODES = 16
 INPUT_OPTIONS = ("--nodes", "--gpus", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
 MACHINE_OPTIONS = (
     "--node_gbytes_per_s", "--gpu_gbytes_per_s", "--latency_us", "--peak_tflops", "--memory_tbytes_per_s",
 )  # fmt: skip
-COST_OPTIONS = ("--samples", "--price_per_gpu_hour", "--currency", "--price_source", "--deadline_hours")
+PRICE_OPTIONS = ("--samples", "--price_per_gpu_hour", "--currency", "--price_source")
+COST_OPTIONS = (*PRICE_OPTIONS, "--deadline_hours")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, sweeps, DeepSpeed logs, tables"},
     "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
@@ -160,51 +150,60 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
     "b": {"type": Path, "metavar": "B", "help": "another"},
     "--run_spread": {
-        "type": positive_float,
+        "type": positive,
         "metavar": "PERCENT",
         "help": "standard deviation of runs of one configuration, where there are no repeats to show it",
     },
-    "--nodes": {"type": positive_int, "help": "node count of logs that don't state it"},
-    "--gpus": {"type": positive_int, "help": "GPU count (all nodes together) of logs that don't state it"},
+    "--nodes": {"type": whole_number(), "help": "node count of logs that don't state it"},
+    "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of logs that don't state it"},
     "--model": {"help": "model preset of logs, which never state it (htsat_tiny_roberta_base, …)"},
-    "--micro_batch": {"type": positive_int, "help": "samples per GPU and micro-step where not stated"},
+    "--micro_batch": {"type": whole_number(), "help": "samples per GPU and micro-step where not stated"},
     "--warmup_steps": {"type": int, "default": 10, "help": "steps of a log to drop at each start (default 10)"},
-    "--baseline_nodes": {"type": positive_int, "help": "node count that is 100 %% (default: the smallest)"},
+    "--baseline_nodes": {"type": whole_number(), "help": "node count that is 100 %% (default: the smallest)"},
     "--csv": {"type": Path, "help": "write the table here"},
     "--markdown": {"type": Path, "help": "write what is printed here"},
     "--output": {"type": Path, "help": "picture to write: .png, .svg, .pdf or .html"},
     "--no_published": {"action": "store_true", "help": "leave the published curves out"},
-    "--samples": {"type": positive_float, "help": "samples to train on, each pass counted"},
-    "--price_per_gpu_hour": {"type": positive_float, "help": "money for an hour of one GPU"},
+    "--samples": {"type": positive, "help": "samples to train on, each pass counted"},
+    "--price_per_gpu_hour": {"type": positive, "help": "money for an hour of one GPU"},
     "--currency": {"help": "of the price: EUR, …"},
     "--price_source": {"help": "whose price it is, and of when"},
-    "--deadline_hours": {"type": positive_float, "help": "name the cheapest scale that meets it"},
+    "--deadline_hours": {"type": positive, "help": "name the cheapest scale that meets it"},
     "--series": {
         "metavar": "NAME",
         "help": "of the series in a table that holds several: its model, or part of its title",
     },
-    "--fit_nodes": {"type": positive_int, "default": FIT_NODES, "help": "hold-out: largest scale fitted (default 16)"},
-    "--project_gpus": {"type": positive_int, "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},
-    "--faster_rate": {"type": positive_float, "help": "samples/s/GPU of a faster step (default: 5 times)"},
-    "--num_parameters": {"type": positive_float, "help": "trained parameters, for models not published"},
-    "--joint_dim": {"type": positive_int, "help": "width of the joint embedding, for models not published"},
+    "--fit_nodes": {
+        "type": whole_number(),
+        "default": FIT_NODES,
+        "help": "hold-out: largest scale fitted (default 16)",
+    },
+    "--project_gpus": {"type": whole_number(), "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},
+    "--faster_rate": {"type": positive, "help": "samples/s/GPU of a faster step (default: 5 times)"},
+    "--num_parameters": {"type": positive, "help": "trained parameters, for models not published"},
+    "--joint_dim": {"type": whole_number(), "help": "width of the joint embedding, for models not published"},
     "--gradient_bytes": {"type": int, "choices": (2, 4), "default": 4, "help": "per gradient on the network"},
     "--no_overlap": {"action": "store_true", "help": "the all-reduce was not overlapped with backward"},
     "--loss": {"choices": ("gather_with_grad", "exact_local"), "default": "gather_with_grad"},
-    "--node_gbytes_per_s": {"type": positive_float, "default": 80, "help": "into one node (default 80)"},
-    "--gpu_gbytes_per_s": {"type": positive_float, "default": 150, "help": "between a node's GPUs"},
-    "--latency_us": {"type": positive_float, "default": 10, "help": "of a hop between nodes"},
-    "--peak_tflops": {"type": positive_float, "help": "dense peak of one GPU where not stated"},
-    "--memory_tbytes_per_s": {"type": positive_float, "default": 4, "help": "of one GPU's memory"},
+    "--node_gbytes_per_s": {"type": positive, "default": 80, "help": "into one node (default 80)"},
+    "--gpu_gbytes_per_s": {"type": positive, "default": 150, "help": "between a node's GPUs"},
+    "--latency_us": {"type": positive, "default": 10, "help": "of a hop between nodes"},
+    "--peak_tflops": {"type": positive, "help": "dense peak of one GPU where not stated"},
+    "--memory_tbytes_per_s": {"type": positive, "default": 4, "help": "of one GPU's memory"},
 }
 """Every option of every command here."""
+
+
+def add_options(parser: argparse.ArgumentParser, *names: str, required: str = "") -> None:
+    """Options of those that all commands share."""
+    for name in dict.fromkeys(names):
+        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name == required else {})))
 
 
 def parse_options(description: str, *names: str, required: str = "", **defaults: object) -> argparse.Namespace:
     """Options of a command, of those that all commands share; `defaults` are its own."""
     parser = argparse.ArgumentParser(description=description)
-    for name in dict.fromkeys(names):
-        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name == required else {})))
+    add_options(parser, *names, required=required)
     parser.set_defaults(**defaults)
     return parser.parse_args()
 

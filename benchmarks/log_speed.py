@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from benchmarks.common import make_parser, show, table
 from clap_ds.analysis.deepspeed_log import scan_log
-from clap_ds.analysis.runs import positive_float
+from clap_ds.config.arguments import positive
 from clap_ds.config.errors import run_alone
 
 STAMP = "[2026-11-20 17:47:15,917] [INFO] "
@@ -107,7 +107,7 @@ def main() -> None:
     from clap_ds.record.hardware import device_name
 
     parser = make_parser("log_speed", __doc__)
-    parser.add_argument("--gigabytes", type=positive_float, default=1.0, help="of the large logs (default 1)")
+    parser.add_argument("--gigabytes", type=positive, default=1.0, help="of the large logs (default 1)")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

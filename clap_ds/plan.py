@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from clap_ds.analysis.cost import Price, price_of
 from clap_ds.analysis.project import engine_methods
 from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.runs import positive_float
+from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
 from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.config.arguments import whole_number
@@ -54,12 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     told = "what the model is fed: with mel, log-mel features of prepared shards, there is no STFT (default: waveform)"
     add("--audio", choices=("waveform", "mel"), default="waveform", help=told)
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
-    default = Machine().node_bytes_per_s / 1e9
-    add("--node_gbytes_per_s", type=positive_float, default=default, help=f"into one node (default: {default:g})")
-    add("--samples", type=positive_float, metavar="N", help="samples to train on: GPU-hours and, with a price, money")
-    add("--price_per_gpu_hour", type=positive_float, metavar="P", help="money for an hour of one GPU")
-    add("--currency", help="of the price: EUR, …")
-    add("--price_source", help="whose price it is, and of when")
+    add_options(parser, "--node_gbytes_per_s", *PRICE_OPTIONS)
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import expand
@@ -77,7 +78,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--site", default="generic", help="name under launch/clusters/, or a file")
     add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     add("--train", action="store_true", help="training in place of the benchmark")
-    add("--gpus", type=positive, help="ranks per node, in place of the site's")
+    add("--gpus", type=whole_number(), help="ranks per node, in place of the site's")
     add("--launcher", type=launcher_name, choices=LAUNCHERS)
     add_limits(parser)
 
@@ -86,12 +87,6 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """Options that another submission of the same jobs may change."""
     parser.add_argument("--time", type=time_limit, help="time limit, in place of the site's (training: a day)")
     parser.add_argument("--exclude", metavar="HOSTS", type=host_list, help="hosts not to run on, in SLURM's notation")
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
-    return int(text)
 
 
 def time_limit(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.run_config import read_object
+from clap_ds.config.files import read_object
 from clap_ds.launch.slurm import WAITING, is_on_its_way
 
 ENDS = {

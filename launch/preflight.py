@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.dist.hostfile import format_hostfile
 from clap_ds.launch import slurm_job
@@ -33,7 +34,6 @@ from clap_ds.launch.hostfile import add_hosts, chosen_hosts
 from clap_ds.launch.launchers import FOLDER, python_path, script_command
 from clap_ds.launch.preflight_report import Answer, Report, judge_hosts, judge_ranks
 from clap_ds.launch.rank_environment import rank_environment
-from clap_ds.launch.run_config import read_object
 from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"

@@ -14,21 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.places import find_config
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; a UserError where the file can't be read or holds something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
 
 
 def read_config(path: Path) -> dict[str, Any]:

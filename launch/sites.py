@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
+from clap_ds.config.files import read_object
 from clap_ds.config.places import CHECKOUT, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.run_config import read_object
 from clap_ds.launch.site_check import check_site, problems_of_allocation
 
 FOLDER = Path(__file__).resolve().parent / "clusters"

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
+from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
@@ -29,11 +29,10 @@ from clap_ds.launch.batch_script import (
     command_code,
     finishing,
     log_file,
-    positive,
     request_of,
     script,
 )
-from clap_ds.launch.run_config import read_config, read_object, with_output, write_object
+from clap_ds.launch.run_config import read_config, with_output, write_object
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
@@ -125,19 +124,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_request(parser)
     add = parser.add_argument
-    add("--nodes", type=positive, default=1)
+    add("--nodes", type=whole_number(), default=1)
     add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
-    add("--spare_nodes", type=_whole, default=0, metavar="K", help="nodes to allocate beside, for ones that fail")
+    add(
+        "--spare_nodes",
+        type=whole_number(0),
+        default=0,
+        metavar="K",
+        help="nodes to allocate beside, for ones that fail",
+    )
     add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
     add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
     add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     arguments = parser.parse_args(argv)
     return command_code(lambda: start(arguments))
-
-
-def _whole(text: str) -> int:
-    return 0 if text == "0" else positive(text)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.places import find_config, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
@@ -33,13 +34,12 @@ from clap_ds.launch.batch_script import (
     command_code,
     finishing,
     log_file,
-    positive,
     request_of,
     script,
     stamp,
 )
 from clap_ds.launch.job_states import figures_of, state_of
-from clap_ds.launch.run_config import parse_varied, read_config, read_object, with_field, write_object
+from clap_ds.launch.run_config import parse_varied, read_config, with_field, write_object
 from clap_ds.launch.sites import load_site
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
@@ -261,8 +261,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     parser.set_defaults(run=start)
     add_request(parser)
-    add("--nodes", type=positive, nargs="+", default=[1])
-    add("--repeats", type=positive, default=1)
+    add("--nodes", type=whole_number(), nargs="+", default=[1])
+    add("--repeats", type=whole_number(), default=1)
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
     add("--micro_batch", type=_micro_batches, metavar="FIRST:LAST:STEP|auto", help="micro-batches, in one job")
     order = parser.add_mutually_exclusive_group()

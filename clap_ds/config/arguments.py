@@ -31,6 +31,14 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def positive(text: str) -> float:
+    """For `type=` of argparse: a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+
+
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     """Options of training that has checkpoints: what to do with them."""
     add = parser.add_argument_group(

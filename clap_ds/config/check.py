@@ -6,17 +6,12 @@ Leaves the names and defaults of `clap` fields to `clap_ds.config.settings`; kno
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from clap_ds.config.errors import UserError, did_you_mean
-
-
-class SettingsError(UserError, ValueError):
-    """A run's JSON that can't be used: says which file, which field, what was expected and the nearest valid name."""
-
+from clap_ds.config.errors import did_you_mean
+from clap_ds.config.files import kind_of
 
 SECTION_FIELDS = (
     "activation_checkpointing",
@@ -62,31 +57,6 @@ DEEPSPEED_FIELDS = (
     "zero_force_ds_cpu_optimizer",
 )
 """Top-level names of a DeepSpeed configuration accepted here."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: can't be read: {error}") from None
-    try:
-        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    except ValueError as error:
-        raise SettingsError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise SettingsError(f"{path}: expected a JSON object, found {kind_of(content)}")
-    return content
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"field {key!r} stands twice in one object")
-        seen[key] = value
-    return seen
 
 
 def check_deepspeed(content: dict[str, Any], clap_fields: list[str]) -> list[str]:
@@ -176,8 +146,3 @@ def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseMode
     if details["type"] == "value_error":
         return f"{field}: {message}"
     return f"{field}: {message[0].lower() + message[1:]}, found {json.dumps(details['input'], default=str)}"
-
-
-def kind_of(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

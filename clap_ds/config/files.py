@@ -1,13 +1,48 @@
-"""Files replaced in one go, on a full disk, too, where room was kept for that."""
+"""JSON objects read, and files replaced in one go, on a full disk, too, where room was kept for that. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import UserError
 
 BLOCK = 4096  # bytes: the least that file systems give a file
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk with no room left
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; a UserError, saying where, if it can't be read, holds something else, or has a field twice."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {kind_of(content)}")
+    return content
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"field {key!r} stands twice in one object")
+        seen[key] = value
+    return seen
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | None = None) -> None:

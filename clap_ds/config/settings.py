@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from clap_ds.config.check import SettingsError, check_deepspeed, explain, kind_of, read_json
+from clap_ds.config.check import check_deepspeed, explain
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import kind_of, read_object
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.places import find_config
 from clap_ds.config.sections import (
@@ -155,15 +157,14 @@ def load_run(path: str | Path) -> RunSettings:
     """Read and check a run's JSON, by its path or by the name of a packaged one.
 
     Raises:
-        SettingsError: the file is missing or isn't JSON (with line and column), a field is unknown, misplaced, of the
-        wrong
-            type or of an impossible value.
+        UserError: the file is missing or isn't JSON (with line and column), a field is unknown (with the nearest valid name),
+            misplaced, of the wrong type or of an impossible value.
     """
     try:
         path = find_config(Path(path))
     except FileNotFoundError as error:
-        raise SettingsError(str(error)) from None
-    content = read_json(path)
+        raise UserError(str(error)) from None
+    content = read_object(path)
     clap_section = content.pop("clap", {})
     problems = check_deepspeed(content, list(ClapSettings.model_fields))
     clap = ClapSettings()
@@ -177,7 +178,7 @@ def load_run(path: str | Path) -> RunSettings:
     if not problems:
         problems = _check_together(clap, content.get("gradient_accumulation_steps") or 1)
     if problems:
-        raise SettingsError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, content)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config import places
+from clap_ds.config.errors import UserError
 from clap_ds.config.places import CONFIGS, commit, find_config
-from clap_ds.config.settings import SettingsError, load_run
+from clap_ds.config.settings import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ def test_a_file_that_exists_wins(elsewhere: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny"])
 def test_what_is_neither_is_refused_with_the_packaged_names(elsewhere: Path, name: str) -> None:
-    with pytest.raises(SettingsError, match=r"no such file.*packaged configurations: htsat_base, .*train_demo_cpu\)"):
+    with pytest.raises(UserError, match=r"no such file.*packaged configurations: htsat_base, .*train_demo_cpu\)"):
         load_run(name)
 
 

@@ -11,8 +11,9 @@ import deepspeed.runtime.constants as deepspeed_constants
 import pytest
 
 from clap_ds.config.check import DEEPSPEED_FIELDS
+from clap_ds.config.errors import UserError
 from clap_ds.config.reference import reference
-from clap_ds.config.settings import ClapSettings, SettingsError, load_run
+from clap_ds.config.settings import ClapSettings, load_run
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"attention": "native"}}, r"clap\.model\.attention: no kernel 'native' any more: .* clap\.cpu_kernels"),
@@ -85,13 +86,13 @@ def test_mistake_is_refused_with_words_that_help(
     if not in_clap:
         content = {**json.loads(path.read_text()), **changes}
         path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
-    with pytest.raises(SettingsError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_run(path)
     assert all(line.startswith(str(path)) for line in str(caught.value).splitlines())
 
 
 def test_all_mistakes_are_shown_at_once(write_run: Callable[..., Path]) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(UserError) as caught:
         load_run(write_run(train_micro_batch_size_per_gpu=0, clap={"seed": -1, "text_token": 3}))
     assert len(str(caught.value).splitlines()) == 3
 
@@ -107,13 +108,13 @@ def test_all_mistakes_are_shown_at_once(write_run: Callable[..., Path]) -> None:
 )
 def test_text_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(UserError, match=message):
         load_run(tmp_path / "run.json")
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "htsat_tiny.json").write_text("{}")
-    with pytest.raises(SettingsError, match=r"htsat_tny\.json: no such file; did you mean '.*htsat_tiny\.json'"):
+    with pytest.raises(UserError, match=r"htsat_tny\.json: no such file; did you mean '.*htsat_tiny\.json'"):
         load_run(tmp_path / "htsat_tny.json")
 
 
