@@ -50,13 +50,6 @@ class ModelSettings(Section):
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
 
-    @field_validator("attention", mode="before")
-    @classmethod
-    def _check_attention(cls, kernel: object) -> object:
-        if kernel == "native":
-            raise ValueError("no kernel 'native' any more: leave 'auto', and clap.cpu_kernels 'auto' takes CPU kernels")
-        return kernel
-
     @field_validator("preset")
     @classmethod
     def _check_preset(cls, name: str) -> str:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from clap_ds.config.check import check_deepspeed, explain
 from clap_ds.config.errors import UserError
@@ -79,13 +79,6 @@ class ClapSettings(Section):
     """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
     max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
-
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _check_compile(cls, what: object) -> object:
-        if what == "step":
-            raise ValueError("no 'step' any more: take 'towers', which compiles as much and sends gradients earlier")
-        return what
 
     def preset(self) -> ClapConfig:
         """Sizes of the model."""

@@ -16,7 +16,6 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"attention": "native"}}, r"clap\.model\.attention: no kernel 'native' any more: .* clap\.cpu_kernels"),
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
     ({"model": {"drop_path": True}}, r"clap\.model\.drop_path: expected a valid number, found true"),
@@ -48,7 +47,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}},
         r"clap\.text: packed captions need clap\.model\.attention .*, found 'sdpa'",
     ),
-    ({"compile": "step"}, r"clap\.compile: no 'step' any more: take 'towers'"),
     ({"cuda_graphs": True}, r"clap\.cuda_graphs: needs clap\.compile"),
     (
         {"cuda_graphs": True, "compile": "towers", "train": {"accumulation": "cached"}},
