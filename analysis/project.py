@@ -9,9 +9,10 @@ ones, and how well its delays, unchanged, describe the other tables. Then projec
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.figure import check_format
@@ -51,6 +52,22 @@ def engine_methods() -> dict[str, Method]:
     exact = replace(neither, loss="exact_local", early_gather=True)
     overlapped, both = (replace(method, overlap=True) for method in (neither, exact))
     return {"neither": neither, "exact local loss": exact, "overlapped all-reduce": overlapped, "both": both}
+
+
+def method_of(config: Mapping[str, Any]) -> Method:
+    """How a run was trained, from its configuration; without one, as the published runs were."""
+    if not config:
+        return Method()
+    clap = config.get("clap", {})
+    bf16, fp16, autocast = (bool(config.get(name, {}).get("enabled")) for name in ("bf16", "fp16", "torch_autocast"))
+    features = clap.get("loss", {}).get("features") or ("bf16" if bf16 or autocast else "fp32")
+    return replace(
+        engine_methods()["both"],
+        overlap=clap.get("gradient_sync", "overlapped") == "overlapped",
+        gradient_bytes=2 if bf16 or fp16 or config.get("communication_data_type") in ("bf16", "fp16") else 4,
+        feature_bytes=2 if features == "bf16" else 4,
+        bucket_bytes=1e6 * clap.get("gradient_bucket_mb", DEFAULT_BUCKET_MB),
+    )
 
 
 def at_rate(model: StepModel, rate: float, nodes: int, delays_shrink: bool) -> StepModel:

@@ -198,7 +198,18 @@ _FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": lis
 """Types of the fields of `environment.json` that are neither text nor number."""
 
 
-_SECTIONS = ("clap", "bf16", "loss", "bench", "model", "data", "hardware", "zero_optimization")
+_SECTIONS = (
+    "clap",
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "loss",
+    "bench",
+    "model",
+    "data",
+    "hardware",
+    "zero_optimization",
+)
 """Fields of `config.json` that hold others."""
 
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
 from clap_ds.analysis.figure import Picture, anchor, page
 from clap_ds.analysis.provenance import gaps, provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.step_model import Machine, Method, Series, series_of
+from clap_ds.analysis.step_model import Machine, Series, series_of
 from clap_ds.analysis.table import (
     Row,
     Run,
@@ -215,23 +214,7 @@ def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
     if rows[0].scaling == "strong":
         raise UserError("Not for strong scaling: the model is one of a constant batch per GPU")
     config = next((run.config for row in rows for run in row.runs if run.config), {})
-    return series_of("This series", rows, machine, method_of(config))
-
-
-def method_of(config: Mapping[str, Any]) -> Method:
-    """How a run was trained, from its configuration; without one, as the published runs were."""
-    if not config:
-        return Method()
-    clap = config.get("clap", {})
-    is_bf16 = bool(config.get("bf16", {}).get("enabled"))
-    features = clap.get("loss", {}).get("features") or ("bf16" if is_bf16 else "fp32")
-    return replace(
-        project.engine_methods()["both"],
-        overlap=clap.get("gradient_sync", "overlapped") == "overlapped",
-        gradient_bytes=2 if is_bf16 or config.get("communication_data_type") in ("bf16", "fp16") else 4,
-        feature_bytes=2 if features == "bf16" else 4,
-        bucket_bytes=1e6 * clap.get("gradient_bucket_mb", project.DEFAULT_BUCKET_MB),
-    )
+    return series_of("This series", rows, machine, project.method_of(config))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.cost import Price, price_of
-from clap_ds.analysis.project import engine_methods
+from clap_ds.analysis.project import method_of
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
 from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
@@ -169,7 +169,6 @@ def _scales(
     """Rates and efficiency at each number of nodes. They are between those of two cases: waiting for the slowest rank is as
     long as in the published runs, or as long a share of the step."""
     published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv", Machine(), Method()).fit()
-    method = engine_methods()["both" if run.clap.gradient_sync == "overlapped" else "exact local loss"]
     accumulated = run.gradient_accumulation_steps
     found: dict[str, list[float]] = {}
     for case in ("low", "middle", "high"):
@@ -179,9 +178,7 @@ def _scales(
             Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, arguments.gpus_per_node),
             Machine(1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
                     1e12 * gpu.bf16_tflops, 1e12 * gpu.memory_tbytes_per_s),
-            replace(method, gradient_bytes=2 if run.precision in ("bf16", "fp16") else 4,
-                    feature_bytes=2 if run.precision == "bf16" else 4,
-                    bucket_bytes=1e6 * run.clap.gradient_bucket_mb),
+            method_of(run.resolved()),
             compute_s=seconds["step"] - seconds["loss"],
             window_s=seconds.get("audio backward", 0) + seconds.get("text backward", 0),
             shape=published.shape,

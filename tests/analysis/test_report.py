@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import cost, report
+from clap_ds.analysis.project import method_of
 from clap_ds.analysis.provenance import gaps
-from clap_ds.analysis.report import changes_with_scale, headline, method_of, projectable, published_comparison
+from clap_ds.analysis.report import changes_with_scale, headline, projectable, published_comparison
 from clap_ds.analysis.step_model import Machine
 from clap_ds.analysis.table import Row, Run, Scale, write_csv
 from clap_ds.config.errors import UserError
@@ -105,6 +106,7 @@ def test_method_follows_the_configuration() -> None:
     found = method_of({"bf16": {"enabled": True}, "clap": {"gradient_sync": "deepspeed", "gradient_bucket_mb": 5.0}})
     assert (found.overlap, found.gradient_bytes, found.feature_bytes) == (False, 2, 2)
     assert (found.loss, found.bucket_bytes) == ("exact_local", 5e6)
+    assert method_of({"torch_autocast": {"enabled": True}}).feature_bytes == 2
     older = method_of({"clap": {"loss": {"features": "bf16"}}})
     assert (older.gradient_bytes, older.bucket_bytes) == (4, 1e6 * ClapSettings().gradient_bucket_mb)
 
