@@ -10,9 +10,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from clap_ds.analysis.table import BATCHES, Run, settings_of
+from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
     "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.sync_to", "clap.train.resume", "steps_per_print",
@@ -82,7 +82,7 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 def _facts(run: Run) -> dict[str, str]:
     """Settings, code and hardware, as text, by their dotted names; settings first."""
-    flat = {name: value for name, value in _flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
+    flat = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
     flat["gradient_accumulation_steps"] = run.accumulation
     if environment := run.environment:
         versions = environment.get("versions")
@@ -162,10 +162,3 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 def global_batch(run: Run) -> int | None:
     return run.batch_per_gpu and run.batch_per_gpu * run.gpus
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat

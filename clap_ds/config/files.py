@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"field {key!r} stands twice in one object")
         seen[key] = value
     return seen
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields at any depth by their dotted names, sections without fields left out."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def kind_of(value: Any) -> str:

@@ -1,10 +1,10 @@
 """What a run has otherwise than the checkpoint it resumes from: what must be accepted, what is merely said."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.files import flatten
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.model.tokenizer import load_tokenizer
@@ -96,7 +96,7 @@ def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) 
 
 def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Fields with other values, those aside that are said elsewhere or don't matter."""
-    there, here = dict(_leaves(theirs)), dict(_leaves(ours))
+    there, here = flatten(theirs), flatten(ours)
     found = []
     for name in dict.fromkeys((*here, *there)):
         if _is_in(name, _SAID_ELSEWHERE + _OF_NO_CONSEQUENCE) or there.get(name) == here.get(name):
@@ -109,11 +109,3 @@ def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
 
 def _is_in(name: str, sections: tuple[str, ...]) -> bool:
     return any(name == section or name.startswith(f"{section}.") for section in sections)
-
-
-def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
