@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import write_atomically, write_object
 from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.dist.distributed import keep_freed_memory
@@ -51,7 +50,7 @@ def keep(output: Path, text: str, figures: Any) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", *sys.orig_argv[1:]])
     write_atomically(output, f"`{command}`\n\n{text}\n")
-    write_atomically(output.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
+    write_object(output.with_suffix(".json"), figures)
 
 
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:

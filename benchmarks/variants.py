@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import make_parser, run_for, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, work_folder
 from clap_ds.launch.run_config import parse_assignment, parse_varied, read_config, with_field
 
@@ -51,7 +51,7 @@ def run_bench(
         content = with_field(content, name, value)
     config, log = folder / "config.json", folder / "output.log"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(config, json.dumps(content, indent=2) + "\n")
+    write_object(config, content)
     began_s = time.monotonic()
     ending = run_for([word.replace(CONFIG, str(config)) for word in command], log, limit_s)
     row = {"settings": dict(settings), "state": "failed", "seconds": time.monotonic() - began_s, "note": ""}

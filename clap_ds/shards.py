@@ -51,11 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def command() -> None:
     """Console command `clap-shards`."""
-    try:
-        run_alone(main)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
+    run_alone(main)
 
 
 if __name__ == "__main__":

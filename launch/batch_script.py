@@ -11,14 +11,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import expand
 from clap_ds.launch import slurm
@@ -29,7 +29,6 @@ BENCH = Path(__file__).resolve().parent / "bench.sbatch"
 TRAINING_S = 24 * 3600
 SAVING_SHARE = 0.8
 """Of the time between the warning and the limit, for a training run to save in."""
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -244,17 +243,8 @@ def finishing() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if heard:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("the jobs submitted so far are on record")
 
 
 def stamp() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-
-
-def command_code(action: Callable[[], object]) -> int:
-    """Exit code of a command that submits jobs; what it submitted is on record whenever it is interrupted."""
-    try:
-        return exit_code_of(action)
-    except KeyboardInterrupt:
-        print("error: interrupted; the jobs submitted so far are on record", file=sys.stderr)
-        return INTERRUPTED

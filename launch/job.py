@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import format_hostfile, hosts_from_slurm, read_hostfile, slots_from_slurm
 from clap_ds.launch import slurm_job
@@ -33,7 +33,7 @@ from clap_ds.launch.job_signals import Signals
 from clap_ds.launch.launchers import python_path, this_host
 from clap_ds.launch.rank_environment import rank_environment
 from clap_ds.launch.recovery import Attempts, Ending, now
-from clap_ds.launch.run_config import read_config, with_field, write_object
+from clap_ds.launch.run_config import read_config, with_field
 from clap_ds.launch.sites import LAUNCHERS, launcher_name, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.files import read_object
-from clap_ds.launch.run_config import read_config, with_field, write_object
+from clap_ds.config.files import read_object, write_object
+from clap_ds.launch.run_config import read_config, with_field
 
 STEP, LARGEST = 8, 2**20
 COLUMNS = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "memory, GB"}

@@ -38,7 +38,6 @@ from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
 
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
 CONNECT_S, ANSWER_S, STOP_S = 60.0, 60.0, 20.0
-INTERRUPTED = 130
 
 
 def ask_hosts(slots: dict[str, int], site: Site, launcher: str) -> dict[str, Answer]:
@@ -143,11 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no_ranks", action="store_true", help="ask the hosts, start no ranks")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to stay behind on the hosts
-    try:
-        return exit_code_of(lambda: check(arguments))
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return exit_code_of(lambda: check(arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.files import read_object, write_object
 from clap_ds.config.places import find_config
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """A run's JSON, as it stands, by its path or by the name of a packaged one; raises as `find_config` and `read_object`."""
     return read_object(find_config(path))
-
-
-def write_object(path: Path, content: Any) -> None:
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:

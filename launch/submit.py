@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
     Request,
     add_request,
     check,
-    command_code,
     finishing,
     log_file,
     request_of,
     script,
 )
-from clap_ds.launch.run_config import read_config, with_output, write_object
+from clap_ds.launch.run_config import read_config, with_output
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
     add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     arguments = parser.parse_args(argv)
-    return command_code(lambda: start(arguments))
+    return exit_code_of(lambda: start(arguments))
 
 
 if __name__ == "__main__":

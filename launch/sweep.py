@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
+from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.places import find_config, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import (
@@ -31,7 +31,6 @@ from clap_ds.launch.batch_script import (
     add_limits,
     add_request,
     check,
-    command_code,
     finishing,
     log_file,
     request_of,
@@ -39,7 +38,7 @@ from clap_ds.launch.batch_script import (
     stamp,
 )
 from clap_ds.launch.job_states import figures_of, state_of
-from clap_ds.launch.run_config import parse_varied, read_config, with_field, write_object
+from clap_ds.launch.run_config import parse_varied, read_config, with_field
 from clap_ds.launch.sites import load_site
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
@@ -292,7 +291,7 @@ def _micro_batches(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return command_code(lambda: arguments.run(arguments))
+    return exit_code_of(lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

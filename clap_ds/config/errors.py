@@ -10,6 +10,7 @@ from typing import NoReturn
 
 USER_ERROR = 2
 """Exit code of a run refused for something its user can mend."""
+INTERRUPTED = 130
 
 
 class UserError(Exception):
@@ -23,15 +24,16 @@ class AgreedError(UserError):
 def exit_code_of(
     action: Callable[[], object], mistakes: tuple[type[Exception], ...] = (UserError, ValueError, OSError)
 ) -> int:
-    """Run a command: its own exit code if it gives one, 0, or 2 with one message where it raises one of `mistakes`.
-
-    Further lines of the message are indented under the first.
-    """
+    """Run a command: its own exit code if it gives one, 0, 2 with one message where it raises one of `mistakes`, whose further
+    lines are indented under the first, or 130 after Ctrl-C."""
     try:
         code = action()
     except BrokenPipeError:  # `… | head` has seen enough
         sys.stderr.close()
         return 1
+    except KeyboardInterrupt as stop:
+        print("; ".join(["error: interrupted", *stop.args]), file=sys.stderr)
+        return INTERRUPTED
     except mistakes as error:
         further = "\n" + " " * len("error: ")
         print("error: " + re.sub(r"\n(?=.)", further, str(error)), file=sys.stderr)

@@ -40,6 +40,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
+def write_object(path: Path, content: Any, *, spare: int | None = None) -> None:
+    """Replace a JSON file in one go, with `spare` room as of `write_atomically`; what JSON can't hold becomes text."""
+    write_atomically(path, json.dumps(content, indent=2, default=str) + "\n", spare=spare)
+
+
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Fields at any depth by their dotted names, sections without fields left out."""
     flat: dict[str, Any] = {}

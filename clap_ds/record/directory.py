@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import write_object
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
 from clap_ds.record.stream import Stream, unless_full
 
@@ -55,7 +55,7 @@ class RunDirectory:
         While its `state` is running it is padded with spaces, so that the end can be told on a disk that is full by then.
         """
         spare = SPARE_BYTES if content.get("state") == "running" else 0
-        write_atomically(str(self.path / name), json.dumps(content, indent=2, default=str) + "\n", spare=spare)
+        write_object(self.path / name, content, spare=spare)
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""

@@ -63,13 +63,14 @@ def test_interrupted_while_sbatch_answers(tmp_path: Path, slurm: FakeSlurm) -> N
     slurm.write("sbatch", "#!/bin/bash\ntouch asked\nsleep 2\necho 7\n")
     program = """
 from pathlib import Path
-from clap_ds.launch.batch_script import command_code, finishing
+from clap_ds.config.errors import exit_code_of
+from clap_ds.launch.batch_script import finishing
 from clap_ds.launch.slurm import submit
 def act():
     with finishing():
         Path("id").write_text(submit(Path("script"), "name"))
     print("not here")
-raise SystemExit(command_code(act))
+raise SystemExit(exit_code_of(act))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
