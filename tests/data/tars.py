@@ -1,5 +1,6 @@
 """Tars and items made by hand with the standard library, for tests of everything that reads them."""
 
+import functools
 import io
 import tarfile
 from collections import defaultdict
@@ -20,6 +21,7 @@ def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -
     return buffer.getvalue()
 
 
+@functools.cache  # a header tells the second in which it was written
 def marked_item(number: int) -> list[tuple[str, bytes]]:
     """An item recognisable after loading by `number_of`: its 480 samples are all alike."""
     sound = wav(np.full(480, (number + 1) / 1000, dtype=np.float32))
