@@ -95,8 +95,9 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
         if not tensor.is_floating_point():
             continue
         start = int(torch.randint(len(pool), (1,), generator=generator))
-        repeats = -(-tensor.numel() // len(pool)) + 1
-        noise = pool.repeat(repeats)[start : start + tensor.numel()].view(tensor.shape)
+        repeats = -(-(start + tensor.numel()) // len(pool))
+        source = pool.repeat(repeats) if repeats > 1 else pool
+        noise = source[start : start + tensor.numel()].view(tensor.shape)
         if name.endswith("running_mean"):
             value = -30 + 10 * noise
         elif name.endswith("running_var"):
