@@ -57,9 +57,13 @@ def check_exact(open_source: OpenSource, stops: list[int], shards: Any, **settin
             assert source.state() == states[-1]
 
 
-@pytest.mark.parametrize(("num_workers", "stops"), [(0, [0, 1, 6, 13]), (2, [1, 6])])
-@pytest.mark.parametrize("micro_batch", [5, 40])
-@pytest.mark.parametrize("buffer", [0, 9])
+@pytest.mark.parametrize(
+    ("num_workers", "stops", "micro_batch", "buffer"),
+    [
+        *((0, [0, 1, 6, 13], micro_batch, buffer) for micro_batch in (5, 40) for buffer in (0, 9)),
+        *((2, [1, 6], 5, 9), (2, [6], 40, 0)),
+    ],
+)
 def test_interrupted_equals_uninterrupted(
     shards: Path, open_source: OpenSource, num_workers: int, stops: list[int], micro_batch: int, buffer: int
 ) -> None:

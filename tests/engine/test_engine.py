@@ -1,4 +1,4 @@
-"""The engine against plain torch: same batches, same start, same losses and weights after ten steps on two ranks."""
+"""The engine against plain torch: same batches, same start, same losses and weights step by step on two ranks."""
 
 import copy
 import json
@@ -140,13 +140,13 @@ def _difference(precision: str, accumulation: int, sync: str, mutation: str = ""
 
 
 # Loss and gradient are the same operations on the same numbers in all precisions (with two ranks the wire adds once and halves
-# exactly). The update is not: it may round a weight 2 times otherwise, and itself 2 times for each of ten steps in each
+# exactly). The update is not: it may round a weight 2 times otherwise, and itself 2 times for each of up to ten steps in each
 # moment, and a few times more.
 ROUNDINGS = 64
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "sync", "steps"), [(2, "overlapped", 10), (1, "overlapped", 3), (2, "deepspeed", 3)]
+    ("accumulation", "sync", "steps"), [(2, "overlapped", 4), (1, "overlapped", 2), (2, "deepspeed", 2)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
 def test_steps_agree_with_plain_ddp(
@@ -171,13 +171,12 @@ def test_ten_steps_agree_with_plain_torch_on_a_gpu(one_gpu: RankPool, precision:
 
 
 FAULTS = (
-    *("no all-reduce", "sum in place of mean", "half a gradient", "only the last micro-batch", "no zero_grad"),
+    *("no all-reduce", "sum in place of mean", "half a gradient", "no zero_grad", "only the last micro-batch"),
     "learning rate 1 % off",
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("fault", "precision"), [*zip(FAULTS, ("fp32", "bf16") * 3, strict=True)])
 def test_agreement_notices_a_fault(two_ranks: RankPool, precision: str, fault: str) -> None:
     differences = two_ranks.run(_difference, precision, 2, "overlapped", fault, 2)
     assert all(difference > 1000 * ROUNDINGS for difference in differences), differences

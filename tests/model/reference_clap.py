@@ -1,4 +1,4 @@
-"""Independent CLAPs to compare with: HF `transformers` models of the published sizes, written out from the sizes' sources.
+"""Independent CLAPs to compare with: HF `transformers` models of the published widths, written out from the sizes' sources.
 
 Nothing here uses this project's own configuration conversion.
 """
@@ -21,9 +21,11 @@ SIZES = {"vocab_size": 512, "max_position_embeddings": 66, "hidden_size": 32, "n
 MICRO_TEXT = {**SIZES, "num_attention_heads": 2, "intermediate_size": 64}
 STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads": [2, 4], "hidden_size": 32}
 MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
-BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024, "projection_dim": 1024}
-BASE_TEXT = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-BASE_TEXT["num_hidden_layers"] = 2  # of RoBERTa's 12, all of which the tiny one has
+BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 2, 2], "hidden_size": 1024, "projection_dim": 1024}
+FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
+"""Of RoBERTa's 50,265 tokens and 12 layers: rows of a table and layers that are all alike. So are the 12 blocks of the base
+model's third stage, of which there are 2 here; the tiny model has its 6."""
+BASE_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 class HfClap(nn.Module):
@@ -47,7 +49,7 @@ class HfClap(nn.Module):
 
 
 class HfTowers(nn.Module):
-    """The base published model with fewer text layers, which `ClapModel` can't express: HF's towers, own pooling and heads."""
+    """The base published model, which `ClapModel` can't express: HF's towers, own pooling and heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class HfTowers(nn.Module):
 
 
 REFERENCES = {
-    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
+    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text=FEWER, joint_dim=512),
     "htsat_base_roberta_base": HfTowers,
     "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
 }

@@ -1,4 +1,4 @@
-"""The whole model against independent HF models, at full size: embeddings, gradients, parameter counts, precision."""
+"""The whole model against independent HF models, at full width: embeddings, gradients, parameter counts, precision."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.model.window_attention import Kernel
 from clap_ds.weights.formats import load_transformers
 from clap_ds.weights.names import transformers_names
-from tests.model.reference_clap import REFERENCES, captions, clips, no_initialisation, randomise
+from tests.model.reference_clap import BASE_AUDIO, FEWER, REFERENCES, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip
 
@@ -33,8 +33,11 @@ def reference_features(waveforms: Tensor, preset: str) -> Tensor:
 @pytest.mark.parametrize(("preset", "attention", "seed"), CASES)
 def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention: Kernel, seed: int) -> None:
     config = load_preset(preset)
-    if preset == BASE:
-        config = config.model_copy(update={"text": config.text.model_copy(update={"num_layers": 2})})
+    if preset != "micro":
+        fewer = {"num_layers": FEWER["num_hidden_layers"], "vocab_size": FEWER["vocab_size"]}
+        depths = {"depths": BASE_AUDIO["depths"]} if preset == BASE else {}
+        text, audio = config.text.model_copy(update=fewer), config.audio.model_copy(update=depths)
+        config = config.model_copy(update={"text": text, "audio": audio})
     with no_initialisation():
         ours, reference = ClapModel(config, attention=attention).eval(), REFERENCES[preset]()
     weights = reference.named()

@@ -42,9 +42,13 @@ def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> l
     return [before, copy.deepcopy(engine.model.state_dict())]
 
 
-@pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tower", ["audio", "text"])
+@pytest.mark.parametrize(
+    ("tower", "precision", "sync"),
+    [
+        *(("audio", "bf16", "overlapped"), ("audio", "fp32", "deepspeed")),
+        *(("text", "fp32", "overlapped"), ("text", "bf16", "deepspeed")),
+    ],
+)
 def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precision: str, sync: str) -> None:
     ranks = two_ranks.run(_weights_before_and_after, [tower], precision, sync)
     other = "text" if tower == "audio" else "audio"
