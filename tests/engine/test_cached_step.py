@@ -111,7 +111,11 @@ def test_gradients_of_two_ranks_through_a_ramp(two_ranks: RankPool, accumulation
 
 @pytest.mark.parametrize(
     ("accumulation", "whole", "text"),
-    [("independent", "independent_loss", "padded"), ("cached", "whole_loss", "padded"), ("cached", "whole_loss", "packed")],
+    [
+        ("independent", "independent_loss", "padded"),
+        ("cached", "whole_loss", "padded"),
+        ("cached", "whole_loss", "packed"),
+    ],
 )
 def test_equal_captions_are_positives_over_the_whole_batch(
     one_rank: RankPool, two_ranks: RankPool, accumulation: str, whole: str, text: str

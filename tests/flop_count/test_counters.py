@@ -36,7 +36,7 @@ def odd_config() -> ClapConfig:
 
 
 MICRO = load_preset("micro")
-CASES = [(load_preset(TINY), 77), (MICRO, 1), (MICRO, 66), (odd_config(), 17), (odd_config(), 40)]
+CASES = [(MICRO, 1), (MICRO, 66), (odd_config(), 17), (odd_config(), 40)]
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
