@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clap_ds.data import mpg123
 from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
@@ -65,32 +66,21 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
             raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes; {how}")
         ratio = resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(len(target) / ratio))
-        in_integers = row.dtype == torch.int16 and ratio == 1 and file.channels <= 2 and file.subtype in _INTEGERS
-        dtype = "int16" if in_integers else "float32"
+        mixed = target[:expected] if ratio == 1 else np.empty(expected, np.float32)
+        in_integers = mixed.dtype == np.int16 and file.channels <= 2 and file.subtype in _INTEGERS
         start = rng.randint(0, file.frames - expected)
-        samples: Any = _whole_flac(encoded, file) if expected == file.frames else None
-        if samples is None and in_integers:
-            samples = _in_wav(encoded, file, start, expected)
-        if samples is None:
-            is_final = file.channels == 1 and ratio == 1 and target.dtype == dtype
-            samples = _read_at(file, start, expected, dtype, target[:expected] if is_final else None)
-        elif not in_integers:
-            samples = samples * np.float32(1 / INT16_SCALE)
-        if expected < file.frames and len(samples) and _is_silent(samples):
-            samples = _loudest_part(file, expected)
-    check_samples(samples, expected)
-    if samples.dtype == np.int16:
-        length = len(samples)
-        if samples.shape[1] == 2:
-            _mean_of_pairs(samples, out=target[:length])
-        elif not np.may_share_memory(samples, target):
-            target[:length] = samples[:, 0]
-    else:
-        waveform = resample(torch.from_numpy(_mean(samples)), ratio.denominator, ratio.numerator)[: len(target)]
-        length = len(waveform)
-        row[:length] = to_int16(waveform) if row.dtype == torch.int16 else waveform
-    _repeat(target, length)
-    return length
+        found, is_silent = _mix(_quick_blocks(encoded, file, start, expected), mixed)
+        if found < expected:
+            found, is_silent = _mix(_divide(_read_at(file, start, expected, in_integers)), mixed)
+        if expected < file.frames and found and is_silent:
+            found, is_silent = _mix(_divide(_about_loudest(file, expected)), mixed)
+    check_samples(found, expected, is_silent)
+    if ratio != 1:
+        waveform = resample(torch.from_numpy(mixed[:found]), ratio.denominator, ratio.numerator)[: len(target)]
+        found = len(waveform)
+        row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
+    _repeat(target, found)
+    return found
 
 
 class _View(io.RawIOBase):
@@ -133,96 +123,128 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
 
 
-def check_samples(samples: NDArray[Any], expected: int) -> None:
-    """BrokenItemError for samples (frames, channels) of no use to training, or far fewer than `expected`."""
+def check_samples(found: int, expected: int, is_silent: bool) -> None:
+    """BrokenItemError for so many samples of no use to training, or far fewer than `expected`."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
-    if len(samples) < max(1, expected // 2):
-        raise BrokenItemError(f"audio breaks off: {len(samples)} of {expected} samples could be decoded")
-    if samples.dtype != np.int16 and not np.isfinite(samples).all():
-        raise BrokenItemError("audio holds NaN or infinite samples")
-    if _is_silent(samples):
+    if found < max(1, expected // 2):
+        raise BrokenItemError(f"audio breaks off: {found} of {expected} samples could be decoded")
+    if is_silent:
         raise BrokenItemError("audio is silent: every sample is 0")
 
 
-def _is_silent(samples: NDArray[Any]) -> bool:
-    """Mostly seen from the start of it."""
-    return not (samples[:_BLOCK].any() or samples.any())
+def check_finite(samples: NDArray[np.float32]) -> None:
+    """BrokenItemError unless all are."""
+    if not np.isfinite(samples).all():
+        raise BrokenItemError("audio holds NaN or infinite samples")
 
 
-def _whole_flac(encoded: Encoded, file: soundfile.SoundFile) -> NDArray[np.int16] | None:
-    """All of a FLAC file of 16 bits, (frames, channels), by miniaudio, which takes two thirds of libsndfile's time; None where
-    that isn't there, or finds something else in the file."""
-    if miniaudio is None or (file.format, file.subtype) != ("FLAC", "PCM_16"):
-        return None
+Blocks = Iterator[NDArray[Any]]
+"""Audio in parts of up to `_BLOCK` frames, (frames, channels), each until the next: float32 of full scale ±1 or int16."""
+
+
+def _quick_blocks(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> Blocks:
+    """Frames `start` to `start + num_frames` where there is a way quicker than libsndfile's. Nothing, or not all of them, where
+    there is none, or it finds something else in the file."""
+    if file.subtype == "PCM_16" and file.format in ("WAV", "WAVEX"):
+        yield from _divide(_in_wav(encoded, file, start, num_frames))
+    elif num_frames == file.frames and file.format == "MP3":
+        yield from mpg123.decode(bytes(encoded), num_frames, file.channels, _BLOCK)
+    elif num_frames == file.frames and (file.format, file.subtype) == ("FLAC", "PCM_16"):
+        yield from _divide(_whole_flac(encoded, file))
+
+
+def _divide(samples: NDArray[Any]) -> Blocks:
+    return (samples[start : start + _BLOCK] for start in range(0, len(samples), _BLOCK))
+
+
+_NOTHING = np.empty((0, 1), np.int16)
+
+
+def _whole_flac(encoded: Encoded, file: soundfile.SoundFile) -> NDArray[np.int16]:
+    """All of a FLAC file of 16 bits, (frames, channels), by miniaudio, which takes two thirds of libsndfile's time.
+    Nothing where that isn't there, or finds something else."""
+    if miniaudio is None:
+        return _NOTHING
     try:
         found = miniaudio.flac_read_s16(bytes(encoded))
     except miniaudio.MiniaudioError:
-        return None
+        return _NOTHING
     samples = np.frombuffer(found.samples, np.int16).reshape(-1, found.nchannels)
-    return samples if samples.shape == (file.frames, file.channels) else None
+    return samples if samples.shape == (file.frames, file.channels) else _NOTHING
 
 
-def _in_wav(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16] | None:
-    """Frames of a WAV file of 16 bits where they lie, (frames, channels); None where they aren't all there, or it is another.
-    libsndfile would copy them in small parts."""
-    if (file.format not in ("WAV", "WAVEX")) or file.subtype != "PCM_16" or encoded[:4] != b"RIFF":
-        return None
+def _in_wav(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16]:
+    """Frames of a WAV file of 16 bits where they lie, (frames, channels); nothing where they aren't all there. libsndfile would
+    copy them in small parts."""
+    if encoded[:4] != b"RIFF":
+        return _NOTHING
     place, name, size = 12, b"", 0
     while place + 8 <= len(encoded) and name != b"data":
         name, size = struct.unpack_from("<4sI", encoded, place)
         place += 8 + (0 if name == b"data" else size + size % 2)
     first, count = place + 2 * file.channels * start, file.channels * num_frames
     if name != b"data" or first + 2 * count > min(len(encoded), place + size):
-        return None
+        return _NOTHING
     return np.frombuffer(encoded, "<i2", count, first).reshape(-1, file.channels)
 
 
-def _read_at(
-    file: soundfile.SoundFile, start: int, num_frames: int, dtype: str, out: NDArray[Any] | None = None
-) -> NDArray[Any]:
-    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels), in `out` if they can be
-    written there."""
-    # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
+def _read_at(file: soundfile.SoundFile, start: int, num_frames: int, in_integers: bool) -> NDArray[Any]:
+    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels)."""
+    # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr. And
+    # soundfile jumps after each read, to where it is, so there is only one.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
-    if start > lead_in:
+    if start - lead_in != file.tell():
         file.seek(start - lead_in)
-    if out is not None and not lead_in:
-        return file.read(out=out).reshape(-1, file.channels)
-    samples: NDArray[Any] = file.read(lead_in + num_frames, dtype=dtype, always_2d=True)
+    samples: NDArray[Any] = file.read(lead_in + num_frames, "int16" if in_integers else "float32", always_2d=True)
     return samples[lead_in:]
 
 
-def _loudest_part(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
+def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
     """`num_frames` about the loudest frame of the whole file: (frames, channels)."""
-    file.seek(0)
-    samples: NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+    samples = _read_at(file, 0, file.frames, in_integers=False)
     loudest = int(np.abs(samples).max(axis=1).argmax())
     start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
     return samples[start : start + num_frames]
 
 
-def _mean(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of the channels: (frames, channels) to (frames,)."""
-    total: NDArray[np.float32] = functools.reduce(np.add, samples.T)  # much sooner than a mean over so short an axis
-    return total / np.float32(samples.shape[1]) if samples.shape[1] > 1 else total
+def _mix(blocks: Blocks, mixed: NDArray[Any]) -> tuple[int, bool]:
+    """Write the mean of the channels to `mixed` (frames,), int16 as `to_int16` rounds or float32: block by block, so that
+    all of it is done in the cache. Returns how many frames there were, and whether each was 0."""
+    found, is_silent = 0, True
+    for samples in blocks:
+        is_silent = is_silent and not samples.any()
+        target = mixed[found : found + len(samples)]
+        found += len(samples)
+        if samples.dtype == np.int16 and samples.shape[1] <= 2 and mixed.dtype == np.int16:
+            if samples.shape[1] == 2:
+                _mean_of_pairs(samples, out=target)
+            else:
+                target[:] = samples[:, 0]
+            continue
+        channels = samples.astype(np.float32, copy=False).T
+        mean: NDArray[np.float32] = functools.reduce(np.add, channels)  # much sooner than a mean over so short an axis
+        if len(channels) > 1:
+            mean /= np.float32(len(channels))
+        if samples.dtype == np.int16:
+            mean /= np.float32(INT16_SCALE)
+        check_finite(mean)
+        target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
+    return found, is_silent
 
 
 def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:
     """The mean of two channels, (frames, 2), rounded to nearest and halves to even, in `out` (frames,)."""
     both = samples.view(np.int32)[:, 0]  # operations on neighbours are vectorised, on every other sample they aren't
-    others, differing = np.empty((2, min(_BLOCK, len(out))), np.int16)
-    for start in range(0, len(out), _BLOCK):
-        mean, pairs = out[start : start + _BLOCK], both[start : start + _BLOCK]
-        other, differ = others[: len(mean)], differing[: len(mean)]
-        mean[:] = pairs  # the lower half
-        np.right_shift(pairs, 16, out=other, casting="unsafe")
-        np.bitwise_xor(mean, other, out=differ)
-        mean &= other
-        mean += np.right_shift(differ, 1, out=other)  # the mean rounded down, within 16 bits
-        differ &= mean
-        differ &= 1
-        mean += differ
+    out[:] = both  # the lower half
+    other = np.empty_like(out)
+    np.right_shift(both, 16, out=other, casting="unsafe")
+    differing = out ^ other
+    out &= other
+    out += np.right_shift(differing, 1, out=other)  # the mean rounded down, within 16 bits
+    differing &= out
+    differing &= 1
+    out += differing
 
 
 def _repeat(target: NDArray[Any], length: int) -> None:

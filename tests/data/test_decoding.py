@@ -8,7 +8,7 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.data import decoding
+from clap_ds.data import decoding, mpg123
 from clap_ds.data.batch import to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import decode_audio
@@ -179,3 +179,24 @@ def test_flac_is_the_same_by_either_decoder(
         with pytest.raises(BrokenItemError, match="flac decoder lost sync"):
             decode_audio(encoded[: len(encoded) * 3 // 4], rows[-1].clone(), sample_rate=SECOND, rng=random.Random(0))
     assert torch.equal(*rows)
+
+
+@pytest.mark.skipif(not mpg123.is_there(), reason="this system has no libmpg123")
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("sample_rate", [SECOND, 44100])
+def test_mp3_is_the_same_by_either_decoder(monkeypatch: pytest.MonkeyPatch, channels: int, sample_rate: int) -> None:
+    samples = np.random.default_rng(0).normal(0, 0.6, (sample_rate * 3, channels))
+    encoded = encode(samples, sample_rate, "MP3")
+    assert sum(map(len, mpg123.decode(encoded, len(samples), channels, 1000))) == len(samples)
+    damaged = bytearray(encoded)
+    damaged[len(encoded) // 2 :][:3000] = bytes(3000)
+    found = []
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setattr(mpg123, "_library", lambda: None)
+        found.append([decode(content, 4 * SECOND) for content in (encoded, bytes(damaged))])
+        assert found[-1][0].abs().max() > 1, "loud samples stay as they are"
+        with pytest.raises(BrokenItemError, match="breaks off"):
+            decode(encoded[: len(encoded) // 3], 4 * SECOND)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # libmpg123 has ways of its own for each processor

@@ -24,7 +24,7 @@ from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.prepared_audio import Clip, Preparation
 from clap_ds.data.build.splits import held_out
 from clap_ds.data.build.writing import BuiltShard, Named, OnItem, write_shard
-from clap_ds.data.decoding import AUDIO_FORMATS, check_samples, open_audio
+from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, open_audio
 from clap_ds.data.resampling import resample
 
 
@@ -112,7 +112,8 @@ def load_audio(entry: Entry, encoding: Encoding | Preparation) -> list[Clip]:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
         check_whole(content, file, len(samples))
-    check_samples(samples, len(samples))
+    check_finite(samples)
+    check_samples(len(samples), len(samples), not samples.any())
     extension = entry.path.suffix.lower().removeprefix(".")
     wanted_rate = encoding.sample_rate or rate
     if extension not in AUDIO_FORMATS or encoding.to_flac or encoding.mono or wanted_rate != rate:
