@@ -56,10 +56,11 @@ def problem_with(url: str) -> str | None:
     try:
         fs, path = fsspec.url_to_fs(url)
         info = again(lambda: fs.info(path))
-    except FileNotFoundError:
-        return "is not there"
     except Exception as error:  # whatever the file system's package raises
-        return f"can't be reached: {type(error).__name__}: {error}"
+        cause = _behind(error)
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410):
+            return "is not there"
+        return f"can't be reached: {type(cause).__name__}: {cause}"
     return "is empty" if info.get("size") == 0 else None
 
 
@@ -84,22 +85,37 @@ def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) 
     for number in range(ATTEMPTS):
         try:
             return attempt()
-        except (FileNotFoundError, PermissionError, ImportError):
-            raise
         except Exception as error:  # every file system's package has its own
-            last = error
+            last = _behind(error)
+            if isinstance(last, FileNotFoundError | PermissionError | ImportError) or _is_refused(last):
+                raise
             recover()
             if number < ATTEMPTS - 1:
                 time.sleep(FIRST_WAIT_S * 2**number)
     raise OSError(f"failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}")
 
 
+def _behind(error: Exception) -> BaseException:
+    """The error itself, or what it comes of: fsspec says of everything that goes wrong with HTTP that a file isn't found."""
+    cause = error.__cause__
+    is_http = isinstance(cause, TimeoutError) or type(cause).__module__.partition(".")[0] == "aiohttp"
+    return cause if cause and is_http and isinstance(error, FileNotFoundError) else error
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether an HTTP server answered that the request is wrong, rather than late (408) or one too many (429)."""
+    status = getattr(error, "status", None)
+    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+
+
 class _RetriedStream(io.RawIOBase):
-    """A remote file."""
+    """A remote file. Of an HTTP server that gives no part of one, it is read from its start up to where one wants to be."""
 
     def __init__(self, url: str, any_order: bool) -> None:
         self._url = url
         self._options = {"block_size": _HEADER_BUFFER_BYTES} if any_order else {}
+        self._is_seekable = any_order
+        self._may_lack_ranges, self._is_stream = url.startswith(("http://", "https://")), False
         self._position = self._file_position = 0
         self._file: Any = None
 
@@ -107,7 +123,7 @@ class _RetriedStream(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return bool(self._options)
+        return self._is_seekable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
@@ -123,12 +139,34 @@ class _RetriedStream(io.RawIOBase):
         return len(content)
 
     def _read(self, size: int) -> bytes:
+        try:
+            return self._read_here(size)
+        except ValueError:  # fsspec's, of a server that takes no notice of ranges
+            if not self._may_lack_ranges:
+                raise
+            self._let_go()
+            self._may_lack_ranges, self._is_stream, self._options = False, True, {"block_size": 0}
+            return self._read_here(size)
+
+    def _read_here(self, size: int) -> bytes:
+        if self._is_stream and self._file_position > self._position:
+            self._let_go()
         if self._file is None:
             self._file = fsspec.open(self._url, "rb", expand=False, **self._options).open()
             self._file_position = 0
         if self._file_position != self._position:
-            self._file.seek(self._position)
+            if self._is_stream:
+                self._pass_over()
+            else:
+                self._file.seek(self._position)
         return cast(bytes, self._file.read(size))
+
+    def _pass_over(self) -> None:
+        while missing := self._position - self._file_position:
+            passed = self._file.read(min(missing, _STREAM_BUFFER_BYTES))
+            if not passed:
+                raise EOFError(f"it ends at byte {self._file_position:,}")
+            self._file_position += len(passed)
 
     def _let_go(self) -> None:
         file, self._file = self._file, None

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import fsspec
 
@@ -19,7 +20,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
-from clap_ds.data.shard_files import is_remote
+from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source, expand_sources
 from clap_ds.data.tar_items import count_samples, read_items
 
@@ -56,14 +57,30 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a folder or URL; one of no shards where there is none that can be read."""
+    """The manifest of a folder or URL; one of no shards where there is none, or something else of that name. ValueError where
+    that can't be told, as it can't be read."""
+    path = f"{folder}/{MANIFEST}"
+
+    def read() -> bytes:
+        with fsspec.open(path, "rb", expand=False) as file:
+            return cast(bytes, file.read())
+
     try:
-        with fsspec.open(f"{folder}/{MANIFEST}", "rb", expand=False) as file:
-            content = json.load(file)
+        found = again(read)
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+    ):  # S3 refuses what isn't there to those who mayn't list
+        return Manifest({})
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+    try:
+        content = json.loads(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
         return Manifest(shards, content.get("kind", "encoded"), front_end)
-    except Exception:  # whatever the file system's package raises; a manifest is a help, not a need
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Manifest({})
 
 

@@ -1,13 +1,15 @@
+import io
 import threading
 import time
 from typing import Any
 from unittest.mock import Mock
 
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from clap_ds.data import shard_files
-from clap_ds.data.shard_files import open_shard
+from clap_ds.data.shard_files import open_shard, problem_with
 from tests.data.tars import put
 
 CONTENT = bytes(range(256)) * 20000
@@ -69,3 +71,86 @@ def test_files_that_are_not_there_are_not_asked_for_again(remote: str, monkeypat
     with open_shard(remote) as stream, pytest.raises(FileNotFoundError):
         stream.read(1)
     assert open_file.call_count == 1
+
+
+class ClientConnectorError(OSError):
+    __module__ = "aiohttp.client_exceptions"
+
+
+class ClientResponseError(Exception):
+    __module__ = "aiohttp.client_exceptions"
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status}, message")
+        self.status = status
+
+
+class HttpFiles(fsspec.AbstractFileSystem):
+    """As fsspec's own does with servers that know no ranges."""
+
+    protocol = "http"
+    cachable = False
+    down: list[Exception]
+    opened: list[int | None]
+
+    def __init__(self, block_size: int | None = None, **_: Any) -> None:
+        super().__init__()
+        self.block_size = block_size
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if self.down:
+            raise FileNotFoundError(path) from self.down.pop()
+        return {"name": path, "size": len(CONTENT), "type": "file"}
+
+    def open(self, path: str, *_: Any, **__: Any) -> Any:
+        self.opened.append(self.block_size)
+        return Stream(CONTENT) if self.block_size == 0 else Ranges(CONTENT)
+
+
+class Ranges(io.BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() > len(CONTENT) // 2:
+            raise ValueError("The HTTP server doesn't appear to support range requests")
+        return super().read(size)
+
+
+class Stream(io.BytesIO):
+    def seek(self, *_: Any) -> int:
+        raise ValueError("Cannot seek streaming HTTP file")
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(size or 0, 100_000))
+
+
+@pytest.fixture
+def http(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: HttpFiles)
+    monkeypatch.setattr("fsspec.core.get_filesystem_class", lambda protocol: HttpFiles)
+    monkeypatch.setattr("fsspec.core.filesystem", lambda protocol, **options: HttpFiles(**options))
+    HttpFiles.down, HttpFiles.opened = [], []
+    return "http://files.example/a.tar"
+
+
+def test_servers_without_ranges_are_read_from_the_start(http: str) -> None:
+    with open_shard(http) as stream:
+        assert stream.read(len(CONTENT) + 1) == CONTENT
+    assert HttpFiles.opened == [None, 0]
+    with open_shard(http, any_order=True) as stream:
+        for start in (len(CONTENT) - 5000, 100, 200_000):
+            stream.seek(start)
+            assert stream.read(1000) == CONTENT[start : start + 1000]
+        assert HttpFiles.opened[2:] == [2**16, 0, 0]
+
+
+def test_a_server_that_is_down_is_told_from_files_that_are_not_there(http: str) -> None:
+    down = ClientConnectorError("Cannot connect to host files.example")
+    HttpFiles.down = [down] * 4
+    assert problem_with(http) is None
+    HttpFiles.down = [down] * 5
+    assert "can't be reached: OSError: failed 5 times, at last with ClientConnectorError: Cannot" in str(
+        problem_with(http)
+    )
+    for status, problem in ((404, "is not there"), (403, "can't be reached: ClientResponseError: 403")):
+        HttpFiles.down = [ClientResponseError(status)]
+        assert str(problem_with(http)).startswith(problem)

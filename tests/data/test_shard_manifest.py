@@ -3,12 +3,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
+from clap_ds.data import shard_files
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import expand_sources
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, epoch_samples, kind_of, write_manifest
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, epoch_samples, kind_of, read_manifest, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
@@ -62,3 +64,23 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
         ValueError, match=r"clap\.data\.shards: .* holds features, by .*features.tar, and no manifest.json"
     ):
         kind_of(expand_sources(str(features)), micro)
+
+
+def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    put("memory://flaky/manifest.json", b'{"shards": {}, "kind": "waveform"}')
+    read, failures = MemoryFile.read, []
+
+    def unreliable(self: MemoryFile, size: int = -1) -> bytes:
+        if failures:
+            raise failures.pop()
+        return bytes(read(self, size))
+
+    monkeypatch.setattr(MemoryFile, "read", unreliable)
+    failures = [ConnectionResetError("reset")] * 4
+    assert read_manifest("memory://flaky").kind == "waveform"
+    failures = [ConnectionResetError("reset")] * 5
+    with pytest.raises(ValueError, match=r"manifest\.json can't be read: failed 5 times, .*reset"):
+        read_manifest("memory://flaky")
+    put("memory://other/manifest.json", b'["something else"]')
+    assert read_manifest("memory://none") == read_manifest("memory://other") == Manifest({})

@@ -69,7 +69,10 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 
 def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, num_workers: int, preset: str) -> int:
-    manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
+    try:
+        manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
+    except ValueError as error:
+        raise UserError(str(error)) from None
     for place, manifest in manifests.items():
         if manifest.kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
