@@ -30,7 +30,7 @@ from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources, tokenizer_beside
 from clap_ds.data.shard_size import RATES, digits, look_into
 from clap_ds.data.shards import ShardPieces
-from clap_ds.data.supply import MARGIN, workers_for
+from clap_ds.data.supply import MARGIN, cores_for, workers_for
 
 _COUNTED = 8  # shards whose items are counted, for the bytes of one
 HEADING = (
@@ -108,10 +108,7 @@ def verdict(speeds: list[Speed], *, needed: float, ranks_per_host: int, cores: i
     if wanted > speeds[-1].num_workers:
         takes = f"about {takes} (more than were measured: taken from the rate of one among the most)"
     needs = f"the step needs {needed:.1f} samples/s per rank; with a margin of {MARGIN - 1:.0%} that takes {takes}"
-    in_all = wanted * ranks_per_host
-    has = f"it has {cores} cores for them: {'enough' if in_all + ranks_per_host <= cores else 'NOT enough'}"
-    made = f"{ranks_per_host} rank(s) on this host make {in_all} workers beside {ranks_per_host} training process(es)"
-    return f"{needs}\n{made}; {has}"
+    return f"{needs}\n{cores_for(wanted, ranks_per_host=ranks_per_host, cores=cores)}"
 
 
 def files_verdict(files: Sequence[FileSpeed], *, needed: float, ranks_per_host: int, item_bytes: float) -> str:

@@ -24,6 +24,13 @@ def workers_for(needed: float, samples_per_s: float, num_workers: int) -> int:
     return math.ceil(MARGIN * needed * num_workers / samples_per_s)
 
 
+def cores_for(num_workers: int, *, ranks_per_host: int, cores: int) -> str:
+    """Whether a host has cores for so many workers of each rank, and for the ranks themselves."""
+    in_all = num_workers * ranks_per_host
+    enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
+    return f"{in_all} worker(s) beside {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
+
+
 def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -> str:
     """One line: whether the loader keeps up with a rank's step that needs so many clips per second, and what to do if not."""
     if supply.num_workers == 0:
@@ -41,9 +48,7 @@ def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -
         return f"{found}: enough"
     if needed <= supply.samples_per_s:
         return f"{found}: just enough; {wanted} would have a margin of {MARGIN - 1:.0%}"
-    in_all = (wanted + 1) * ranks_per_host
-    carries = "enough" if in_all <= cores else "NOT enough"
     other = {"encoded": "waveform or mel", "waveform": "mel", "mel": ""}[supply.kind]
     prepare = f"; or read prepared shards, which take less (clap-shards prepare --kind {other})" if other else ""
-    has = f"this host has {cores} cores for its {ranks_per_host} rank(s): {carries}"
+    has = cores_for(wanted, ranks_per_host=ranks_per_host, cores=cores)
     return f"{found}: it will wait. clap.data.num_workers {wanted} would do ({has}){prepare}"

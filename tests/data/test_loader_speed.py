@@ -27,7 +27,7 @@ def test_workers_needed(needed: float, workers: int) -> None:
 def test_verdict_says_whether_the_cores_suffice() -> None:
     text = verdict(SPEEDS, needed=150, ranks_per_host=4, cores=12)
     assert "takes 2 worker(s) per rank" in text
-    assert "make 8 workers beside 4 training process(es); it has 12 cores for them: enough" in text
+    assert "\n8 worker(s) beside 4 training process(es) on this host's 12 cores: enough" in text
     assert "NOT enough" in verdict(SPEEDS, needed=150, ranks_per_host=4, cores=11)
     assert "takes about 10 worker(s)" in verdict(SPEEDS, needed=640, ranks_per_host=1, cores=11)
 

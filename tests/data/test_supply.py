@@ -17,9 +17,9 @@ from clap_ds.data.supply import Supply, verdict
         (
             Supply(1000.0, 4, "encoded"),
             2000.0,
-            "num_workers 10 would do (this host has 22 cores for its 2 rank(s): enough)",
+            "num_workers 10 would do (20 worker(s) beside 2 training process(es) on this host's 22 cores: enough)",
         ),
-        (Supply(1000.0, 4, "waveform"), 3000.0, "22 cores for its 2 rank(s): NOT enough); or read prepared shards"),
+        (Supply(1000.0, 4, "waveform"), 3000.0, "22 cores: NOT enough); or read prepared shards"),
         (Supply(50.0, 0, "encoded"), 25.0, "makes each step 50% longer"),
     ],
 )
