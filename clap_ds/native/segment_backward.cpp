@@ -12,11 +12,10 @@ class Backward {
     Backward(int64_t most_queries, int64_t most_keys)
         : most_queries_(blocks_of(most_queries) * 32), most_keys_(blocks_of(most_keys) * 32) {}
 
-    struct Gradients {
-        Matrix d_q, d_k, d_v;
-    };
-
-    void attend(const SegmentHead& head, Matrix q, Matrix k, Matrix v, Matrix d_out, const float* log_sums, Gradients to) {
+    void attend(const SegmentHead& head, const Matrix* at, const float* log_sums) {
+        const Matrix q = head.of_queries(at[0]), k = head.of_keys(at[1]), v = head.of_keys(at[2]);
+        const Matrix d_out = head.of_queries(at[3]), d_q = head.of_queries(at[4], true);
+        const Matrix d_k = head.of_keys(at[5], true), d_v = head.of_keys(at[6], true);
         const int64_t queries = head.queries, keys = head.keys;
         const Operand key_rows = copy_padded<D>(key_rows_.get(), k, keys);
         const Operand value_rows = copy_padded<D>(value_rows_.get(), v, keys);
@@ -27,12 +26,12 @@ class Backward {
         for (int64_t tile = 0; tile < tiles_of(queries); tile++) {
             multiply<true>(key_rows, query_columns.from(tile), tiles_of(keys), D / 32, scores_.get(), 16);
             multiply<true>(value_rows, output_columns.from(tile), tiles_of(keys), D / 32, slopes_.get(), 16);
-            (this->*differentiate)(16 * tile, log_sums, head);
+            (this->*differentiate)(16 * tile, log_sums + head.place(), head);
         }
         // Apart from the loop above, which would no longer fit the first cache.
-        store_query_gradients(pack_summed<D>(packed_.get(), {key_rows_.get(), D}, keys), queries, keys, to.d_q);
-        store_key_gradients(weights_.get(), pack_summed<D>(packed_.get(), d_out, queries), queries, keys, to.d_v);
-        store_key_gradients(d_scores_.get(), pack_summed<D>(packed_.get(), q, queries), queries, keys, to.d_k);
+        store_query_gradients(pack_summed<D>(packed_.get(), {key_rows_.get(), D}, keys), queries, keys, d_q);
+        store_key_gradients(weights_.get(), pack_summed<D>(packed_.get(), d_out, queries), queries, keys, d_v);
+        store_key_gradients(d_scores_.get(), pack_summed<D>(packed_.get(), q, queries), queries, keys, d_k);
     }
 
    private:
@@ -110,9 +109,5 @@ class Backward {
 // As forward, which left `log_sums` and had the same seed. `at`: q, k, v, and the gradients of the output, q, k and v.
 extern "C" void clap_segment_attention_backward(
     const Matrix* at, const float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
-    for_each_head<Backward>(places, *sizes, scale, dropout, [&](auto& state, const SegmentHead& head) {
-        state.attend(head, head.of_queries(at[0]), head.of_keys(at[1]), head.of_keys(at[2]), head.of_queries(at[3]),
-                     head.log_sums(log_sums),
-                     {head.of_queries(at[4], true), head.of_keys(at[5], true), head.of_keys(at[6], true)});
-    });
+    for_each_head<Backward>(at, log_sums, places, *sizes, scale, dropout);
 }

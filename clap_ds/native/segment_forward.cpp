@@ -58,8 +58,11 @@ class Forward {
    public:
     Forward(int64_t, int64_t most_keys) : most_keys_(blocks_of(most_keys) * 32) {}
 
-    void attend(const SegmentHead& head, Matrix q, Matrix k, Matrix v, Matrix out, float* log_sums) {
+    void attend(const SegmentHead& head, const Matrix* at, float* log_sums) {
+        const Matrix q = head.of_queries(at[0]), k = head.of_keys(at[1]), v = head.of_keys(at[2]);
+        const Matrix out = head.of_queries(at[3], true);
         const int64_t queries = head.queries, keys = head.keys;
+        log_sums += head.place();
         if (keys == 0) {
             out.clear(queries, D);
             std::fill(log_sums, log_sums + queries, 0.0f);
@@ -99,8 +102,5 @@ class Forward {
 // segment, head, query and key alone.
 extern "C" void clap_segment_attention_forward(
     const Matrix* at, float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
-    for_each_head<Forward>(places, *sizes, scale, dropout, [&](auto& state, const SegmentHead& head) {
-        state.attend(head, head.of_queries(at[0]), head.of_keys(at[1]), head.of_keys(at[2]), head.of_queries(at[3], true),
-                     head.log_sums(log_sums));
-    });
+    for_each_head<Forward>(at, log_sums, places, *sizes, scale, dropout);
 }

@@ -120,11 +120,8 @@ struct SegmentHead {
         return in_queries.part(all, segment, head * dim, dim, clears);
     }
     Matrix of_keys(Matrix all, bool clears = false) const { return in_keys.part(all, segment, head * dim, dim, clears); }
-    // In (heads, rows of queries).
-    template <typename T>
-    T* log_sums(T* all) const {
-        return all + head * in_queries.total + in_queries.start[segment];
-    }
+    // Of the first query in (heads, rows of queries).
+    int64_t place() const { return head * in_queries.total + in_queries.start[segment]; }
 };
 
 // A call's segments and sizes, as 64-bit integers.
@@ -132,10 +129,11 @@ struct Sizes {
     int64_t count, q_rows, k_rows, heads, head_dim, seed;
 };
 
-// Calls `function(state, head)` for all, in several threads, each with a State<head dim> of its own, which is made from the
-// longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
-template <template <int> class State, typename Function>
-static void for_each_head(const int32_t* places, const Sizes& sizes, float scale, float dropout, Function function) {
+// Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with a state of its own, which is
+// made from the longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
+template <template <int> class State, typename LogSum>
+static void for_each_head(
+    const Matrix* at, LogSum* log_sums, const int32_t* places, const Sizes& sizes, float scale, float dropout) {
     const int64_t count = sizes.count;
     const Segments queries = {places, places + count, count, sizes.q_rows};
     const Segments keys = {places + 2 * count, places + 3 * count, count, sizes.k_rows};
@@ -149,7 +147,7 @@ static void for_each_head(const int32_t* places, const Sizes& sizes, float scale
             for (int64_t i = 0; i < count * sizes.heads; i++) {
                 const uint32_t stride = blocks_of(keys.rows[i / sizes.heads]) * 32;
                 const Dropout own = {sizes.seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
-                function(state, SegmentHead{queries, keys, i, sizes.heads, sizes.head_dim, scale, own});
+                state.attend({queries, keys, i, sizes.heads, sizes.head_dim, scale, own}, at, log_sums);
             }
         }
     });

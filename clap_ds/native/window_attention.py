@@ -9,7 +9,6 @@ Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
-        qkv_BHWE, bias = qkv_BHWE.contiguous(), (bias_ANN.float() * math.log2(math.e)).contiguous()
+        qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()
         assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
@@ -63,7 +62,7 @@ class _WindowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = qkv_BHWE, bias, _ = ctx.saved_tensors
-        d_qkv_BHWE, d_bias = torch.empty_like(qkv_BHWE), torch.empty_like(bias) if ctx.needs_input_grad[1] else None
+        d_qkv_BHWE, d_bias = torch.empty_like(qkv_BHWE), torch.empty_like(bias)
         run = kernel("clap_window_attention_backward")
         run(*saved, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
-        return d_qkv_BHWE, None if d_bias is None else d_bias.to(ctx.bias_dtype), None
+        return d_qkv_BHWE, d_bias.to(ctx.bias_dtype), None

@@ -41,7 +41,7 @@ inline void differentiate_scores(
         for (int j = 0; j < 2; j++) {
             const int at = 32 * t + 16 * j;
             ds[j] = load(scores + at) * (load(slopes + at) - delta[j]);
-            if (d_bias) store(d_bias + at, load(d_bias + at) + ds[j]);
+            store(d_bias + at, load(d_bias + at) + ds[j]);
         }
         store(d_scores + 32 * t, ds[0], ds[1]);
     }
@@ -80,8 +80,8 @@ struct Backward {
             multiply_columns(s.scores[1], s.v, s.d_columns, half);
             const int64_t at = (head * 2 + half) * N * 32;
             const auto differentiate = window.masked ? differentiate_scores<true> : differentiate_scores<false>;
-            differentiate(s.scores[0], s.scores[1], s.low_weights[half], s.d_scores[half], bias + at,
-                          d_bias ? d_bias + at : nullptr, sums + 32 * half, window.apart, half, factor);
+            differentiate(s.scores[0], s.scores[1], s.low_weights[half], s.d_scores[half], bias + at, d_bias + at,
+                          sums + 32 * half, window.apart, half, factor);
             for (int i = 0; i < 4; i++) {
                 const bf16* from = s.d_scores[half] + i % 2 * 32 * 32 + i / 2 * 16;
                 pack_rows_as_a(s.d_scores_by_query[2 * half + i / 2][i % 2], from, 32, 32);
@@ -119,7 +119,7 @@ struct Backward {
     }
 };
 
-// From [head][query][key] to [head][half][key][32 queries] or back. Threads share the 16 × 16 blocks.
+// From [head][query][key] to [head][half][key][32 queries], times log2 e, or back. Threads share the 16 × 16 blocks.
 template <bool TO_KEYS>
 inline void transpose_bias(int64_t heads, const float* from, float* to) {
 #pragma omp for schedule(static)
@@ -130,55 +130,50 @@ inline void transpose_bias(int64_t heads, const float* from, float* to) {
         __m512i r[16];
         for (int j = 0; j < 16; j++) r[j] = (__m512i)load(from + (TO_KEYS ? by_query + j * N : by_key + j * 32));
         transpose16(r);
-        for (int j = 0; j < 16; j++) store(to + (TO_KEYS ? by_key + j * 32 : by_query + j * N), (__m512)r[j]);
-    }
-}
-
-template <int STEPS>
-void backward(
-    const Shape& shape, const bf16* qkv, const float* bias, const float* log_sums, const bf16* d_output, bf16* d_qkv,
-    float* d_bias) {
-    const int64_t count = shape.heads * N * N, width = shape.width();
-    const auto by_key = scratch<float>(count), sums = scratch<float>(d_bias ? omp_get_max_threads() * count : 0);
-#pragma omp parallel
-    {
-        transpose_bias<true>(shape.heads, bias, &by_key[0]);
-        const int64_t threads = omp_get_num_threads();
-        float* own = d_bias ? &sums[omp_get_thread_num() * count] : nullptr;
-        if (d_bias) memset(own, 0, count * sizeof(float));
-        {
-            const Tiles tiles;
-            const FlushToZero flush;
-            const auto memory = scratch<Buffers<STEPS>>(1);
-            Backward<STEPS> each{shape, qkv, &by_key[0], log_sums, d_output, d_qkv, own, memory[0]};
-            const Share share{shape};
-            Window window;
-            for (int64_t i = share.range.begin; i < share.range.end; i++) {
-                const auto [index, head] = share.at(i);
-                window.set(shape, index);
-                each.run(window, index, head);
-                share.ahead(index, head, 0, 1, [&](int64_t, int64_t token) {
-                    prefetch(qkv + token * 3 * width, 3 * width);
-                    prefetch(d_output + token * width, width);
-                });
-            }
-        }
-        if (d_bias) {
-#pragma omp barrier
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < count; i++)
-                for (int64_t t = 1; t < threads; t++) sums[i] += sums[t * count + i];
-            transpose_bias<false>(shape.heads, &sums[0], d_bias);
-        }
+        for (int j = 0; j < 16; j++)
+            store(to + (TO_KEYS ? by_key + j * 32 : by_query + j * N), (__m512)r[j] * splat(TO_KEYS ? LOG2E : 1.0f));
     }
 }
 
 }  // namespace
 
-// As forward, which left `log_sums`; d_output like output → d_qkv like qkv, and d_bias (heads, 64, 64) fp32 unless it is null.
+// As forward, which left `log_sums`; d_output like output → d_qkv like qkv, and d_bias (heads, 64, 64) fp32.
 extern "C" void clap_window_attention_backward(
     const bf16* qkv, const float* bias, const float* log_sums, const bf16* d_output, bf16* d_qkv, float* d_bias, int64_t clips,
     int64_t grid, int64_t heads, int64_t dim, int64_t shift) {
     const Shape shape = {clips, grid, heads, dim, shift};
-    (dim <= 32 ? backward<1> : backward<2>)(shape, qkv, bias, log_sums, d_output, d_qkv, d_bias);
+    const int64_t count = heads * N * N, width = shape.width();
+    const auto by_key = scratch<float>(count), sums = scratch<float>(omp_get_max_threads() * count);
+    with_constant<1, 2>(dim <= 32 ? 1 : 2, [&](auto constant) {
+        constexpr int STEPS = constant;
+#pragma omp parallel
+        {
+            const int64_t threads = omp_get_num_threads();
+            transpose_bias<true>(heads, bias, &by_key[0]);
+            float* own = &sums[omp_get_thread_num() * count];
+            memset(own, 0, count * sizeof(float));
+            {
+                const Tiles tiles;
+                const FlushToZero flush;
+                const auto memory = scratch<Buffers<STEPS>>(1);
+                Backward<STEPS> each{shape, qkv, &by_key[0], log_sums, d_output, d_qkv, own, memory[0]};
+                const Share share{shape};
+                Window window;
+                for (int64_t i = share.range.begin; i < share.range.end; i++) {
+                    const auto [index, head] = share.at(i);
+                    window.set(shape, index);
+                    each.run(window, index, head);
+                    share.ahead(index, head, 0, 1, [&](int64_t, int64_t token) {
+                        prefetch(qkv + token * 3 * width, 3 * width);
+                        prefetch(d_output + token * width, width);
+                    });
+                }
+            }
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t t = 1; t < threads; t++) sums[i] += sums[t * count + i];
+            transpose_bias<false>(heads, &sums[0], d_bias);
+        }
+    });
 }

@@ -141,25 +141,27 @@ struct Forward {
     }
 };
 
-template <int STEPS>
-void forward(const Shape& shape, const bf16* qkv, const float* bias, bf16* output, float* log_sums) {
-#pragma omp parallel
-    {
-        const Tiles tiles;
-        const FlushToZero flush;
-        const auto memory = scratch<Buffers<STEPS>>(1);
-        Forward<STEPS>{shape, qkv, bias, output, log_sums, memory[0]}.run(Share{shape});
-    }
-}
-
 }  // namespace
 
-// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 in base 2 → output (clips, grid, grid, heads · dim) bf16 and
-// log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64; grid:
-// of 8; 0 ≤ shift < 8.
+// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 → output (clips, grid, grid, heads · dim)
+// bf16 and log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64;
+// grid: of 8; 0 ≤ shift < 8.
 extern "C" void clap_window_attention_forward(
     const bf16* qkv, const float* bias, bf16* output, float* log_sums, int64_t clips, int64_t grid, int64_t heads, int64_t dim,
     int64_t shift) {
     const Shape shape = {clips, grid, heads, dim, shift};
-    (dim <= 32 ? forward<1> : forward<2>)(shape, qkv, bias, output, log_sums);
+    const int64_t count = heads * N * N;
+    const auto scaled = scratch<float>(count);
+    with_constant<1, 2>(dim <= 32 ? 1 : 2, [&](auto constant) {
+        constexpr int STEPS = constant;
+#pragma omp parallel
+        {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < count; i++) scaled[i] = bias[i] * LOG2E;
+            const Tiles tiles;
+            const FlushToZero flush;
+            const auto memory = scratch<Buffers<STEPS>>(1);
+            Forward<STEPS>{shape, qkv, &scaled[0], output, log_sums, memory[0]}.run(Share{shape});
+        }
+    });
 }
