@@ -65,8 +65,8 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
 def set_up_cuda(*, cuda_graphs: bool = False) -> None:
     """Set what this project wants otherwise than torch does. Call before anything is allocated on a GPU.
 
-    - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it takes
-      a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
+    - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it
+      takes a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
     - The allocator's segments grow (`expandable_segments`) where they would otherwise be joined by others: less memory is lost
       between tensors as caption lengths change. Not with CUDA graphs, with which NCCL's registration of buffers hung (pytorch
       issue 158029), and not where the user has set the allocator by a variable of torch's.

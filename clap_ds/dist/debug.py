@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from clap_ds.dist.distributed import Ranks
 from clap_ds.config.sections import DebugSettings
+from clap_ds.dist.distributed import Ranks
 
 LOOK_S = 0.5  # between a rank's looks whether another one failed
 _KEY = "clap/dump_stacks"

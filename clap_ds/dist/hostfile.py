@@ -123,7 +123,9 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     if asked and not tasks_are_ranks:
         return [asked] * num_hosts
     if not tasks:
-        raise ValueError("SLURM's environment has neither GPUs nor tasks that were asked for: give --slots or --gres=gpu:N")
+        raise ValueError(
+            "SLURM's environment has neither GPUs nor tasks that were asked for: give --slots or --gres=gpu:N"
+        )
     return tasks
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def within(limit_s: float, task: Callable[[], T]) -> T:
-    """What a task gives or raises; TimeoutError where it takes longer. It then goes on in a thread that no process waits for."""
+    """What a task gives or raises; TimeoutError where it takes longer. It then goes on in a thread that nobody waits for."""
     future: Future[T] = Future()
 
     def work() -> None:

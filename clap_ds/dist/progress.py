@@ -1,8 +1,8 @@
 """What this rank is doing, for the agent of its host: a note that outlives a hang, and every thread's stack when it is asked.
 
-Where the agent has set CLAP_PROGRESS, a folder on the host, `<rank>` there holds one line of JSON of always the same length, with
-`at` in seconds of the host's monotonic clock, and SIGUSR2 appends stacks to `<rank>.stacks`. Without it nothing here does anything.
-When to call something a hang is left to the agent. Standard library only.
+Where the agent has set CLAP_PROGRESS, a folder on the host, `<rank>` there holds one line of JSON of always the same length,
+with `at` in seconds of the host's monotonic clock, and SIGUSR2 appends stacks to `<rank>.stacks`. Without it nothing here does
+anything. When to call something a hang is left to the agent. Standard library only.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist.limits import within
 from clap_ds.dist.hostfile import expand, master_port, parse_tasks
+from clap_ds.dist.limits import within
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,8 @@ def _unreachable(address: str, port: int, limit_s: float) -> str:
             said = True
             unreached = f"{socket.gethostname()}: rank 0 at {address}:{port} can't be reached yet: {reason}"
             print(f"{unreached}; trying for {limit_s:.0f} s", file=sys.stderr, flush=True)
-        time.sleep(min(wait_s * random.uniform(0.5, 1.0), deadline - now))  # thousands of ranks, and they began together
+        # There may be thousands of ranks, and they began together.
+        time.sleep(min(wait_s * random.uniform(0.5, 1.0), deadline - now))
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 

@@ -103,8 +103,12 @@ def test_a_gpu_that_works_is_taken_unless_the_cpus_are_asked_for(machine: Machin
 
 @pytest.mark.parametrize(
     ("variable", "cuda_graphs", "expected"),
-    [("", False, ["expandable_segments:True"]), ("PYTORCH_ALLOC_CONF", False, []), ("", True, [])]
-    + [("PYTORCH_CUDA_ALLOC_CONF", False, [])],
+    [
+        ("", False, ["expandable_segments:True"]),
+        ("PYTORCH_ALLOC_CONF", False, []),
+        ("PYTORCH_CUDA_ALLOC_CONF", False, []),
+        ("", True, []),
+    ],
 )
 def test_cuda_is_set_up_unless_the_user_has(
     monkeypatch: pytest.MonkeyPatch, variable: str, cuda_graphs: bool, expected: list[str]

@@ -130,7 +130,12 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
-    environment = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5", "PYTHONPATH": str(ROOT)}
+    environment = {
+        "SLURM_JOB_NODELIST": "n[1-2],m",
+        "SLURM_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_NTASKS": "5",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
