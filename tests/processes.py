@@ -24,7 +24,7 @@ import pytest
 from clap_ds.dist.rendezvous import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 Arguments = Sequence[str | Path]
 Constants = Mapping[str, object] | None
 

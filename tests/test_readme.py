@@ -113,7 +113,7 @@ def test_commands_run_one_after_the_other(checkout: Path) -> None:
     environment = {**active_environment(), "PYTHONPATH": str(checkout)}
     for command in (command for command in COMMANDS if HOW[command] == [RUN]):
         shell = ["bash", "-c", command]
-        done = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
         shown = f"$ {command}\n{done.stdout}{done.stderr}"
         assert done.returncode == 0, shown
         assert "Traceback" not in shown

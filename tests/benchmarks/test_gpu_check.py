@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +15,71 @@ from benchmarks import common, gpu_check
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
 from clap_ds.launch.host_processes import is_running
+from tests.training.training_commands import wait_until
+
+
+@pytest.fixture
+def stop_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Has the time of a step of `SHORT_S` be over as soon as this is true, however slow the machine is."""
+    wait = subprocess.Popen.wait
+
+    def stop_when(is_true: Callable[[], bool]) -> None:
+        def waited(self: Any, timeout: float | None = None) -> int:
+            if timeout == SHORT_S:
+                wait_until(is_true)
+                timeout = 0
+            return wait(self, timeout)
+
+        monkeypatch.setattr(subprocess.Popen, "wait", waited)
+
+    return stop_when
+
+
+SHORT_S = 7
 
 
 @pytest.mark.parametrize(
     ("code", "limit_s", "state"),
     [
         ("raise SystemExit(3)", 20, "exit code 3"),
-        ("print('hello', flush=True); import time; time.sleep(60)", 2, "stopped after 2 s"),
+        (
+            "print('hello', flush=True); import sys, time; open(sys.argv[1] + '.up', 'w'); time.sleep(600)",
+            *(SHORT_S, "stopped after 7 s"),
+        ),
         ("print('hello'); import sys; open(sys.argv[1], 'w').close()", 20, "completed"),
     ],
 )
 def test_steps_end_as_completed_failed_or_out_of_time(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, limit_s: float, state: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], stop_when: Any, code: str, limit_s: float, state: str
 ) -> None:
     target = tmp_path / "kept"
     target.mkdir()
+    stop_when(lambda: (target / "x.json.up").exists())
     row = gpu_check.run_step("step", f"-c {shlex.quote(code)} {{output}}/x.json", limit_s, target)
     assert row["state"] == state
     assert ("\nhello" in capfd.readouterr().out) == ("hello" in code)
-    assert (target / "x.json").exists() == ("argv" in code)
+    assert (target / "x.json").exists() == (state == "completed")
     assert (target / "output.log").exists() == (state != "completed")
 
 
 STUBBORN = """
 trap "" TERM
-setsid sh -c 'trap "" TERM; echo $$ > "$0"; sleep 60; exit' "$1" &
+setsid sh -c 'trap "" TERM; echo $$ > "$0"; sleep 600; exit' "$1" &
 until test -s "$1"; do sleep 0.1; done
 eval "$2"
 """
 
 
 @pytest.mark.parametrize(
-    ("then", "limit_s", "state"), [("exit 0", 60, "completed"), ("sleep 60", 2, "stopped after 2 s")]
+    ("then", "limit_s", "state"), [("exit 0", 60, "completed"), ("sleep 600", SHORT_S, "stopped after 7 s")]
 )
 def test_nothing_outlives_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, limit_s: float, state: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_when: Any, then: str, limit_s: float, state: str
 ) -> None:
     """An orphan in a session of its own that ignores SIGTERM and holds the output."""
     monkeypatch.setattr(common, "LAST_WORDS_S", 0.2)
     pid = tmp_path / "pid"
+    stop_when(lambda: pid.exists() and pid.read_text() != "")
     assert common.run_for(["sh", "-c", STUBBORN, "sh", str(pid), then], tmp_path / "log", limit_s) == state
     assert not is_running(int(pid.read_text()))
 

@@ -140,7 +140,7 @@ def test_the_next_is_fetched_while_one_is_read(
     monkeypatch.setattr(shard_cache, "open_shard", noted)
     found = cache.copies([*urls[:2], "/local.tar", "memory://cache/gone.tar"])
     name, copy = next(found)
-    assert is_next_asked_for.wait(timeout=10)
+    assert is_next_asked_for.wait(timeout=60)
     assert (name, copy and copy.read()) == (urls[0], bytes(SIZE))
     rest = [(name, file and file.read(1)) for name, file in found]
     assert rest == [(urls[1], b"\1"), ("/local.tar", None), ("memory://cache/gone.tar", None)]

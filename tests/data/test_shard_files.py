@@ -49,9 +49,9 @@ def test_what_comes_next_is_read_ahead_up_to_a_bound(remote: str, monkeypatch: p
     asked, before = flaky(monkeypatch, works=10**9, fails=0), threading.active_count()
     with open_shard(remote) as stream:
         assert stream.read(10) == CONTENT[:10]
-        for _ in range(1000):
-            if len(asked) < 7:  # one given out, five waiting, one in the thread's hands
-                time.sleep(0.001)
+        deadline = time.monotonic() + 60
+        while len(asked) < 7 and time.monotonic() < deadline:  # one given out, five waiting, one in the thread's hands
+            time.sleep(0.001)
         assert threading.active_count() == before + 1
         time.sleep(0.02)
         assert len(asked) == 7

@@ -213,7 +213,7 @@ def start(programs: Path, *command: str, **variables: str) -> subprocess.Popen[s
 def make_bench(programs: Path, **variables: str) -> tuple[int, str, str]:
     """Exit code and outputs."""
     make = start(programs, "make", "bench", f"PYTHON={programs / 'python'}", **variables)
-    stdout, stderr = make.communicate(timeout=120)
+    stdout, stderr = make.communicate(timeout=300)
     return make.returncode, stdout, stderr
 
 
@@ -240,7 +240,7 @@ def test_make_bench_and_the_ranks_refuse_a_gpu_that_cannot_be_used(programs: Pat
     command = (sys.executable, "clap_ds/bench.py", "--deepspeed_config", "ds_configs/htsat_tiny_cpu.json")
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(programs, *command, **meeting, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    outputs = ["".join(rank.communicate(timeout=120)) for rank in ranks]
+    outputs = ["".join(rank.communicate(timeout=300)) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], outputs
     assert outputs[0].startswith("error: this machine has a GPU that torch can't use: ")
     assert (outputs[0].count("\n"), outputs[1]) == (1, "")

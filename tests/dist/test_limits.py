@@ -27,5 +27,5 @@ try:
 except TimeoutError as error:
     print(error)
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "no answer within 0.1 s\n")

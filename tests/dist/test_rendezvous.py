@@ -70,17 +70,17 @@ def _start(program: str, rank: int, world_size: int, port: int, **variables: str
 @pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named() -> None:
     port, other_port = free_port(), free_port()
-    ranks = [_start(MEET, rank, 3, port, CLAP_START_LIMIT_S="4") for rank in (0, 2)]
-    without_first = _start(MEET, 1, 2, other_port, CLAP_START_LIMIT_S="4")
+    ranks = [_start(MEET, rank, 3, port, CLAP_START_LIMIT_S="8") for rank in (0, 2)]
+    without_first = _start(MEET, 1, 2, other_port, CLAP_START_LIMIT_S="8")
     assert [rank.wait() for rank in (*ranks, without_first)] == [1, 1, 1]
     *meanwhile, last = ranks[0].stderr.splitlines()
     assert re.fullmatch(r"2 of 3 ranks after \d s, missing: rank 1 \(n2\)", meanwhile[-1])
-    assert last == "error: rank 1 of 3 (n2) didn't connect within 4 s"
+    assert last == "error: rank 1 of 3 (n2) didn't connect within 8 s"
     assert all("Traceback" not in rank.stderr for rank in ranks)
     here, address = socket.gethostname(), f"rank 0 at 127.0.0.1:{other_port}"
     assert without_first.stderr.splitlines() == [
-        f"{here}: {address} can't be reached yet: Connection refused; trying for 4 s",
-        f"error: {here}: rank 1 can't reach {address} within 4 s: Connection refused",
+        f"{here}: {address} can't be reached yet: Connection refused; trying for 8 s",
+        f"error: {here}: rank 1 can't reach {address} within 8 s: Connection refused",
     ]
 
 

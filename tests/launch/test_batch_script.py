@@ -60,7 +60,7 @@ def test_paths_with_spaces_quotes_and_percents(tmp_path: Path) -> None:
 
 def test_interrupted_while_sbatch_answers(tmp_path: Path, slurm: FakeSlurm) -> None:
     """Ctrl-C in a terminal goes to the command and to what it started: the job's id is on record all the same."""
-    slurm.write("sbatch", "#!/bin/bash\ntouch asked\nsleep 2\necho 7\n")
+    slurm.write("sbatch", "#!/bin/bash\ntouch asked\nuntil [ -e answer ]; do sleep 0.05; done\necho 7\n")
     program = """
 from pathlib import Path
 from clap_ds.config.errors import exit_code_of
@@ -81,7 +81,8 @@ raise SystemExit(exit_code_of(act))
         assert process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    (tmp_path / "answer").touch()
+    out, err = process.communicate(timeout=180)
     assert (process.returncode, out) == (130, "")
     assert "error: interrupted" in err
     assert (tmp_path / "id").read_text() == "7"

@@ -144,7 +144,7 @@ def test_clears_an_earlier_start_of_the_run(start: Start, tmp_path: Path, reques
     (tmp_path / f"clap-1.{RUN}.0-99999999").mkdir()  # of an agent that is no more
     (tmp_path / f"clap-1.{RUN}.0-{os.getpid()}").mkdir()
     request.getfixturevalue("agent")
-    assert earlier.wait(30) == -signal.SIGKILL
+    assert earlier.wait(180) == -signal.SIGKILL
     assert similar.poll() is None
     assert [path.name for path in tmp_path.iterdir()] == [f"clap-1.{RUN}.0-{os.getpid()}"]
 
@@ -161,7 +161,8 @@ open(f"{os.environ['CLAP_PROGRESS']}/{os.environ['RANK']}", "w").write(json.dump
 names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CLAP_JOB", "MINE")
 print(*[os.environ[name] for name in names], os.getcwd(), "HOME" in os.environ, flush=True)
 sys.stderr.write("one more\\n")
-time.sleep(3)
+while not os.path.exists("go"):
+    time.sleep(0.05)
 sys.exit(int(os.environ["RANK"]) * 3)
 """
     agent.start(script, 2, gpus={HOST: ["4", "6"]}, environment={"MINE": "secret"})
@@ -170,6 +171,8 @@ sys.exit(int(os.environ["RANK"]) * 3)
         said |= {message["out"]} if "out" in message else set()
         errors += "err" in message
         notes.update({note["rank"]: note for note in message.get("ranks", []) if "step" in note})
+        if len(notes) == 2:
+            (tmp_path / "go").touch()
         if "ended" in message:
             break
     visible = "0,1" if "SLURM_JOB_ID" not in os.environ else "4,6"
@@ -183,7 +186,7 @@ sys.exit(int(os.environ["RANK"]) * 3)
     assert all(7 <= note["age"] < 60 for note in notes.values())
     agent.say(do="end")
     assert agent.hear("clear")["attempt"] == ATTEMPT
-    assert [*tmp_path.iterdir()] == [], "their notes are gone"
+    assert [*tmp_path.iterdir()] == [tmp_path / "go"], "their notes are gone"
 
 
 def test_signals_reach_ranks_and_the_rest_is_ended(start: Start, agent: Agent) -> None:
@@ -199,8 +202,8 @@ def test_signals_reach_ranks_and_the_rest_is_ended(start: Start, agent: Agent) -
     assert nobodys.poll() is None, "before the attempt began no rank was this run's"
     agent.say(do="stop")
     assert agent.hear("gone")["gone"] == 1
-    assert launcher.wait(30) == -signal.SIGKILL
-    assert agent.process.wait(30) == 0
+    assert launcher.wait(180) == -signal.SIGKILL
+    assert agent.process.wait(180) == 0
 
 
 def test_signals_mean_to_ranks_what_they_do_elsewhere(agent: Agent) -> None:
@@ -236,9 +239,9 @@ def test_closed_connection_ends_ranks(start: Start, agent: Agent) -> None:
     agent.ranks(lambda number: number == 2)
     assert agent.process.stdin
     agent.process.stdin.close()
-    assert agent.process.wait(30) == 0
-    assert rank.wait(30) == -signal.SIGTERM
-    assert child.wait(30) == -signal.SIGKILL
+    assert agent.process.wait(180) == 0
+    assert rank.wait(180) == -signal.SIGTERM
+    assert child.wait(180) == -signal.SIGKILL
     assert processes_of(RUN + ".") == {}
 
 
@@ -247,7 +250,7 @@ def test_deaf_ranks_are_killed(start: Start, agent: Agent) -> None:
     rank = start(DEAF, RANK="0")
     assert agent.process.stdin
     agent.process.stdin.close()
-    assert rank.wait(30) == -signal.SIGKILL
+    assert rank.wait(180) == -signal.SIGKILL
 
 
 def test_whatever_goes_wrong_in_the_agent_ends_ranks(agent: Agent) -> None:
@@ -256,7 +259,7 @@ def test_whatever_goes_wrong_in_the_agent_ends_ranks(agent: Agent) -> None:
     agent.say(do="signal")
     said = agent.hear("gone")
     assert said["why"] == "its agent failed: KeyError: 'number'"
-    assert agent.process.wait(30) == 0
+    assert agent.process.wait(180) == 0
     assert processes_of(RUN + ".") == {}
 
 
@@ -354,7 +357,7 @@ def test_monitor_goes_with_its_agent(agent: Agent, tmp_path: Path) -> None:
     agent.say(do="monitor", run_directory=str(tmp_path))
     wait_for(lambda: len(_monitors_of(tmp_path)) == 1 and (tmp_path / "monitor").exists())
     agent.process.kill()
-    agent.process.wait(30)
+    agent.process.wait(180)
     wait_for(lambda: not _monitors_of(tmp_path))
 
 
@@ -369,7 +372,7 @@ def test_record_is_completed_where_the_job_cannot(agent: Agent, tmp_path: Path, 
     else:
         assert agent.process.stdin
         agent.process.stdin.close()
-    assert agent.process.wait(30) == 0
+    assert agent.process.wait(180) == 0
     for path in (tmp_path / "job.json", tmp_path / "run" / "summary.json"):
         record = json.loads(path.read_text())
         assert (record["state"], record["kept"]) == ("running" if stopped else "failed", 1)
@@ -392,4 +395,4 @@ def test_silence_of_the_job_ends_the_agent(tmp_path: Path) -> None:
         process.stdin.flush()
         threading.Timer(60, process.kill).start()
         assert any(b'"gone"' in line for line in process.stdout)
-        assert process.wait(30) == 0
+        assert process.wait(180) == 0

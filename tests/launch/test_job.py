@@ -100,7 +100,7 @@ def test_exit_code_and_state(
 ) -> None:
     run = _run_folder(tmp_path, recorded or "")
     process = start_job(f"echo '{'' if recorded is None else 'run directory: '}{run}'; exit {code}")
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=180)
     assert process.returncode == exit_code, stderr
     assert str(run) in stdout
     assert "Traceback" not in stderr
@@ -122,7 +122,7 @@ def test_signal_reaches_ranks_and_state(start_job: Any, tmp_path: Path, number: 
     process = start_job(f"RANK=0 {rank}; exit 0")
     assert "run directory" in process.stdout.readline()  # the job's own handler was set long before
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     assert process.returncode == 128 + number
     assert (tmp_path / "heard").exists()
     assert (json.loads((run / "summary.json").read_text())["state"],) == _recorded(tmp_path, "state") == (state,)
@@ -143,7 +143,7 @@ def test_secrets_are_in_no_argument_and_no_file(start_job: Any, tmp_path: Path) 
     assert any(b"host_agent.py" in words for words in arguments)
     assert not [words for words in arguments if SECRET.encode() in words]
     process.terminate()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert processes_of(name) == {}
     assert SECRET not in out + err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -157,7 +157,7 @@ def test_taken_port_is_tried_again_with_another(start_job: Any, tmp_path: Path) 
         f'for word in "$@"; do case $word in --master_port=*) echo $word >> {tmp_path}/ports ;; esac; done;'
         f" [ $(wc -l < {tmp_path}/ports) = 2 ] || {{ {fails}; }}"
     )
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 0, stderr
     ports = (tmp_path / "ports").read_text().split()
     assert len(set(ports)) == 2
@@ -168,7 +168,7 @@ def test_taken_port_is_tried_again_with_another(start_job: Any, tmp_path: Path) 
 
 def test_error_of_a_rank_reaches_the_record(start_job: Any, tmp_path: Path) -> None:
     process = start_job("echo 'KeyError: no such key' >&2; echo 'more words' >&2; exit 4")
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     error = f"{HERE}: its ranks ended with code 4: more words; KeyError: no such key"
     assert _recorded(tmp_path, "state", "error", "exit_code") == ("failed", error, 4)
     assert stderr.endswith(f"error: {error}\n")
@@ -201,7 +201,7 @@ def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_pa
     (launcher,) = processes_of(first)
     agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 0, stderr
     assert processes_of(first) == {}
     attempts = _recorded(tmp_path, "attempts")[0]
@@ -211,13 +211,13 @@ def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_pa
 
 def test_words_that_are_no_files(start_job: Any, tmp_path: Path) -> None:
     process = start_job('words="$*"; [ ${#words} -gt 300 ]', command=("script.py", "x" * 300, "-"))
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 0, stderr
 
 
 def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:
     process = start_job("exit 0", "--spare_nodes", "1")
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert (process.returncode, stderr) == (2, "error: --spare_nodes 1: the allocation has 1 hosts\n")
 
 

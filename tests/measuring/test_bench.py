@@ -166,7 +166,7 @@ def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.
     wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or process.poll() is not None)
     assert _summary(config)["state"] == "running"
     process.send_signal(number)
-    assert process.wait(timeout=60) == 128 + number
+    assert process.wait(timeout=180) == 128 + number
     assert _summary(config)["state"] == state
 
 

@@ -40,7 +40,7 @@ def hub_that_answers(status: int) -> Iterator[str]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Where things were looked for: in the cache (True), on the hub."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "ANSWER_S", 0.3)
+    monkeypatch.setattr(hub, "ANSWER_S", 60.0)
     return []
 
 
@@ -60,6 +60,7 @@ def look_up(asked: list[bool], on_hub: bool = False) -> str:
 
 
 def test_a_hub_that_never_answers(asked: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "ANSWER_S", 0.3)
     with silent_hub() as url:
         monkeypatch.setattr(constants, "ENDPOINT", url)
         said = look_up(asked, on_hub=True)

@@ -21,7 +21,7 @@ from clap_ds.record.lock import FolderLock, HeldError
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "REFRESH_S", 0.05)
-    monkeypatch.setattr(lock, "WATCH_S", 1.0)
+    monkeypatch.setattr(lock, "WATCH_S", 0.1)
     monkeypatch.setattr(lock, "LOOK_S", 0.01)
     monkeypatch.setenv("CLAP_JOB", "12.abc.1")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -110,7 +110,7 @@ def test_a_dead_holder_is_replaced(
         assert (_holder(tmp_path)["host"], _holder(tmp_path)["pid"]) == (os.uname().nodename, os.getpid())
     said = capfd.readouterr().err
     assert f"was left behind by host tux7, pid {changes['pid']}" in said
-    assert ("watching for 1 s" in said) == watched
+    assert ("watching for " in said) == watched
     assert list(tmp_path.iterdir()) == []
 
 

@@ -102,7 +102,7 @@ def test_a_contrastive_batch_of_one_is_refused(
 
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
     program = "import sys, clap_ds.training.checks; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Unreliable(MemoryFileSystem):
         return super()._strip_protocol(path.replace("unreliable://", "memory://"))
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
-        self.gate.wait(30)
+        self.gate.wait(180)
         if self.failures:
             self.failures[0] -= 1
             if self.failures[0] < 0:
@@ -213,7 +213,7 @@ print(sync.close(0.1))
 
 
 def test_the_end_of_the_process_does_not_wait_for_a_copy_that_hangs() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, timeout=180, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()[1:]) == (0, ["[PosixPath('/')]"]), ended.stderr
 
 
