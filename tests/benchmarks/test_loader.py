@@ -8,7 +8,8 @@ from benchmarks import loader
 from tests.data.tars import marked_tars
 
 
-@pytest.mark.parametrize("way", ["threads", pytest.param("processes", marks=pytest.mark.end_to_end)])
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("way", ["threads", "processes"])
 def test_a_child_loads_and_says_what_it_did(tmp_path: Path, tokenizer_dir: str, way: str) -> None:
     marked_tars(tmp_path, 2, 40)
     config = loader.write_config(tmp_path, tmp_path, Path(tokenizer_dir), 8)

@@ -1,12 +1,13 @@
 """A collective that one rank never joins: it fails in time, and both ranks say where they were."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from clap_ds.config.sections import DebugSettings
+from clap_ds.dist import debug
+from clap_ds.dist.distributed import Ranks
 from tests import processes
 
 STALLED = """
@@ -42,12 +43,9 @@ def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
 
 
 def test_off_changes_nothing(tmp_path: Path) -> None:
-    probe = (
-        "import os, sys; before = dict(os.environ); from pathlib import Path; from clap_ds.dist import debug\n"
-        "from clap_ds.dist.distributed import Ranks; from clap_ds.config.settings import DebugSettings\n"
-        "debug.prepare(DebugSettings())\n"
-        "with debug.watch(DebugSettings(), Ranks(0, 2, 0, 2), Path(sys.argv[1])): pass\n"
-        "assert dict(os.environ) == before"
-    )
-    subprocess.run([sys.executable, "-c", probe, str(tmp_path)], cwd=processes.ROOT, check=True)
+    before = dict(os.environ)
+    debug.prepare(DebugSettings())
+    with debug.watch(DebugSettings(), Ranks(0, 2, 0, 2), tmp_path):
+        pass
+    assert dict(os.environ) == before
     assert list(tmp_path.iterdir()) == []

@@ -116,7 +116,7 @@ def test_ranks_that_train_are_seen_from_their_start_to_their_end(
     notes.mkdir()
     monkeypatch.setenv("CLAP_PROGRESS", str(notes))
     ranks = RunningRanks(write_training(tmp_path, clap={"train": {"samples": 4000}}), 2)
-    wait_until(lambda: (notes / "0").exists())
+    wait_until(lambda: (notes / "0").exists() and (notes / "0").stat().st_size)
     assert _note(notes, 0)["doing"] == "starting"
     ranks.wait_for_step(3)
     note = _note(notes, 1)

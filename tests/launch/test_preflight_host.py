@@ -12,6 +12,7 @@ import pytest
 
 from clap_ds.launch import preflight_host
 from clap_ds.launch.preflight_host import PACKAGES, code_digest, gpus, uses_by_others, versions
+from tests.launch.conftest import wait_for
 
 JOB = "4711"
 GPUS = [f"{number}, GPU-{number}aa, 3 MiB, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06" for number in range(4)]
@@ -48,6 +49,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaSmi:
 def of_job() -> Iterator[int]:
     """A process of the job's."""
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "SLURM_JOB_ID": JOB}) as process:
+        wait_for(lambda: Path(f"/proc/{process.pid}/environ").read_bytes())  # not there yet, for a moment
         yield process.pid
         process.kill()
 
