@@ -1,5 +1,5 @@
-"""Programs, recordings, rights and processors that some tests need beyond Python, make, git and g++; without them those tests
-are skipped.
+"""Programs, libraries, recordings, rights and processors that some tests need beyond Python, make, git and g++; without them
+those tests are skipped.
 
 The run's last lines say what was not tested and the one command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
 a missing program or right fails the test; a processor can't be installed. `python3 tests/needs.py` prints the Debian packages
@@ -8,6 +8,8 @@ that are missing here (standard library only: it runs before anything is install
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -21,10 +23,14 @@ PACKAGES = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
     **{"numactl": "numactl", "pkill": "procps", "chromium": "chromium", "g++": "g++"},
-    **{"/usr/share/sounds/alsa": "alsa-utils", "/usr/share/sounds/freedesktop": "sound-theme-freedesktop"},
+    **{
+        "libmpg123.so.0": "libmpg123-0",
+        "/usr/share/sounds/alsa": "alsa-utils",
+        "/usr/share/sounds/freedesktop": "sound-theme-freedesktop",
+    },
 }
-"""Debian's package of each program, and of each folder of recordings, by its path."""
-CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++") and not name.startswith("/"))
+"""Debian's package of each program and library, and of each folder of recordings, by its path."""
+CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++", "libmpg123.so.0") and name[0] != "/")
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
 """Packages that another only recommends."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"
@@ -32,7 +38,11 @@ PREFIX = "needs "
 
 
 def where(program: str) -> str | None:
-    """Path of a program, also of one that only root's PATH has; or of a folder."""
+    """Path of a program, also of one that only root's PATH has; or of a folder or a library."""
+    if ".so" in program:
+        with contextlib.suppress(OSError):
+            return str(ctypes.CDLL(program)._name)
+        return None
     if program.startswith("/"):
         return program if os.path.isdir(program) else None
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))

@@ -37,10 +37,6 @@ def _library() -> Any:
     return None if library.mpg123_init() else library
 
 
-def is_there() -> bool:
-    return _library() is not None
-
-
 def decode(encoded: bytes, num_frames: int, num_channels: int, block: int) -> Iterator[NDArray[np.float32]]:
     """The first `num_frames` of a file, in parts of up to `block` frames (frames, channels) of full scale ±1, each until the
     next. Nothing without the library or of other channels, fewer frames where there are no more."""

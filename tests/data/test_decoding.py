@@ -12,6 +12,7 @@ from clap_ds.data import decoding, mpg123
 from clap_ds.data.batch import to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import decode_audio
+from tests import needs
 
 SECOND = 48000
 
@@ -181,10 +182,10 @@ def test_flac_is_the_same_by_either_decoder(
     assert torch.equal(*rows)
 
 
-@pytest.mark.skipif(not mpg123.is_there(), reason="this system has no libmpg123")
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("sample_rate", [SECOND, 44100])
 def test_mp3_is_the_same_by_either_decoder(monkeypatch: pytest.MonkeyPatch, channels: int, sample_rate: int) -> None:
+    needs.programs("libmpg123.so.0")
     samples = np.random.default_rng(0).normal(0, 0.6, (sample_rate * 3, channels))
     encoded = encode(samples, sample_rate, "MP3")
     assert sum(map(len, mpg123.decode(encoded, len(samples), channels, 1000))) == len(samples)
