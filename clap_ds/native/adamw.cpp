@@ -19,9 +19,7 @@ struct Values {
     int64_t size;
 };
 
-struct Coefficients {
-    float scale, rate1, beta2, rate2, bias, eps, step, keep;
-};
+struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
 
 constexpr int64_t BLOCK = 1 << 14;  // elements whose squares are added up at a time; adamw.py counts with it
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
@@ -50,13 +48,13 @@ void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t en
     for (int64_t i = begin; i < end; i += 32) {
         prefetch(p.gradient + i + AHEAD, 32);
         for (const float* each : {p.master, p.exp_avg, p.exp_avg_sq}) prefetch(each + i + AHEAD, 32);
-        const __mmask16 valid = first_lanes(end - i), also_valid = first_lanes(end - i - 16);
-        const __m256i first = sixteen(p, c, i, valid), second = sixteen(p, c, i + 16, also_valid);
+        const __mmask32 valid = first_of_32(end - i);
+        const __m256i first = sixteen(p, c, i, valid), second = sixteen(p, c, i + 16, valid >> 16);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-        if (aligned && also_valid == 0xffff)
+        if (aligned && valid == ~0u)
             _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step: spares reading it first
         else
-            _mm512_mask_storeu_epi16(p.low + i, valid | (__mmask32)also_valid << 16, both);
+            _mm512_mask_storeu_epi16(p.low + i, valid, both);
     }
 }
 

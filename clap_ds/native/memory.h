@@ -33,13 +33,16 @@ static inline void prefetch(const T* from, int64_t count) {
 // second-level cache still evicts itself from it. What a kernel needs beyond that comes from elsewhere, and the next has more.
 class Arena {
    public:
-    static Arena& of_thread() {
-        static thread_local Arena arena;
-        return arena;
-    }
     void* take(int64_t bytes) {
         if (live_++ == 0) {
-            if (wanted_ > size_) grow();
+            if (wanted_ > size_) {
+                constexpr int64_t HUGE_PAGE = 1 << 21;
+                free(memory_);
+                size_ = divide_up(wanted_, HUGE_PAGE) * HUGE_PAGE;
+                memory_ = (char*)aligned_alloc(HUGE_PAGE, size_);
+                if (!memory_) size_ = 0;
+                madvise(memory_, size_, MADV_HUGEPAGE);  // of nothing does nothing
+            }
             wanted_ = 0;
         }
         bytes = divide_up(bytes, 64) * 64;
@@ -53,20 +56,13 @@ class Arena {
     ~Arena() { free(memory_); }
 
    private:
-    void grow() {
-        constexpr int64_t HUGE_PAGE = 1 << 21;
-        free(memory_);
-        size_ = divide_up(wanted_, HUGE_PAGE) * HUGE_PAGE;
-        memory_ = (char*)aligned_alloc(HUGE_PAGE, size_);
-        if (!memory_) size_ = 0;
-        madvise(memory_, size_, MADV_HUGEPAGE);  // of nothing does nothing
-    }
     char* memory_ = nullptr;
     int64_t size_ = 0, wanted_ = 0, live_ = 0;
 };
 
 struct GiveBack {
-    void operator()(void* p) const { Arena::of_thread().give_back(p); }
+    static inline thread_local Arena arena;
+    void operator()(void* p) const { arena.give_back(p); }
 };
 template <typename T>
 using Scratch = std::unique_ptr<T[], GiveBack>;
@@ -74,5 +70,5 @@ using Scratch = std::unique_ptr<T[], GiveBack>;
 // Memory for `count` elements at a cache line's edge, until the end of the scope. Only the thread that took it gives it back.
 template <typename T>
 static inline Scratch<T> scratch(int64_t count) {
-    return Scratch<T>((T*)Arena::of_thread().take(std::max<int64_t>(count, 1) * sizeof(T)));
+    return Scratch<T>((T*)GiveBack::arena.take(std::max<int64_t>(count, 1) * sizeof(T)));
 }

@@ -7,8 +7,7 @@
 namespace {
 
 template <int D>
-class Backward {
-   public:
+struct Backward {
     Backward(int64_t most_queries, int64_t most_keys)
         : most_queries_(blocks_of(most_queries) * 32), most_keys_(blocks_of(most_keys) * 32) {}
 
@@ -34,7 +33,6 @@ class Backward {
         store_key_gradients(d_scores_.get(), pack_summed<D>(packed_.get(), q, queries), queries, keys, d_k);
     }
 
-   private:
     // One half of weights and d_scores, bf16 (keys × 32 queries), from scores and slopes (keys × 16 queries, from `query` on).
     // The first half leaves zeros in the second.
     template <bool DROPS>
@@ -47,12 +45,7 @@ class Backward {
         const __m512 kept_factor = splat(dropout.factor()), factor = splat(head.scale * LOG2E);
         const __m512 shift = _mm512_maskz_loadu_ps(first_lanes(head.queries - query), log_sums + query) * splat(LOG2E);
         __m512 sum = splat(0);
-        auto store_half = [second](bf16* row, __m512 x) {
-            if (second)
-                store(row + 16, x);
-            else
-                store(row, x, splat(0));
-        };
+        const auto store_half = [=](bf16* row, __m512 x) { second ? store(row + 16, x) : store(row, x, splat(0)); };
         for (int64_t key = 0; key < keys; key++) {
             const __m512 p = exp2_ps(_mm512_fmsub_ps(load(&scores_[key * 16]), factor, shift));
             __m512 weight = p, slope = load(&slopes_[key * 16]);

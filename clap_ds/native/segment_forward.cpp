@@ -54,8 +54,7 @@ __m512 exponentiate_rows(
 }
 
 template <int D>
-class Forward {
-   public:
+struct Forward {
     Forward(int64_t, int64_t most_keys) : most_keys_(blocks_of(most_keys) * 32) {}
 
     void attend(const SegmentHead& head, const Matrix* at, float* log_sums) {
@@ -68,7 +67,7 @@ class Forward {
             std::fill(log_sums, log_sums + queries, 0.0f);
             return;
         }
-        const int64_t stride = blocks_of(keys) * 32;
+        const int64_t stride = head.dropout.stride;
         const Operand columns = pack_columns<D>(key_columns_.get(), k, keys);
         const Operand values = pack_summed<D>(values_.get(), v, keys);
         const Operand weights = {(bf16*)scores_.get(), stride * 2, 0, 32};
@@ -86,7 +85,6 @@ class Forward {
         }
     }
 
-   private:
     const int64_t most_keys_;
     Scratch<bf16> key_columns_ = scratch<bf16>(most_keys_ * D), values_ = scratch<bf16>(most_keys_ * D);
     Scratch<float> scores_ = scratch<float>(16 * most_keys_);

@@ -107,14 +107,21 @@ static void store_rows(Matrix to, const float* from, int64_t rows, const float* 
     }
 }
 
+// A call's segments and sizes, as 64-bit integers.
+struct Sizes {
+    int64_t count, q_rows, k_rows, heads, head_dim;
+    uint64_t seed;
+};
+
 // A head of a segment; `index` is of all heads of all segments.
 struct SegmentHead {
     const Segments &in_queries, &in_keys;
-    int64_t index, heads, dim;
-    float scale;
-    Dropout dropout;
-    const int64_t segment = index / heads, head = index % heads;
+    const Sizes& sizes;
+    int64_t index;
+    float scale, probability;
+    const int64_t segment = index / sizes.heads, head = index % sizes.heads, dim = sizes.head_dim;
     const int64_t queries = in_queries.rows[segment], keys = in_keys.rows[segment];
+    const Dropout dropout = {sizes.seed + 0x9e3779b97f4a7c15 * (uint64_t)index, probability, (uint32_t)blocks_of(keys) * 32};
 
     Matrix of_queries(Matrix all, bool clears = false) const {
         return in_queries.part(all, segment, head * dim, dim, clears);
@@ -122,11 +129,6 @@ struct SegmentHead {
     Matrix of_keys(Matrix all, bool clears = false) const { return in_keys.part(all, segment, head * dim, dim, clears); }
     // Of the first query in (heads, rows of queries).
     int64_t place() const { return head * in_queries.total + in_queries.start[segment]; }
-};
-
-// A call's segments and sizes, as 64-bit integers.
-struct Sizes {
-    int64_t count, q_rows, k_rows, heads, head_dim, seed;
 };
 
 // Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with a state of its own, which is
@@ -144,11 +146,8 @@ static void for_each_head(
             const FlushToZero flush;
             State<decltype(constant)::value> state(queries.longest(), keys.longest());
 #pragma omp for schedule(dynamic, 4)
-            for (int64_t i = 0; i < count * sizes.heads; i++) {
-                const uint32_t stride = blocks_of(keys.rows[i / sizes.heads]) * 32;
-                const Dropout own = {sizes.seed + 0x9e3779b97f4a7c15 * (uint64_t)i, dropout, stride};
-                state.attend({queries, keys, i, sizes.heads, sizes.head_dim, scale, own}, at, log_sums);
-            }
+            for (int64_t i = 0; i < count * sizes.heads; i++)
+                state.attend({queries, keys, sizes, i, scale, dropout}, at, log_sums);
         }
     });
 }

@@ -47,13 +47,9 @@ INLINE void store(void* to, int64_t row_bytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_bytes), "i"(FROM));
 }
 template <int SUM>
-INLINE void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(SUM));
-}
+INLINE void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(SUM)); }
 template <int SUM, int LEFT, int RIGHT>
-INLINE void multiply_add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
-}
+INLINE void multiply_add() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT)); }
 INLINE void fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace amx

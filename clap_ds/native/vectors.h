@@ -60,6 +60,7 @@ static inline void store(bf16* to, __m512 low, __m512 high) { _mm512_storeu_si51
 
 // The first `count` of 16 lanes, all of them for more, none for a negative number.
 static inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0; }
+static inline __mmask32 first_of_32(int64_t count) { return first_lanes(count) | (__mmask32)first_lanes(count - 16) << 16; }
 static inline __m512i lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
 // While it lives, the calling thread's results too small for normal floats are 0, such as weights of masked tokens: a hundred

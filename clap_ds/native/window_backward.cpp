@@ -58,7 +58,7 @@ struct Backward {
     float* d_bias;
     Buffers<STEPS>& s;
     const int64_t width = shape.width(), dim = shape.dim;
-    const __mmask32 mask[2] = {columns_mask(dim, 0), columns_mask(dim, 1)};
+    const __mmask32 mask[2] = {first_of_32(dim), first_of_32(dim - 32)};
 
     // C (64 × 32) = A · Bᵀ for the queries of a half.
     static void multiply_columns(float* c, const bf16* a, const bf16* columns, int half) {

@@ -55,7 +55,7 @@ struct Forward {
     const int64_t width = shape.width(), dim = shape.dim;
     const bool spare_column = dim < 32 * STEPS;
     const __m512 factor = splat(LOG2E / sqrtf((float)dim));
-    const __mmask32 mask[2] = {columns_mask(dim, 0), columns_mask(dim, 1)};
+    const __mmask32 mask[2] = {first_of_32(dim), first_of_32(dim - 32)};
 
     void start(Head<STEPS>& to, int64_t index, int64_t head) {
         to.window.set(shape, index);

@@ -59,12 +59,6 @@ static inline __m512 score_of(const float* product, __m512 factor, const float* 
     return MASKS ? _mm512_mask_add_ps(score, (__mmask16)(apart >> (16 * column)), score, splat(MASKED)) : score;
 }
 
-// Which of the columns 32 · step and on a head has.
-static inline __mmask32 columns_mask(int64_t dim, int step) {
-    const int64_t left = dim - 32 * step;
-    return left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
-}
-
 // One head's part of the rows of a window's tokens.
 struct Rows {
     const bf16* first;
@@ -79,7 +73,7 @@ struct Rows {
     template <int STEPS, int PAIR_TILES = 2 * STEPS>
     void pack(bf16* straight, bf16* columns, bf16* pairs, bool ones = false) const {
         for (int step = 0; step < STEPS; step++) {
-            const __mmask32 mask = columns_mask(dim, step);
+            const __mmask32 mask = first_of_32(dim - 32 * step);
             __m512i beyond = _mm512_setzero_si512();
             if (ones && dim / 32 == step) beyond = _mm512_maskz_set1_epi16(1u << (dim % 32), 0x3f80);
             for (int block = 0; block < N / 16; block++) {
