@@ -35,7 +35,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
-from clap_ds.record.schema import KernelRecord
+from clap_ds.record.schema import Environment, KernelRecord
 
 FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -191,7 +191,7 @@ def _describe(
     ranks: Ranks,
     device: torch.device,
     record: RunDirectory,
-    here: dict[str, Any],
+    here: Environment,
     everywhere: list[tuple[str, str]],
 ) -> None:
     """The run directory's first files, of what is run on what; `everywhere` has each rank's host and device."""

@@ -10,13 +10,12 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from clap_ds.config import places
-from clap_ds.record.schema import Summary
+from clap_ds.record.schema import Environment, Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
@@ -46,7 +45,7 @@ def peak_memory(device: torch.device) -> Summary:
     return peak
 
 
-def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
+def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
     """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
     return {
         "python": platform.python_version(),
