@@ -105,7 +105,7 @@ def _tells_run(tmp_path: Path, agents: FakeAgents, *codes: int, why: str = "") -
     [
         ("completed", (0, 0), ("completed", 0)),
         ("completed", (0, 1), ("failed", 1)),
-        ("running", (0, 0), ("failed", 1)),
+        ("running", (0, 0), ("failed", 1)),  # launchers that say all is well although the run never said so
         ("out_of_memory", (0, 1), ("out_of_memory", 1)),
         ("failed", (3, 0), ("failed", 3)),
         ("terminated", (15, 0), ("failed", 15)),
