@@ -84,10 +84,10 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["phase"] for line in lines] == ["warmup"] + ["window"] * 4
     assert all(line["slowest_rank_time_s"] >= line["time_s"] > 0 for line in lines)
-    # The rate follows from the step times on record, up to what lies between the last step and the window's end. Ranks held up
-    # in different steps make the slowest steps together longer than any rank's window.
+    # The rate follows from the step times on record, up to what lies between the last step and the window's end, which may be
+    # long on a busy machine. Ranks held up in different steps make the slowest steps together longer than any rank's window.
     shortest_s, longest_s = (sum(line[name] for line in lines[1:3]) for name in ("time_s", "slowest_rank_time_s"))
-    assert 0.8 * 8 / longest_s <= windows[0] <= 1.2 * 8 / shortest_s
+    assert 0.55 * 8 / longest_s <= windows[0] <= 1.01 * 8 / shortest_s
     assert "SamplesPerSec=" in (directory / "rank0.log").read_text()
     environment = json.loads((directory / "environment.json").read_text())
     assert environment["gpus_per_node"] == [world_size]
@@ -102,8 +102,8 @@ def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
     summary = _summary(config)
     lines = [json.loads(line) for line in (_run_directory(config) / "metrics.jsonl").read_text().splitlines()]
     assert summary["global_batch"] == 12
-    rate = 24 / sum(line["time_s"] for line in lines[1:3])
-    assert summary["samples_per_s_per_gpu"]["windows"][0] == pytest.approx(rate, rel=0.2)
+    rate = 24 / sum(line["time_s"] for line in lines[1:3])  # a third of it, were one micro-batch counted
+    assert 0.4 * rate < summary["samples_per_s_per_gpu"]["windows"][0] < 1.01 * rate
 
 
 @pytest.mark.parametrize(
