@@ -37,7 +37,7 @@ class Installed:
         """Run a command in the working folder, with the wheel's own first on the path."""
         path = f"{self.site / 'bin'}:{variables.pop('PATH', os.environ['PATH'])}"
         environment = {**os.environ, "PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", **variables, "PATH": path}
-        return subprocess.run(command, cwd=self.work, capture_output=True, text=True, timeout=180, env=environment)
+        return subprocess.run(command, cwd=self.work, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def _repository(folder: Path) -> str:
