@@ -28,10 +28,12 @@ from clap_ds.data import file_speed
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_sources, tokenizer_beside
+from clap_ds.data.shard_manifest import presets_of, read_manifest
 from clap_ds.data.shard_size import RATES, digits, look_into
 from clap_ds.data.shards import ShardPieces
 from clap_ds.data.supply import MARGIN, cores_for, workers_for
 
+_PRESET = "htsat_tiny_roberta_base"
 _COUNTED = 8  # shards whose items are counted, for the bytes of one
 HEADING = (
     f"{'':7}{'loader':>11}{'':21}{'files, cold':>14}{'':10}{'files, warm':>14}\n"
@@ -139,7 +141,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("without a run's JSON").add_argument
     presets = preset_names()
-    group("--preset", choices=presets, metavar="NAME", help="of the model (default htsat_tiny_roberta_base)")
+    group("--preset", choices=presets, metavar="NAME", help=f"of the model (default: {_PRESET}, or by the manifest)")
     group(
         "--tokenizer", metavar="T", help="folder or hub name (default: the folder tokenizer beside TARS, or RoBERTa's)"
     )
@@ -166,10 +168,19 @@ def _run_of(options: argparse.Namespace) -> RunSettings:
             raise UserError(f"{run.path}: clap.data.source: expected shards, found {run.clap.data.source}")
         return run
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
-    model = ModelSettings(preset=options.preset or "htsat_tiny_roberta_base")
+    model = ModelSettings(preset=options.preset or _preset_for(options.shards[0]))
     clap = ClapSettings(model=model, data=ShardData(source="shards", shards=options.shards, tokenizer=tokenizer))
     clap = clap.model_copy(update={"text_tokens": min(clap.text_tokens, clap.preset().text.max_tokens)})
     return RunSettings(Path(options.shards[0]), clap, {"train_micro_batch_size_per_gpu": options.micro_batch or 64})
+
+
+def _preset_for(shard: str) -> str:
+    """The default, unless it was for other presets that the shard was prepared."""
+    try:
+        presets = presets_of(read_manifest(shard.rpartition("/")[0] or "."))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return presets[0] if presets and _PRESET not in presets else _PRESET
 
 
 def run_measure(options: argparse.Namespace) -> None:

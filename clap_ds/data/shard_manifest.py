@@ -16,7 +16,7 @@ from typing import cast
 import fsspec
 
 from clap_ds.config.files import write_atomically
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import ClapConfig, load_preset, preset_names
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
@@ -104,12 +104,20 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
             )
         own = FrontEnd.of(model.audio)
         if differences := manifest.front_end.differences(own, manifest.kind) if manifest.front_end else []:
-            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(differences)}")
+            fits = f"; it fits preset {' or '.join(names)}" if (names := presets_of(manifest)) else ""
+            raise ValueError(
+                f"{where} was prepared for another model than {model.name}: {', '.join(differences)}{fits}"
+            )
         kinds.setdefault(manifest.kind, folder or ".")
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
         raise ValueError(f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
     return "encoded" if "encoded" in kinds else next(iter(kinds))
+
+
+def presets_of(manifest: Manifest) -> list[str]:
+    """The presets whose front end prepared what a folder holds; none where that isn't prepared, or by another one."""
+    return [name for name in preset_names() if FrontEnd.of(load_preset(name).audio) == manifest.front_end]
 
 
 def digest(path: Path) -> str:  # SHA-256 of a file, in hex

@@ -85,6 +85,22 @@ def test_tars_can_be_named_without_a_run(
     assert "workers  samples/s" in printed.err
 
 
+def test_prepared_shards_say_for_which_model(
+    tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tars = marked_tars(tmp_path / "sounds", 1, 8)
+    (tmp_path / "sounds" / "tokenizer").symlink_to(tokenizer_dir)
+    prepare = ["prepare", tars, str(tmp_path / "mel"), "--kind", "mel", "--preset", "micro"]
+    assert exit_code_of(lambda: shards.main(prepare)) == 0
+    words = [f"{tmp_path}/mel/*.tar", "--micro_batch", 4, "--seconds", 0.2, "--max_workers", 1]
+    assert measure(*words) == 0
+    assert measure(*words, "--preset", "demo") == 2
+    assert (
+        "mel_bins is 16 in the shards, 64 in the model, fmax is 14000 in the shards, 8000 in the model; it fits preset micro"
+        in (capsys.readouterr().err)
+    )
+
+
 def test_remote_tars_without_a_manifest(tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     marked_tars(tmp_path, 2, 8)
     tars = [put(f"memory://measured/{path.name}", path.read_bytes()) for path in sorted(tmp_path.glob("*.tar"))]

@@ -3,8 +3,8 @@
     clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
 Each tar becomes one of the same name, with the same items in the same order; captions, and whatever else belongs to an item,
-stay as they are. Where the command was stopped, the same one resumes. Items that can't be used are left out, counted, and
-listed in `broken.jsonl`.
+stay as they are, and so does a folder `tokenizer` beside the tars. Where the command was stopped, the same one resumes. Items
+that can't be used are left out, counted, and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -103,7 +104,10 @@ def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, nu
     if cut := sorted({*broken} & {*tars.values()}):
         again = f"to read one again, remove its record in {folder / RECORDS}"
         print(f"{len(cut)} tar(s) couldn't be read to the end, such as {cut[0]}; {again}, and give the same command")
-    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(next(iter(tars.values()))), preset)))
+    tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
+    if tokenizer.is_dir():
+        shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
+    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), preset)))
     return 0
 
 
