@@ -162,7 +162,10 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     assert run(path, tmp_path / "out") == 0
     assert "1 of 1 shards are there already" in capsys.readouterr().out
     assert run(path, tmp_path / "out", "--mono") == 2
-    assert "shards of another list, other audio or other options" in capsys.readouterr().err
+    assert "out holds shards of other options (mono: False there, True here)" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("1", "2"))
+    assert run(path, tmp_path / "out") == 2
+    assert "out holds shards of files or captions that have changed since" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert run(path, tmp_path / "file" / "out") == 2
     assert "can't be written: Not a directory" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tu
     if len(unusable) == len(entries):
         raise UserError(none_usable(reasons) + _remedy(entries, options))
     planned = plan_shards([entry for entry in entries if not entry.problem], options)
-    claim(folder, plan_of(planned, encoding))
+    claim(folder, plan_of(planned, encoding), options)
     tasks = [Task(each.name, len(each.items), partial(build_shard, each, folder, encoding)) for each in planned]
     front_end = FrontEnd.of(preparation.audio) if preparation else None
     built = fill(folder, tasks, options.workers, kind=options.kind, front_end=front_end, unusable=reasons)

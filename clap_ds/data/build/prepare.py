@@ -64,12 +64,11 @@ def run_prepare(options: argparse.Namespace) -> int:
         tars = expand_shards(options.shards)
     except (ValueError, OSError) as error:
         raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
-    return resumable(
-        options.folder, lambda: _prepare(_by_name(tars), options.folder, preparation, options.workers, options.preset)
-    )
+    return resumable(options.folder, lambda: _prepare(_by_name(tars), preparation, options))
 
 
-def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, num_workers: int, preset: str) -> int:
+def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argparse.Namespace) -> int:
+    folder, num_workers = options.folder, options.workers
     try:
         manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
     except ValueError as error:
@@ -79,7 +78,8 @@ def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, nu
             raise UserError(f"{place} holds features; expected audio")
     with ThreadPoolExecutor(num_workers) as pool:
         sizes = list(pool.map(_size, tars.values()))
-    claim(folder, [repr(preparation), *(f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))])
+    tars_and_sizes = (f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))
+    claim(folder, [repr(preparation), *tars_and_sizes], options)
     done: list[BuiltShard] = []
 
     def write(name: str, tar: str, on_item: OnItem) -> BuiltShard:
@@ -107,7 +107,7 @@ def _prepare(tars: Mapping[str, str], folder: Path, preparation: Preparation, nu
     tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
-    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), preset)))
+    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)))
     return 0
 
 

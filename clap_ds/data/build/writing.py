@@ -53,8 +53,10 @@ class Task(NamedTuple):
     write: Callable[[OnItem], BuiltShard]
 
 
-def claim(folder: Path, plan: Iterable[str]) -> None:
-    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
+def claim(folder: Path, plan: Iterable[str], options: argparse.Namespace) -> None:
+    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan, naming the
+    options that differ."""
+    own = {name: str(value) for name, value in vars(options).items() if name not in ("folder", "workers")}
     state = hashlib.sha256()
     for part in plan:
         state.update(part.encode())
@@ -64,10 +66,18 @@ def claim(folder: Path, plan: Iterable[str]) -> None:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
             mark.parent.mkdir(parents=True)
-            write_atomically(mark, state.hexdigest())
-        elif mark.read_text() != state.hexdigest():
-            other = "holds shards of another list, other audio or other options"
-            raise UserError(f"{folder} {other}; name a new folder, or empty it")
+            write_atomically(mark, json.dumps({"plan": state.hexdigest(), "options": own}))
+        elif (there := json.loads(mark.read_text()))["plan"] != state.hexdigest():
+            theirs = {name: there["options"].get(name) for name in own}
+            other = [
+                f"{name}: {theirs[name]} there, {value} here" for name, value in own.items() if value != theirs[name]
+            ]
+            why = f"of other options ({'; '.join(other)})" if other else "of files or captions that have changed since"
+            raise UserError(f"{folder} holds shards {why}; name a new folder, or empty it")
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{mark} isn't what this version of clap-shards writes; name a new folder, or empty it"
+        ) from None
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
