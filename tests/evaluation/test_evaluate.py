@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
 from tests import processes
 from tests.evaluation.conftest import WriteClips, tell_captions_apart
-from tests.ranks import free_port
-from tests.training.training_commands import deepspeed_launcher, environment
+from tests.training.training_commands import environment
 from tests.weights.fake_checkpoints import checkpoint_of
 
 
@@ -100,13 +98,15 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "loss 2.5000 [2.4000, 2.6000] 6.9078" in rows
 
 
-def evaluate(*options: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Plainly, or on the launcher's ranks."""
-    command = ["clap_ds/evaluate.py", *map(str, options)]
-    if not launcher:
-        return processes.run(command, env=environment())
-    everything: Any = {"cwd": processes.ROOT, "env": environment(), "timeout": processes.TIMEOUT_S}
-    return subprocess.run([*launcher, *command], capture_output=True, text=True, **everything)
+def evaluate(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    return processes.run(["clap_ds/evaluate.py", *options], env=environment())
+
+
+def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:
+    """Exit codes of that many ranks, and what they wrote."""
+    ranks = processes.ranks(["clap_ds/evaluate.py", *options], world_size, env=environment())
+    codes = [rank.wait() for rank in ranks]
+    return codes, "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)
 
 
 @pytest.fixture
@@ -122,11 +122,11 @@ def test_any_number_of_ranks_reports_the_same(
 ) -> None:
     shards, target, results = write_clips(5, 4), tmp_path / "found.json", []
     options = ["--retrieval", *shards, "--zero_shot", *shards, "--tokenizer", clip_tokenizer, "--json", str(target)]
-    for launcher in (None, deepspeed_launcher()):
-        finished = evaluate(checkpoint, *options, "--template", "the sound of {}", launcher=launcher)
-        assert finished.returncode == 0, finished.stderr
-        assert finished.stdout.count("audio to text R@1 ") == 1
-        assert "retrieval (9 clips, 14 captions)" in finished.stdout
+    for world_size in (1, 2):
+        codes, output, errors = on_ranks(world_size, checkpoint, *options, "--template", "the sound of {}")
+        assert codes == [0] * world_size, errors
+        assert output.count("audio to text R@1 ") == 1
+        assert "retrieval (9 clips, 14 captions)" in output
         results.append(json.loads(target.read_text()))
     assert [result["world_size"] for result in results] == [1, 2]
     losses = [result["tasks"]["retrieval"]["measures"].pop("retrieval_loss")["value"] for result in results]
@@ -193,7 +193,6 @@ def test_mistakes_are_told_in_one_message(checkpoint: Path, options: str, messag
 @pytest.mark.end_to_end
 def test_a_mistake_on_several_ranks_ends_all(checkpoint: Path, clip_tokenizer: str) -> None:
     options = "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    finished = evaluate(checkpoint, *options, launcher=[sys.executable, *torchrun])
-    assert finished.returncode != 0
-    assert "error: --retrieval: no file matches 'nowhere-*.tar'" in finished.stderr
+    codes, _, errors = on_ranks(2, checkpoint, *options)
+    assert codes == [2, 2], errors
+    assert "error: --retrieval: no file matches 'nowhere-*.tar'" in errors
