@@ -93,9 +93,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 
     def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
         """Whether the CPU kernel steps a group of these."""
-        kept = self.param_groups[0]
-        plain = self.cpu_kernels and not (kept["amsgrad"] or kept["maximize"])
-        return plain and adamw_native.supports(low, low, master) and is_ready(*gradients)
+        return self.cpu_kernels and adamw_native.supports(low, low, master) and is_ready(*gradients)
 
     def _step_by_torch(self, scale: float | Tensor, found_inf: Tensor | None) -> None:
         """Those masters that have a gradient. These attributes are where torch's fused kernels look for both."""

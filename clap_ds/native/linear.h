@@ -47,8 +47,5 @@ struct Joined {
 static inline bool goes_past_caches(const bf16* to, int64_t bytes) { return bytes >= LARGE && (uintptr_t)to % 64 == 0; }
 
 static inline void store(bf16* to, __m512 low, __m512 high, bool past_caches) {
-    if (past_caches)
-        _mm512_stream_si512((__m512i*)to, to_bf16(low, high));
-    else
-        store(to, low, high);
+    past_caches ? _mm512_stream_si512((__m512i*)to, to_bf16(low, high)) : store(to, low, high);
 }

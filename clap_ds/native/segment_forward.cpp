@@ -67,7 +67,7 @@ struct Forward {
             std::fill(log_sums, log_sums + queries, 0.0f);
             return;
         }
-        const int64_t stride = head.dropout.stride;
+        const int64_t stride = blocks_of(keys) * 32;
         const Operand columns = pack_columns<D>(key_columns_.get(), k, keys);
         const Operand values = pack_summed<D>(values_.get(), v, keys);
         const Operand weights = {(bf16*)scores_.get(), stride * 2, 0, 32};
