@@ -4,8 +4,8 @@
 
 namespace {
 
-// Calls pack(place of the tile, first column, rows, how many of the 32 there are) for all blocks of 32 × `width` of as many of the
-// `rows` as `steps` blocks have; fetches the next block.
+// Calls pack(place of the tile, first column, rows, how many of the 32 there are) for all 16 of `width` columns of `steps` blocks
+// of rows, of which `rows` are left; fetches the next block.
 template <typename Pack>
 void for_each_tile(const bf16* from, int64_t stride, int64_t width, int64_t rows, int64_t steps, Pack pack) {
     for (int64_t step = 0; step < steps; step++, rows -= BLOCK, from += BLOCK * stride) {
@@ -50,7 +50,7 @@ void sum_up(const bf16* dy, const bf16* x, int64_t M, int64_t N, int64_t K, Rang
         bf16* to = dweight[n.begin + i] + k.begin;
         const bool past_caches = goes_past_caches(to, LARGE);  // not needed soon
         const float* from = &sums[i / BLOCK * BLOCK * width + i % BLOCK * BLOCK];
-        for (int64_t j = 0; j < width; j += BLOCK) store(to + j, load(from + BLOCK * j), load(from + BLOCK * j + 16), past_caches);
+        for (int64_t j = 0; j < width; j += BLOCK) store(to + j, load(from + 32 * j), load(from + 32 * j + 16), past_caches);
     }
     _mm_sfence();
     if (dbias && k.begin == 0)  // threads that share rows all write it, else the one that has the first columns

@@ -131,8 +131,8 @@ struct SegmentHead {
     int64_t place() const { return head * in_queries.total + in_queries.start[segment]; }
 };
 
-// Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with a state of its own, which is
-// made from the longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
+// Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with a state of its own, made
+// from the longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
 template <template <int> class State, typename LogSum>
 static void for_each_head(
     const Matrix* at, LogSum* log_sums, const int32_t* places, const Sizes& sizes, float scale, float dropout) {

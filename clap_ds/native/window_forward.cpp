@@ -143,9 +143,9 @@ struct Forward {
 
 }  // namespace
 
-// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 → output (clips, grid, grid, heads · dim)
-// bf16 and log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64;
-// grid: of 8; 0 ≤ shift < 8.
+// qkv (clips, grid, grid, 3 · heads · dim) bf16, bias (heads, 64, 64) fp32 → output (clips, grid, grid, heads · dim) bf16 and
+// log_sums (windows, heads, 64) fp32, the base-2 logarithms of the softmax denominators. dim: a multiple of 8 up to 64; grid:
+// of 8; 0 ≤ shift < 8.
 extern "C" void clap_window_attention_forward(
     const bf16* qkv, const float* bias, bf16* output, float* log_sums, int64_t clips, int64_t grid, int64_t heads, int64_t dim,
     int64_t shift) {

@@ -1,7 +1,7 @@
-// What tiles.h has of AMX, computed by AVX-512 for tests on processors without it, instruction by instruction as Intel's Software
-// Developer's Manual defines them: TDPBF16PS adds up the products of even and of odd elements of the 32 apart, by fused
-// multiply-adds, then adds both to the sum; it rounds to nearest, takes denormals as 0 and makes none, whatever MXCSR says. Not as
-// there: which NaN comes of several, what the processor may reorder in memory (so `fence` isn't tested), and time.
+// What tiles.h has of AMX, computed by AVX-512 for tests on processors without it, instruction by instruction as Intel's manual
+// (SDM) defines them: TDPBF16PS adds up the products of even and of odd elements of the 32 apart, by fused multiply-adds, then
+// adds both to the sum; it rounds to nearest, takes denormals as 0 and makes none, whatever MXCSR says. Not as there: which NaN
+// comes of several, what the compiler may reorder in memory (so `fence` isn't tested), the hints of loads, and time.
 //
 // Where the processor would fault, at tiles that the thread hasn't configured or has released, everything is NaN here, and so
 // are tiles just configured, which are zero there.
