@@ -178,6 +178,8 @@ def _preset_for(shard: str) -> str:
     """The default, unless it was for other presets that the shard was prepared."""
     try:
         presets = presets_of(read_manifest(shard.rpartition("/")[0] or "."))
+    except ImportError:  # of a URL's protocol, which is told when shards are looked for
+        return _PRESET
     except ValueError as error:
         raise UserError(str(error)) from None
     return presets[0] if presets and _PRESET not in presets else _PRESET

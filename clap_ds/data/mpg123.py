@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_FLOAT32 = 0x200
 _ADD_FLAGS, _FLAGS = 2, 0x20 | 0x40 | 0x400  # quiet; without the encoder's padding; float32
 
 
@@ -47,7 +48,9 @@ def decode(encoded: bytes, num_frames: int, num_channels: int, block: int) -> It
         library.mpg123_param(handle, _ADD_FLAGS, _FLAGS, 0.0)
         if library.mpg123_open_feed(handle) or library.mpg123_feed(handle, encoded, len(encoded)):
             return
-        if library.mpg123_getformat(handle, rate, channels, encoding) or channels.value != num_channels:
+        if library.mpg123_getformat(handle, rate, channels, encoding):
+            return
+        if (channels.value, encoding.value) != (num_channels, _FLOAT32):
             return
         samples, state = np.empty((min(block, num_frames), num_channels), np.float32), 0
         while num_frames and not state:

@@ -58,9 +58,10 @@ def problem_with(url: str) -> str | None:
         info = again(lambda: fs.info(path))
     except Exception as error:  # whatever the file system's package raises
         cause = _behind(error)
-        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410):
+        if _is_missing(cause):
             return "is not there"
-        return f"can't be reached: {type(cause).__name__}: {cause}"
+        is_told = isinstance(cause, PermissionError) and cause.__cause__  # by `again`
+        return f"can't be reached: {cause if is_told else f'{type(cause).__name__}: {cause}'}"
     return "is empty" if info.get("size") == 0 else None
 
 
@@ -80,14 +81,19 @@ def open_shard(shard: str, *, any_order: bool = False) -> IO[bytes]:
 def again(attempt: Callable[[], T], recover: Callable[[], None] = lambda: None) -> T:
     """The result of `attempt`, tried up to `ATTEMPTS` times with longer and longer waits between.
 
-    Raises FileNotFoundError, PermissionError and ImportError at once; OSError where it failed every time.
+    Raises at once what another attempt wouldn't change: FileNotFoundError, PermissionError (of what a server refuses as well),
+    ImportError and those of folders; OSError where it failed every time.
     """
     for number in range(ATTEMPTS):
         try:
             return attempt()
         except Exception as error:  # every file system's package has its own
             last = _behind(error)
-            if isinstance(last, FileNotFoundError | PermissionError | ImportError) or _is_refused(last):
+            if _is_refused(last):
+                raise PermissionError(f"{type(last).__name__}: {last}") from error
+            if _is_missing(last):
+                raise FileNotFoundError(str(last)) from error
+            if isinstance(last, PermissionError | ImportError | IsADirectoryError | NotADirectoryError):
                 raise
             recover()
             if number < ATTEMPTS - 1:
@@ -102,10 +108,16 @@ def _behind(error: Exception) -> BaseException:
     return cause if cause and is_http and isinstance(error, FileNotFoundError) else error
 
 
+def _is_missing(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) or getattr(error, "status", None) in (404, 410)
+
+
 def _is_refused(error: BaseException) -> bool:
-    """Whether an HTTP server answered that the request is wrong, rather than late (408) or one too many (429)."""
+    """Whether an HTTP server answered that the request is wrong, rather than late (408) or one too many (429); gcsfs says it in
+    words."""
     status = getattr(error, "status", None)
-    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    is_wrong = isinstance(status, int) and 400 <= status < 500 and status not in (404, 408, 410, 429)
+    return is_wrong or (isinstance(error, OSError) and str(error).startswith("Forbidden"))
 
 
 class _RetriedStream(io.RawIOBase):

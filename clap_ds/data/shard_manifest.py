@@ -67,11 +67,9 @@ def read_manifest(folder: str) -> Manifest:
 
     try:
         found = again(read)
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-        PermissionError,
-    ):  # S3 refuses what isn't there to those who mayn't list
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return Manifest({})
+    except PermissionError:  # object stores refuse what isn't there to those who mayn't list
         return Manifest({})
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from None

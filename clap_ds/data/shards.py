@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -96,9 +97,12 @@ class ShardPieces:
         self._received: Loader[Piece] = Loader(
             dataset, num_workers=self.num_workers, section="clap.data", batch_size=None, **options
         )
-        self._has_locked_pages = spec.device.type == "cuda" and lock_pages(self._memory)
-        if spec.device.type == "cuda" and not self._has_locked_pages:
-            note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
+        if spec.device.type == "cuda":
+            if lock_pages(self._memory):
+                # Not by `close`, which follows errors, too: CUDA may wait for all that other ranks have left undone.
+                weakref.finalize(self, unlock_pages, self._memory).atexit = False
+            else:
+                note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume where `state` stood; where that can't be exact, in a new order."""
@@ -170,10 +174,6 @@ class ShardPieces:
 
     def close(self) -> None:
         self._received.close()
-        if self._has_locked_pages:
-            torch.cuda.synchronize()  # with copies of them
-            unlock_pages(self._memory)
-            self._has_locked_pages = False
 
 
 def _shared_rows(kind: Kind, data: ShardData, spec: BatchSpec, pieces: tuple[int, ...]) -> Tensor:

@@ -75,7 +75,9 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
 
     def close(self) -> None:
         """Stop worker processes and let go of the batches."""
-        self._ahead = None
+        if self._ahead:
+            self._ahead[1].synchronize()
+            self._ahead = None
         self._pieces.close()
 
     def __exit__(self, *error: object) -> None:

@@ -10,6 +10,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from clap_ds.data import shard_files
 from clap_ds.data.shard_files import open_shard, problem_with
+from clap_ds.data.shard_manifest import read_manifest
+from clap_ds.data.tar_items import read_items
 from tests.data.tars import put
 
 CONTENT = bytes(range(256)) * 20000
@@ -154,3 +156,12 @@ def test_a_server_that_is_down_is_told_from_files_that_are_not_there(http: str) 
     for status, problem in ((404, "is not there"), (403, "can't be reached: ClientResponseError: 403")):
         HttpFiles.down = [ClientResponseError(status)]
         assert str(problem_with(http)).startswith(problem)
+
+
+def test_what_a_server_refuses_in_mid_run_costs_what_is_in_it_alone(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a signed URL expires."""
+    monkeypatch.setattr(Ranges, "read", Mock(side_effect=ClientResponseError(403)))
+    told: list[str] = []
+    assert list(read_items(http, lambda name, reason: told.append(reason))) == []
+    assert told == ["tar can't be read: ClientResponseError: 403, message"]
+    assert read_manifest("http://files.example").shards == {}

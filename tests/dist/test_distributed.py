@@ -99,8 +99,8 @@ import resource, sys, torch
 from clap_ds.dist.distributed import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
-for step in range(8):
-    if step == 4:
+for step in range(20):
+    if step == 10:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     a = torch.ones(10_000_000)
     b = a + 1
@@ -113,4 +113,4 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="says something of glibc's allocator alone")
 def test_freed_memory_is_used_again() -> None:
     keep, plain = (int(processes.run(["-c", FAULTS, mode], check=True).stdout) for mode in ("keep", "plain"))
-    assert keep < plain / 10  # of twelve tensors of 40 MB, in pages of 4 kB or 2 MB
+    assert keep < plain / 10  # of thirty tensors of 40 MB, in pages of 4 kB or 2 MB
