@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from clap_ds.dist.distributed import keep_freed_memory
+
 _LIKELY_CAUSES = {
     signal.SIGKILL: "the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
     signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
@@ -80,4 +82,5 @@ def _start_worker(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    keep_freed_memory()  # decoders ask for megabytes of it for every clip
     torch.set_num_threads(1)
