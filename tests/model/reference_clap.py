@@ -23,8 +23,8 @@ STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads
 MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
 BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 2, 2], "hidden_size": 1024, "projection_dim": 1024}
 FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
-"""Of RoBERTa's 50,265 tokens and 12 layers: rows of a table and layers that are all alike. So are the 12 blocks of the base
-model's third stage, of which there are 2 here; the tiny model has its 6."""
+"""Of the base model's RoBERTa, whose 50,265 tokens and 12 layers are all alike, as are the 12 blocks of its third stage, of
+which there are 2 here. The tiny model has all of its own."""
 BASE_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
@@ -83,7 +83,7 @@ class HfTowers(nn.Module):
 
 
 REFERENCES = {
-    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text=FEWER, joint_dim=512),
+    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
     "htsat_base_roberta_base": HfTowers,
     "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
 }
