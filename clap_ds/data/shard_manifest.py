@@ -67,10 +67,8 @@ def read_manifest(folder: str) -> Manifest:
 
     try:
         found = again(read)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return Manifest({})
-    except PermissionError:  # object stores refuse what isn't there to those who mayn't list
-        return Manifest({})
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        return Manifest({})  # object stores refuse what isn't there to those who mayn't list
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
     try:
