@@ -39,11 +39,14 @@ def _drop(path: str) -> bool | None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)  # what isn't on the disk yet would stay
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(file).st_size
-        kept = any(_is_in_memory(file, offset) for offset in range(0, size, max(2**16, size // 16)))
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what asking has the kernel read ahead
-        return not kept
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # or the kernel reads ahead of what is asked about below
+        for _ in range(3):  # it leaves a page that is in use just then
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not any(_is_in_memory(file, offset) for offset in range(0, size, max(2**16, size // 16))):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was asked about
+                return True
+        return False
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             return None
