@@ -5,11 +5,13 @@ Leaves the names and defaults of `clap` fields to `clap_ds.config.settings`; kno
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import kind_of
 
@@ -17,6 +19,7 @@ SECTION_FIELDS = (
     "activation_checkpointing",
     "bf16",
     "checkpoint",
+    "comet",
     "comms_logger",
     "compile",
     "csv_monitor",
@@ -35,13 +38,12 @@ SECTION_FIELDS = (
 
 DEEPSPEED_FIELDS = (
     *SECTION_FIELDS,
-    "comet",
+    *NAMES,
     "communication_data_type",
     "dataloader_drop_last",
     "disable_allgather",
     "disable_python_gc",
     "dump_state",
-    "gradient_accumulation_steps",
     "gradient_allreduce_op",
     "gradient_clipping",
     "gradient_predivide_factor",
@@ -50,8 +52,6 @@ DEEPSPEED_FIELDS = (
     "prescale_gradients",
     "seq_parallel_communication_data_type",
     "steps_per_print",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
@@ -59,7 +59,7 @@ DEEPSPEED_FIELDS = (
 """Top-level names of a DeepSpeed configuration accepted here."""
 
 
-def check_deepspeed(content: dict[str, Any], clap_fields: list[str]) -> list[str]:
+def check_deepspeed(content: dict[str, Any], clap_fields: list[str], world_size: int | None) -> list[str]:
     """Problems with the DeepSpeed fields this project relies on; DeepSpeed itself checks the rest later.
 
     DeepSpeed ignores a top-level name it doesn't know, so a misspelt one would silently change the run: those are
@@ -71,18 +71,13 @@ def check_deepspeed(content: dict[str, Any], clap_fields: list[str]) -> list[str
         for name in content
         if name not in DEEPSPEED_FIELDS
     ]
-    micro_batch = content.get("train_micro_batch_size_per_gpu")
-    if micro_batch is None:
-        problems.append("train_micro_batch_size_per_gpu: missing; expected the samples per GPU and step, at least 1")
-    for name in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        "steps_per_print",
-    ):
-        value = content.get(name, 1)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            problems.append(f"{name}: expected a whole number, at least 1, found {json.dumps(value)}")
+    try:
+        BatchSizes.of(content, world_size)
+    except ValueError as error:
+        problems += str(error).splitlines()
+    interval = content.get("steps_per_print")
+    if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
+        problems.append(f"steps_per_print: expected a whole number, at least 1, found {json.dumps(interval)}")
     for name in SECTION_FIELDS:
         if not isinstance(content.get(name, {}), dict):
             problems.append(f"{name}: expected an object, found {kind_of(content[name])}")
@@ -110,6 +105,15 @@ def _check_engine_choices(content: dict[str, Any]) -> list[str]:
             " (0.0 for none, as the published runs had)"
         )
     return problems
+
+
+def missing_monitors(deepspeed: dict[str, Any]) -> list[str]:
+    """A problem for each of DeepSpeed's monitors that is asked for and whose package isn't installed."""
+    return [
+        f"{name}.enabled: {package} is not installed; pip install {package}, or set it to false"
+        for name, package in (("wandb", "wandb"), ("comet", "comet_ml"))
+        if deepspeed.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
+    ]
 
 
 def explain(details: Any, root: type[BaseModel], tagged: dict[str, type[BaseModel]]) -> str:

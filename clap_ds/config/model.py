@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PRESET_DIR = Path(__file__).with_name("presets")
+from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 
@@ -139,17 +138,13 @@ class ClapConfig(Sizes):
         return self.name.replace("_", "-")
 
 
-def preset_names() -> list[str]:
-    """Names that `load_preset` accepts, sorted."""
-    return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
-
-
 def load_preset(name: str) -> ClapConfig:
-    """The model that `presets/<name>.json` describes.
+    """The model that `presets/<name>.json` describes, by any name that `preset_of` knows.
 
     Raises:
         KeyError: no such preset; `preset_names()` lists the ones there are.
     """
+    name = preset_of(name)
     path = PRESET_DIR / f"{name}.json"
     if name not in preset_names():
         raise KeyError(name)

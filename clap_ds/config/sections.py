@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from clap_ds.config.model import preset_names
+from clap_ds.config.model_names import preset_names, preset_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -28,7 +28,7 @@ class ModelSettings(Section):
     """Which model, and how its towers run while training."""
 
     preset: str = "htsat_tiny_roberta_base"
-    """Sizes of the model: one of `clap_ds/config/presets`."""
+    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`)."""
     text_from_hub: bool = False
     """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
     drop_path: Probability = 0.1
@@ -39,23 +39,23 @@ class ModelSettings(Section):
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
-    place where they run), on CUDA the quicker of `sdpa` and `triton` that is right, tried on the GPU when the run starts (in
-    evaluations `sdpa`). With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
+    as in evaluations. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
-    published micro-batch. Made for H100 and later: on an A100 it should not pay above 128 channels. `auto`: on CUDA the quicker
-    one that is right, tried as with `attention`, elsewhere `torch`."""
+    published micro-batch. Made for H100 and later: on an A100 it should not pay above 128 channels. `auto`: on CUDA `triton`
+    where it is right, tried as with `attention`, elsewhere `torch`."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
     """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
     towers, for much less memory."""
 
     @field_validator("preset")
     @classmethod
-    def _check_preset(cls, name: str) -> str:
-        if name not in preset_names():
+    def _preset_of(cls, name: str) -> str:
+        if (preset := preset_of(name)) not in preset_names():
             raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-        return name
+        return preset
 
 
 class SyntheticData(Section):
@@ -81,9 +81,9 @@ class ShardData(Section):
     working folder, or any fsspec URL (`s3://…`; credentials come from the environment alone). A mixture:
     {"pattern": weight}, the weights being shares of the samples."""
     sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: shards are divided over ranks and workers, and no item comes again before all others of its worker have come: a
-    worker that is through begins anew. `replacement`: every worker draws shards from all of them, again and again. Either way,
-    an epoch is as many samples as the shards have items."""
+    """`epochs`: every item comes once in each epoch, however many shards, ranks and workers there are. That needs local
+    shards, or a `manifest.json` beside them; otherwise, and in a mixture, whole shards are divided over the workers, and one
+    that is through begins anew. `replacement`: every worker draws shards from all of them, again and again."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -97,6 +97,11 @@ class ShardData(Section):
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
     `~/.cache`). The next shard is fetched while one is read; the least recently used make room. 0: shards are streamed, anew in
     every pass."""
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether every item comes once before any comes again, where it is known how many each shard has."""
+        return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
 DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
@@ -127,7 +132,7 @@ class BenchSettings(Section):
     warmup_steps: NonNegativeInt = 10
     """Steps before anything is timed."""
     windows: Annotated[int, Field(ge=2)] = 10
-    """Timed windows; samples/s is their median."""
+    """Timed windows; samples/s is all their samples over all their seconds."""
     steps_per_window: PositiveInt = 5
     """Steps timed together, between two synchronisations of the device."""
     breakdown_steps: NonNegativeInt = 5
@@ -182,12 +187,12 @@ class TrainSettings(Section):
     samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data to train for; give this or `samples`."""
+    """Passes over the data to train for; give this or `samples`. Not for mixtures and `replacement`, which have no epochs."""
     initial_weights: str | None = None
     """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, a file of
     `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
     freeze: list[Literal["audio", "text"]] = []
-    """Towers (with their projections) that are not trained."""
+    """Towers (with their projections) that are not trained, by `bench.py`, too."""
     accumulation: Literal["independent", "cached"] = "independent"
     """What the micro-batches of one optimiser step are: `independent` contrastive batches whose gradients are averaged
     (DeepSpeed's), or parts of one large batch whose exact gradient is found with cached features (GradCache, arXiv

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import check_deepspeed, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import kind_of, read_object
@@ -91,7 +92,7 @@ class RunSettings:
     Attributes:
         path: the JSON file.
         clap: the typed section.
-        deepspeed: everything else, as `deepspeed.initialize(config=…)` takes it.
+        deepspeed: everything else, as `deepspeed.initialize(config=…)` takes it, batch sizes worked out.
     """
 
     def __init__(self, path: Path, clap: ClapSettings, deepspeed: dict[str, Any]) -> None:
@@ -119,11 +120,14 @@ class RunSettings:
     @property
     def micro_batch(self) -> int:
         """Samples per GPU and forward pass."""
-        return int(self.deepspeed["train_micro_batch_size_per_gpu"])
+        return self.batch_sizes().micro_batch
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return int(self.deepspeed.get("gradient_accumulation_steps", 1))
+        return self.batch_sizes().accumulation_steps
+
+    def batch_sizes(self, world_size: int | None = None) -> BatchSizes:
+        return BatchSizes.of(self.deepspeed, world_size)
 
     @property
     def precision(self) -> str:
@@ -136,9 +140,9 @@ class RunSettings:
                 return name
         return "fp32"
 
-    def without(self, section: str) -> RunSettings:
-        """The same run with one of DeepSpeed's sections left out."""
-        kept = {name: value for name, value in self.deepspeed.items() if name != section}
+    def without(self, *sections: str) -> RunSettings:
+        """The same run with some of DeepSpeed's sections left out."""
+        kept = {name: value for name, value in self.deepspeed.items() if name not in sections}
         return RunSettings(self.path, self.clap, kept)
 
     def resolved(self) -> dict[str, Any]:
@@ -146,8 +150,11 @@ class RunSettings:
         return {**self.deepspeed, "clap": self.clap.model_dump(mode="json")}
 
 
-def load_run(path: str | Path) -> RunSettings:
+def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
     """Read and check a run's JSON, by its path or by the name of a packaged one.
+
+    Args:
+        world_size: ranks it is to run on, for which its batch sizes are worked out; None where that doesn't matter.
 
     Raises:
         UserError: the file is missing or isn't JSON (with line and column), a field is unknown (with the nearest valid name),
@@ -159,7 +166,7 @@ def load_run(path: str | Path) -> RunSettings:
         raise UserError(str(error)) from None
     content = read_object(path)
     clap_section = content.pop("clap", {})
-    problems = check_deepspeed(content, list(ClapSettings.model_fields))
+    problems = check_deepspeed(content, list(ClapSettings.model_fields), world_size)
     clap = ClapSettings()
     if isinstance(clap_section, dict):
         try:
@@ -169,6 +176,7 @@ def load_run(path: str | Path) -> RunSettings:
     else:
         problems.append(f"clap: expected an object, found {kind_of(clap_section)}")
     if not problems:
+        content = BatchSizes.of(content, world_size).fill(content) if world_size else content
         problems = _check_together(clap, content.get("gradient_accumulation_steps") or 1)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

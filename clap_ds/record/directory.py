@@ -1,8 +1,8 @@
 """The run directory: what a run is, how far it got and what came of it, written as it goes.
 
 `config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
-state), `tensorboard/` and `rank0.log`. A run that is killed still tells its story. Leaves what the numbers mean to the
-command.
+state), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`. A run that is killed still tells its story. Leaves what the
+numbers mean to the command.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
@@ -30,7 +30,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stream = Stream(path / "metrics.jsonl", path / "tensorboard")
+        self._stream = Stream(path / "metrics.jsonl")
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
@@ -79,10 +79,6 @@ class RunDirectory:
         """One line of `metrics.jsonl`; `more` holds what isn't of every run, such as an evaluation's metrics by name."""
         self._stream.append({**line, **more})
 
-    def add_scalars(self, step: int, **values: float) -> None:
-        """Scalars for TensorBoard, under this project's own tags."""
-        self._stream.add_scalars(step, **values)
-
     def close(self) -> None:
         self._stream.close()
 
@@ -127,15 +123,21 @@ def start_log(path: Path) -> None:
     logger.addHandler(handler)
 
 
-def quiet_deepspeed() -> None:
-    """Keep DeepSpeed's informational lines off the terminal, where its configuration dump alone takes 150 lines, and its
-    warning that a scheduler hasn't begun, when it is made.
+@contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """Keep what DeepSpeed says while it is set up off the terminal: its informational lines, of which its configuration alone
+    takes 150, and its warning that a scheduler hasn't begun, when it is made.
 
     A filter and not a level: `deepspeed.initialize` sets the level of every handler from the configuration.
     """
     from deepspeed.utils import logger
 
-    for handler in logger.handlers:
-        handler.addFilter(
-            lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()
-        )
+    def matters(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()
+
+    terminal = logger.handlers[0]
+    terminal.addFilter(matters)
+    try:
+        yield
+    finally:
+        terminal.removeFilter(matters)

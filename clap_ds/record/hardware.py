@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import resource
 import socket
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -31,18 +32,24 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
+    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU (not `ru_maxrss`: what was there before an
+    exec counts in that)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
-def peak_memory(device: torch.device) -> Summary:
-    """`memory_peak_bytes`, and of a GPU also what its allocator held at most, which is what must fit."""
-    peak = Summary(memory_peak_bytes=peak_memory_bytes(device))
-    if device.type == "cuda":
-        peak["memory_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
-    return peak
+def peak_memory(device: torch.device) -> list[int]:
+    """`peak_memory_bytes`, and of a GPU also what its allocator held at most, which is what must fit."""
+    reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
+    return [peak_memory_bytes(device), *reserved]
+
+
+def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
+    """Of every rank's `peak_memory`, the most, for the summary."""
+    names = ("memory_peak_bytes", "memory_reserved_peak_bytes")
+    return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:

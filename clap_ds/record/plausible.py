@@ -1,4 +1,4 @@
-"""What utilisation can't be: said by the run that measures it and by whoever reads its record. Standard library only."""
+"""What has to be said beside a figure: by the run that measures it and by whoever reads its record. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,3 +24,21 @@ def doubtful_mfu(published_percent: float | None, model_percent: float | None) -
             f" (more than {MOST_MFU_PERCENT:g} %)"
         )
     return found
+
+
+MOST_UNEVEN = 0.02
+"""Share by which the median step may tell another rate than the one over time without a word."""
+
+
+def uneven_steps(rate: float, batch: float, median_step_s: float) -> list[str]:
+    """A line where the rate over time isn't that of the median step, as some steps take longer; else nothing.
+
+    Args:
+        rate: samples/s of one GPU.
+        batch: samples of one GPU in a step.
+    """
+    by_median = batch / median_step_s
+    if abs(by_median / rate - 1) <= MOST_UNEVEN:
+        return []
+    percent = 100 * (by_median / rate - 1)
+    return [f"the median step amounts to {by_median:,.5g} samples/s, {percent:+.1f} %: steps take unlike times"]

@@ -6,10 +6,11 @@ and a record of an older version has fewer fields. Times are in seconds, rates i
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
-VERSION = 2
-"""`schema` in `summary.json`; records before it have none and the same fields, where they have them."""
+VERSION = 3
+"""`schema` in `summary.json`. 3: rates are samples over time (`mean`), before it
+medians of windows. Records before 2 have none."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
@@ -20,13 +21,18 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU over the timed windows: the median and the interval that holds it with probability `coverage`."""
+    """Samples/s of one GPU: all samples over all seconds of the timed windows, and the interval that holds the rate of a long
+    run with probability `coverage`. Without a coverage there are too few windows, and it is their range."""
 
-    median: float
+    mean: float
     low: float
     high: float
     coverage: float
     windows: list[float]
+    window_s: list[float]
+    """Seconds each lasted, on the slowest rank."""
+    median: float
+    """Before schema 3, in place of the mean: of the windows."""
 
 
 class StepTime(TypedDict, total=False):
@@ -37,23 +43,11 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
-class SiteRecord(TypedDict):
-    """Of one part of the model, as sizes tell it: the kernel that computes it, milliseconds (forward and backward) of each that
-    is right, why others aren't taken, and which weren't tried to the end: where there are any, a run that resumes tries on."""
+class ChosenKernel(TypedDict):
+    """What `auto` stands for in this run, and why it isn't Triton's."""
 
     kernel: str
-    ms: dict[str, float]
-    problems: dict[str, str]
-    untried: NotRequired[list[str]]
-
-
-class KernelRecord(TypedDict, total=False):
-    """The kernels that `auto` stands for, by site, and where that is known from; `seconds` is what it took to find out."""
-
-    device: str
-    source: Literal["tried", "cache", "checkpoint"]
-    seconds: float
-    sites: dict[str, SiteRecord]
+    problem: str | None
 
 
 class Summary(TypedDict, total=False):
@@ -76,8 +70,8 @@ class Summary(TypedDict, total=False):
     precision: str
     device_name: str
     device_type: str
-    kernels: KernelRecord
-    """On CUDA, of what the settings leave open."""
+    kernels: dict[str, ChosenKernel]
+    """On CUDA, by field of `clap.model`, of those that are `auto`."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float
@@ -85,22 +79,24 @@ class Summary(TypedDict, total=False):
     """By DeepSpeed's own timer, without the wait for data."""
     deepspeed_times_host_alone: bool
     """That timer doesn't wait for the device: on a GPU it tells how fast the host queues steps, not how fast they are done."""
-    audio_hours_per_s: float
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds a step by `STEP_PHASES`, of an instrumented pass."""
+    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. `backward` and
+    `exposed_communication` are right from `schema` 3 on: before it, with `gradient_sync` overlapped, gradients travelled also
+    where they were to stay, so that the second is noise and the first holds what belongs there."""
     memory_peak_bytes: int
-    """Of tensors on a GPU, of the whole process on a CPU; on rank 0."""
+    """Of tensors on a GPU, of the whole process on a CPU; of the rank that has most (before schema 3: of rank 0)."""
     memory_reserved_peak_bytes: int
-    """Of a GPU alone: the most that torch's allocator held, gaps between tensors included."""
+    """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
     skipped_steps: int
     data: dict[str, Any]
     compile: dict[str, Any]
     warnings: list[str]
 
     flops: dict[str, Any]
-    """Forward GFLOPs a sample: `published_gflops`, `model_gflops`, `recomputed_gflops`, and DeepSpeed's count."""
+    """GFLOPs a sample: forward (`published_gflops`, `model_gflops` and DeepSpeed's count of that), forward and backward as they
+    are done (`training_gflops`), and of the forward pass what is done twice (`recomputed_gflops`)."""
     mfu_published_percent: float | None
     mfu_model_percent: float | None
     hfu_percent: float | None
@@ -113,8 +109,10 @@ class Summary(TypedDict, total=False):
 
     step: int
     samples: int
-    epoch: float
+    epoch: float | None
+    """Passes over the data; None where there are none that could be counted."""
     train_s: float
+    """Seconds of training, through all starts of the run, as is `time_to_target_s`."""
     loss: float
     target_samples: int
     planned_steps: int
@@ -172,7 +170,7 @@ class StepLine(TypedDict, total=False):
     loss: float
     memory_bytes: int
     samples: int
-    epoch: float
+    epoch: float | None
     lr: float
     gradient_norm: float
     logit_scale: float

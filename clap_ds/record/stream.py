@@ -1,4 +1,4 @@
-"""What a run tells as it goes: a line of JSON for each step in a file, and scalars for TensorBoard.
+"""What a run tells as it goes: a line of JSON for each step in a file.
 
 A run never ends for want of its log: what can't be written is left out, which is said once.
 """
@@ -6,6 +6,7 @@ A run never ends for want of its log: what can't be written is left out, which i
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -35,31 +36,26 @@ def unless_full(what: object) -> Iterator[None]:
 
 
 class Stream:
-    """A file of lines and a folder of TensorBoard's.
+    """A file of lines, made with its first."""
 
-    Args:
-        lines: the file; made with its first line.
-        tensorboard: the folder; made with the first scalar.
-    """
-
-    def __init__(self, lines: Path, tensorboard: Path) -> None:
-        self._path, self._folder = lines, tensorboard
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: int | None = None
-        self._writer: Any = None
-        self._last_step: int | None = None
-        self._has_tensorboard = True
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> float:
         """Drop what is there of later steps, which will be trained again; a line that was cut, too. What there is of a run that
-        is to begin is put aside."""
-        self._last_step = step
+        is to begin is put aside. Returns the seconds of training (`train_s`) that its last line tells of, 0 where none does."""
+        train_s = 0.0
         with unless_full(self._path):
             if self._path.exists() and step == 0:
                 now = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
                 self._path.rename(self._path.with_name(f"{self._path.stem}-before-{now}{self._path.suffix}"))
             elif self._path.exists():
-                kept = [line for line in self._path.read_text(errors="replace").split("\n") if _step_of(line) <= step]
+                lines = self._path.read_text(errors="replace").split("\n")
+                train_s = max((_number(line, "train_s") for line in lines), default=0.0)
+                kept = [line for line in lines if _number(line, "step", math.inf) <= step]
                 write_atomically(self._path, "".join(f"{line}\n" for line in kept))
+        return train_s
 
     def append(self, line: Mapping[str, Any]) -> None:
         """One more line, whole or not at all."""
@@ -75,34 +71,15 @@ class Stream:
                 os.ftruncate(self._file, size)
                 raise
 
-    def add_scalars(self, step: int, **values: float) -> None:
-        """Scalars for TensorBoard, under this project's own tags: `__` in a name stands for `/`."""
-        if not self._has_tensorboard:
-            return
-        with unless_full(self._folder):
-            # Its writer's thread ends with the first error, which a later call raises.
-            self._has_tensorboard = False
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                purged = None if self._last_step is None else self._last_step + 1
-                self._writer = SummaryWriter(str(self._folder), purge_step=purged)
-            for tag, value in values.items():
-                self._writer.add_scalar(tag.replace("__", "/"), value, step)
-            self._has_tensorboard = True
-
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        if self._writer is not None:
-            with unless_full(self._folder):
-                self._writer.close()
 
 
-def _step_of(line: str) -> float:
-    """Of a line; infinite where it has none."""
+def _number(line: str, field: str, otherwise: float = 0.0) -> float:
+    """A field of a line, or something else where that isn't a number."""
     try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)[field])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return otherwise

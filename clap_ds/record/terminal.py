@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from clap_ds.record.schema import Summary
@@ -15,9 +12,7 @@ from clap_ds.record.statistics import interval_label
 
 
 class Progress:
-    """Steps done, live rate and time left: a bar on a terminal, a line per advance elsewhere.
-
-    Redrawn only by `advance`, so that no thread of it runs beside timed steps.
+    """Steps done, live rate and time left: a line per advance.
 
     Args:
         num_steps: at the end.
@@ -26,36 +21,17 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
-        self._num_steps = num_steps
-        self._enabled = enabled
+        self._num_steps, self._enabled = num_steps, enabled
         self._first = self._done = first
         self._started_s = time.monotonic()
-        self._console = Console(stderr=True)
-        self._bar: RichProgress | None = None
-
-    def __enter__(self) -> Progress:
-        if self._enabled and self._console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._bar = RichProgress(*columns, console=self._console, auto_refresh=False)
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._num_steps, completed=self._first)
-        return self
 
     def advance(self, num_steps: int, text: str) -> None:
         """Say that `num_steps` more steps are done."""
         self._done += num_steps
-        if self._bar is not None:
-            self._bar.update(self._task, advance=num_steps, description=text, refresh=True)
-        elif self._enabled:
+        if self._enabled:
             elapsed_s = time.monotonic() - self._started_s
             left_s = elapsed_s / max(self._done - self._first, 1) * (self._num_steps - self._done)
             print(f"step {self._done}/{self._num_steps}  {text}  {left_s:.0f} s left", flush=True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def print_summary(summary: Summary) -> None:
@@ -87,16 +63,18 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     lines = [
-        (f"samples/s/{unit}", f"{rate['median']:,.2f}"),
-        (f"  {interval_label(rate['coverage'], len(rate['windows']))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
+        (f"samples/s/{unit}", f"{rate['mean']:,.2f}"),
+        (
+            f"  {interval_label(rate.get('coverage'), len(rate['windows']))}",
+            f"{rate['low']:,.2f} – {rate['high']:,.2f}",
+        ),
         ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
         (f"samples/s in all, by DeepSpeed's timer{host_alone}", _number(summary["deepspeed_samples_per_s"])),
-        ("hours of audio per second", f"{summary['audio_hours_per_s']:,.4f}"),
         ("step time, median", _seconds(step["median"])),
         ("step time, 95th percentile", _seconds(step["p95"])),
         ("step time, slowest rank", _seconds(step["slowest_rank_median"])),
         ("waiting for data", f"{summary['data_wait_percent']:.2f} %"),
-        ("peak memory per rank", _memory(summary)),
+        ("peak memory per rank (largest)", _memory(summary)),
         *_utilization_rows(summary),
     ]
     breakdown = summary["breakdown_s"] or {}
@@ -113,12 +91,13 @@ def _utilization_rows(summary: Summary) -> list[tuple[str, str]]:
         return []
     flops = summary["flops"]
     lines = [
-        ("TFLOPS achieved per device, 3 × forward", f"{summary['achieved_tflops']:,.3f}"),
-        ("forward GFLOPs a sample, model", f"{flops['model_gflops']:,.4f}"),
+        ("TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"),
+        ("GFLOPs a sample, forward and backward", f"{flops['training_gflops']:,.4f}"),
+        ("GFLOPs a sample, forward", f"{flops['model_gflops']:,.4f}"),
     ]
     if flops["recomputed_gflops"]:
         recomputed = f"{summary['hardware_tflops']:,.3f} ({flops['recomputed_gflops']:.4f} GFLOPs a sample done twice)"
-        lines.insert(1, ("  with recomputation", recomputed))
+        lines.insert(1, ("  with what is done twice", recomputed))
     if flops["deepspeed_gflops"] is not None:
         unseen = sum(flops["deepspeed_unseen_gflops"].values())
         value = f"{flops['deepspeed_gflops']:,.4f}" + (f" ({unseen:.4f} of it unseen by it)" if unseen else "")
@@ -127,11 +106,11 @@ def _utilization_rows(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("MFU", "– (unknown peak)"))
     else:
         peak = f"of {summary['peak_tflops']:g} TFLOPS"
-        published = f"MFU, published convention ({flops['published_gflops']:.2f} GFLOPs)"
+        published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
         lines.append((published, f"{summary['mfu_published_percent']:.2f} % {peak}"))
         lines.append(("MFU, work really done", f"{summary['mfu_model_percent']:.2f} % {peak}"))
         if flops["recomputed_gflops"]:
-            lines.append(("  with recomputation (HFU)", f"{summary['hfu_percent']:.2f} % {peak}"))
+            lines.append(("  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} % {peak}"))
     if "matmul_tflops" in summary:
         share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
         lines.append(("of what matrix products achieve here", share))

@@ -1,0 +1,69 @@
+"""Micro-batch, gradient accumulation and global batch, worked out in this one place. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+MICRO_BATCH, ACCUMULATION, GLOBAL_BATCH = NAMES
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples of a rank's forward pass, those passes in an optimiser step, and samples of a step over all ranks."""
+
+    micro_batch: int
+    accumulation_steps: int
+    global_batch: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
+        """What a DeepSpeed configuration says, as `DeepSpeedConfig._set_batch_related_parameters` reads it: two numbers
+        give the third; with the micro-batch or the global batch alone there is one pass a step. null is like no number.
+
+        Args:
+            world_size: ranks; None where they aren't known: the fewest that the numbers allow.
+
+        Raises:
+            ValueError: a number is missing or isn't one (a line each), or they contradict each other.
+        """
+        given = {name: config[name] for name in NAMES if config.get(name) is not None}
+        problems = [
+            f"{name}: expected a whole number, at least 1, found {json.dumps(value)}"
+            for name, value in given.items()
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ]
+        if MICRO_BATCH not in given and GLOBAL_BATCH not in given:
+            problems.append(f"{MICRO_BATCH}: missing; expected the samples of a GPU's forward pass, or {GLOBAL_BATCH}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        numbers: list[Any] = [given.get(name) for name in NAMES]
+        micro_batch, steps, whole = numbers
+        ranks = world_size or (max(1, whole // (micro_batch * steps)) if len(given) == len(NAMES) else 1)
+        if steps is None:
+            steps = whole // (micro_batch * ranks) if micro_batch and whole else 1
+        if micro_batch is None:
+            micro_batch = whole // (steps * ranks)
+        sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
+        if whole not in (None, sizes.global_batch):
+            product = " × ".join(f"{name} {given[name]}" for name in NAMES[:2] if name in given)
+            product += " × " * bool(product) + f"{ranks} rank{'s' if ranks > 1 else ''}"
+            divisor = given.get(MICRO_BATCH, 1) * given.get(ACCUMULATION, 1) * ranks
+            if len(given) == len(NAMES):
+                found = f"is not {product} = {divisor}; expected numbers that agree, or two of the three"
+            else:  # with the global batch alone it is the micro-batch that is worked out
+                missing = ACCUMULATION if MICRO_BATCH in given else MICRO_BATCH
+                found = (
+                    f"over {product} = {divisor} leaves {missing}, which isn't given, at {whole / divisor:g};"
+                    f" expected a multiple of {divisor}"
+                )
+            raise ValueError(f"{GLOBAL_BATCH}: {whole} {found}")
+        return sizes
+
+    def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration with what is a rank's; a global batch that was given stays, for DeepSpeed to check."""
+        kept = {name: value for name, value in config.items() if name not in NAMES or value is not None}
+        return {**kept, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}
