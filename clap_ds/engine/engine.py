@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -29,7 +30,6 @@ from clap_ds.engine.wrapping import wrap
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
-from clap_ds.record.schema import KernelRecord
 
 MOST_SKIPPED = 40
 """Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
@@ -44,7 +44,6 @@ class ClapEngine:
 
     Attributes:
         model: the model being trained.
-        kernels: what `clap_ds.engine.kernels` has chosen for it, for checkpoints.
         deepspeed: DeepSpeed's engine around it.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
@@ -64,7 +63,6 @@ class ClapEngine:
         self.model = model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
-        self.kernels = KernelRecord()
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
         self.loss = build_loss(run)
@@ -81,7 +79,6 @@ class ClapEngine:
         self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None
-        self._accumulation_steps = run.gradient_accumulation_steps
         self._max_log_scale = math.log(run.clap.max_logit_scale)
         self.is_skipped = torch.zeros((), device=device, dtype=torch.bool)
         # On the device: the first bad step, -1 for none; steps skipped since they were counted, and in a row.
@@ -89,7 +86,23 @@ class ClapEngine:
         self._skipped = torch.zeros(2, device=device, dtype=torch.long)
 
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """One optimiser step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
+        """One optimiser step: what `accumulate` does and returns, then the update."""
+        skipped_before = self.deepspeed.skipped_steps
+        statistics = [buffer.clone() for buffer in self.model.audio.batch_norm.buffers()]
+        loss_mean = self.accumulate(batches, timer)
+        self._update(timer)
+        self._bound_logit_scale()
+        self.sync.after_step()
+        self.steps += 1
+        self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
+        progress.step(self.steps)
+        return loss_mean
+
+    def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+        """Forward and backward of a step's micro-batches, as many as DeepSpeed divides their losses by; no update.
+
+        DeepSpeed is told which is the last: left alone it counts them from the start of the run, which goes wrong once their
+        number changes.
 
         Args:
             batches: source of micro-batches on the device.
@@ -99,15 +112,12 @@ class ClapEngine:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
             this rank's pairs against the whole step's.
         """
-        skipped_before = self.deepspeed.skipped_steps
-        statistics = [buffer.clone() for buffer in self.model.audio.batch_norm.buffers()]
-        loss_mean = self._cached_micro_steps(batches, timer) if self._cached else self._micro_steps(batches, timer)
-        self._bound_logit_scale()
-        self.sync.after_step()
-        self.steps += 1
-        self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        progress.step(self.steps)
-        return loss_mean
+        number = self.deepspeed.gradient_accumulation_steps()
+        return (
+            self._cached_micro_steps(batches, number, timer)
+            if self._cached
+            else self._micro_steps(batches, number, timer)
+        )
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
         """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
@@ -133,55 +143,64 @@ class ClapEngine:
 
     def set_accumulation_steps(self, number: int) -> None:
         """Micro-batches in each of the following steps."""
-        if number != self._accumulation_steps:
-            self._accumulation_steps = number
+        if number != self.deepspeed.gradient_accumulation_steps():
             per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
             self.deepspeed.set_train_batch_size(number * per_micro_step)
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
-    def _micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+    def _micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
         loss_sum = torch.zeros((), device=self._first_bad_step.device)
-        for number in range(1, self._accumulation_steps + 1):
+        for left in reversed(range(number)):
             with timer("data_wait"):
                 batch = next(batches)
-            self._set_boundary(number)
-            loss = self.forward_backward(batch, timer)
-            self._update(timer)
-            loss_sum += loss.detach()
-        return loss_sum / self._accumulation_steps
+            self.deepspeed.set_gradient_accumulation_boundary(left == 0)
+            loss_sum += self.forward_backward(batch, timer).detach()
+            self._count_micro_batch(timer)
+        return loss_sum / number
 
-    def _cached_micro_steps(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+    def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
         with timer("data_wait"):
-            micro_batches = [next(batches) for _ in range(self._accumulation_steps)]
-        with timer("forward"):
-            cache = FeatureCache(self.deepspeed, self.model, micro_batches)
-        with timer("loss"):
-            loss = cache.differentiate(partial(self.loss, captions_B=self._captions(*micro_batches)))
-        for number, surrogate in enumerate(cache.surrogate_losses(check=self.steps == 0), start=1):
+            micro_batches = [next(batches) for _ in range(number)]
+        with self._seen_by_deepspeeds_timer():
             with timer("forward"):
-                self._set_boundary(number)
-                self.sync.before_forward()
+                cache = FeatureCache(self.deepspeed, self.model, micro_batches)
+            with timer("loss"):
+                loss = cache.differentiate(partial(self.loss, captions_B=self._captions(*micro_batches)))
+        for left, surrogate in zip(reversed(range(number)), cache.surrogate_losses(check=self.steps == 0), strict=True):
+            with timer("forward"):
+                self.deepspeed.set_gradient_accumulation_boundary(left == 0)
                 surrogate_loss = surrogate()
             with timer("backward"):
                 self.deepspeed.backward(surrogate_loss, scale_wrt_gas=False)
-            self._update(timer)
+            self._count_micro_batch(timer)
         return loss
 
-    def _set_boundary(self, number: int) -> None:
-        """Tell DeepSpeed whether micro-batch `number` is the step's last. Left alone it counts them from the start of the run,
-        which goes wrong once the number in a step changes."""
-        self.deepspeed.set_gradient_accumulation_boundary(number == self._accumulation_steps)
+    @contextmanager
+    def _seen_by_deepspeeds_timer(self) -> Iterator[None]:
+        """Have DeepSpeed's throughput timer, which starts anew with every forward pass, count all that is done inside."""
+        timer = self.deepspeed.tput_timer
+        timer.start()
+        began, counted = timer.start_time, timer.micro_step_count
+        yield
+        timer.start_time = began
+        timer.stop()
+        timer.micro_step_count = counted  # it was no micro-batch
+
+    def _count_micro_batch(self, timer: PhaseTimer) -> None:
+        """Have DeepSpeed count a micro-batch that isn't the step's last."""
+        if not self.deepspeed.is_gradient_accumulation_boundary():
+            with timer("optimizer"):
+                self.deepspeed.step()
 
     def _update(self, timer: PhaseTimer) -> None:
-        """Count a micro-batch; after the step's last, update the weights."""
-        wanted = self.norm_wanted and self.deepspeed.is_gradient_accumulation_boundary()
+        """Update the weights, which ends a step."""
         by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
-        if wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
+        if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
         with timer("optimizer"):
             self.deepspeed.step()
-        if wanted and by_deepspeed:
+        if self.norm_wanted and by_deepspeed:
             norm = self.deepspeed.get_global_grad_norm()
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self._first_bad_step.device)
 
@@ -192,7 +211,6 @@ class ClapEngine:
 
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
         """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
-        self.sync.before_forward()
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with timer("forward"):

@@ -4,7 +4,8 @@ DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer d
 ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
 DistributedDataParallel would change) and DeepSpeed's own reduction is switched off. Only what the reducer leaves open is
 written here: the data type on the wire and the averaging as DeepSpeed's configuration says, synchronisation at the
-accumulation boundary alone, and parameters that get no gradient, found in a first step that DeepSpeed reduces itself.
+accumulation boundary alone, and parameters that get no gradient, found in a first step that DeepSpeed reduces itself. Whether
+gradients travel is settled here alone, before each forward pass.
 """
 
 from collections.abc import Iterator
@@ -33,15 +34,18 @@ class GradientSync:
         self._engine = engine
         self._module: Any = engine.module  # an nn.Module that `replicate` gives more methods
         self._bucket_mb = bucket_mb
-        self._attached = False
+        self._attached = self._is_off = False
         self._recorder = _UsedParameters(self._module) if overlapped else None
-        if dist.get_world_size() == 1:
-            engine.enable_backward_allreduce = False  # it copies every gradient to a buffer and back
+        engine.register_forward_pre_hook(self._settle)  # comes before the module's, where the reducer takes notice
 
-    def before_forward(self) -> None:
-        """Call before the forward pass of every micro-batch: gradients travel only at the accumulation boundary."""
+    def _settle(self, module: nn.Module, inputs: Any) -> None:
+        """Let the gradients of the pass that begins travel or not: only at the accumulation boundary, if not `off`."""
         if self._attached:
-            self._module.set_requires_gradient_sync(self._engine.is_gradient_accumulation_boundary())
+            at_boundary = self._engine.is_gradient_accumulation_boundary()
+            self._module.set_requires_gradient_sync(at_boundary and not self._is_off)
+        # DeepSpeed looks for the boundary itself. On one rank it would copy every gradient to a buffer and back.
+        by_deepspeed = not self._attached and dist.get_world_size() > 1
+        self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
 
     def after_step(self) -> None:
         """Call after every optimiser step: the first one decides how the reducer is attached."""
@@ -51,15 +55,13 @@ class GradientSync:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Gradients stay local: to measure what sending them costs. Weights drift apart if a step is taken on them."""
-        by_deepspeed = self._engine.enable_backward_allreduce
-        self._engine.enable_backward_allreduce = False
-        if self._attached:
-            self._module.set_requires_gradient_sync(False)
+        """Gradients of forward passes in here stay local, whatever calls them: to measure what sending costs. Weights
+        drift apart if a step is taken on them."""
+        self._is_off, before = True, self._is_off
         try:
             yield
         finally:
-            self._engine.enable_backward_allreduce = by_deepspeed
+            self._is_off = before
 
     def _attach(self, *, find_unused: bool) -> None:
         replicate(
@@ -68,10 +70,7 @@ class GradientSync:
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused,
         )
-        averaging = Averaging.of(self._engine)
-        if not averaging.is_the_reducers_own(self._module):
-            self._module.register_comm_hook(averaging, reduce_bucket)
-        self._engine.enable_backward_allreduce = False
+        self._module.register_comm_hook(Averaging.of(self._engine), reduce_bucket)
         self._attached = True
 
 
@@ -111,11 +110,6 @@ class Averaging:
                 (1 / predivide, predivide / world_size) if engine.postscale_gradients() else (1 / world_size, 1.0)
             )
         return cls(engine.communication_data_type, before, after)
-
-    def is_the_reducers_own(self, module: nn.Module) -> bool:
-        """Whether the reducer does the same without a hook: divided before the sum, in the gradients' own type."""
-        same_dtype = all(p.dtype == self.wire_dtype for p in module.parameters() if p.requires_grad)
-        return same_dtype and self.before == 1 / dist.get_world_size() and self.after == 1
 
 
 def reduce_bucket(averaging: Averaging, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

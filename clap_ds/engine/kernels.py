@@ -1,195 +1,148 @@
-"""Which kernels a run computes with where its settings leave that open (`auto`): on CUDA the quickest that is right, as tried
-on this GPU at the run's own sizes (`kernel_trials`), once: what was found is kept in the user's cache. Rank 0 decides for all.
+"""What `auto` of `clap.model.attention` and `clap.model.mlp` is on CUDA: this project's Triton kernels where they compile here
+and agree with plain products in fp32, forward and gradients, at every size the model has; else `sdpa`, and `torch` for MLPs.
 
-A run that resumes takes what its checkpoint says, so that its numbers go on as they began; where not all had been tried then,
-it tries on. What fails here doesn't fail the run: a site of which nothing is known keeps the kernel to take untried.
+Tried in this process at every start, on a few clips of noise. All ranks take the same: Triton's where none found a fault.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
-import json
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, TypeAdapter
-from torch.utils._triton import has_triton_package
+import torch.nn.functional as F
+from torch import Tensor
 
-from clap_ds.config.files import write_atomically
-from clap_ds.config.places import PACKAGE
-from clap_ds.config.sections import ModelSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import on_first
+from clap_ds.dist.agreement import gather, rank
 from clap_ds.dist.progress import doing
-from clap_ds.engine import kernel_trials
-from clap_ds.engine.kernel_trials import AttentionSite, MlpSite, Site, first_line
-from clap_ds.engine.trial_processes import Conditions, Found, try_kernels, untried
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.kernel_choice import KernelChoice
-from clap_ds.model.swin import Mlp, SwinBlock, WindowAttention
-from clap_ds.native.library import cache_directory
-from clap_ds.record.hardware import device_name
-from clap_ds.record.schema import KernelRecord, SiteRecord
+from clap_ds.model.swin import SwinBlock
+from clap_ds.model.window_attention import attend_windows
+from clap_ds.model.windows import shifted_window_mask
+from clap_ds.record.schema import ChosenKernel
 
-_CONTENT = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)] | str]])
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
+"""Of the largest value, as in the kernels' tests."""
+CLIPS = 16
+"""Enough for programs of window attention's backward pass to go through several windows each."""
+
+Operation = Callable[..., Tensor]
+Random = Callable[..., Tensor]
+"""Sizes → normal noise in the run's dtype."""
+Trial = tuple[str, Operation, Operation, dict[str, Tensor]]
+"""Of what, Triton's operation, the plain one, and what both are given, by name."""
 
 
-def choose_kernels(
-    run: RunSettings, model: ClapModel, device: torch.device, recorded: Mapping[str, Any]
-) -> KernelRecord:
-    """Give the model's modules the kernels to compute with, before anything has been traced or run. A collective.
-
-    Args:
-        recorded: what the checkpoint says that the run resumes from; empty without one.
+def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
+    """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run. A collective.
 
     Returns:
-        What was chosen and why, for the run's record and its checkpoints; empty where there is nothing to choose.
-
-    Raises:
-        ValueError: this rank doesn't have what rank 0 has chosen.
+        What was chosen, by field of `clap.model`, for the run's record; empty where the settings name kernels.
     """
-    sites = sites_of(model, run.clap.model)
-    if not sites:
-        return {}
-    with doing("trying kernels"):
-        record = on_first(lambda: _decide(list(sites), Conditions.of(run, device), recorded))
-    for site, modules in sites.items():
-        if (chosen := record.get("sites", {}).get(str(site))) is None:
-            continue
-        if (kernel := _by_name(site).get(chosen["kernel"])) is None:
-            name = f"{chosen['kernel']} for {site}"
-            raise ValueError(f"clap.model: attention, mlp: 'auto' on rank 0 is {name}, which this rank doesn't have")
-        for module in modules:
-            module.kernel = kernel
-    return record
+    chosen, said = dict[str, ChosenKernel](), list[str]()
+    fields: dict[Literal["attention", "mlp"], tuple[str, Callable[[ClapModel, Random], Iterator[Trial]]]]
+    fields = {"attention": ("sdpa", _attention_trials), "mlp": ("torch", _mlp_trials)}
+    for field, (otherwise, trials) in fields.items():
+        if getattr(run.clap.model, field) == "auto":
+            with doing("trying kernels"):
+                problems = gather(_first_problem(trials, model, _compute_dtype(run), device))
+            found = [f"rank {number}: {problem}" for number, problem in enumerate(problems) if problem is not None]
+            if found:
+                chosen[field] = {"kernel": otherwise, "problem": found[0]}
+                said.append(f"{field} {otherwise} (triton can't be taken, {found[0]})")
+            else:
+                chosen[field] = {"kernel": "triton", "problem": None}
+                said.append(f"{field} triton")
+                model.audio.use_triton(field)
+    if said and rank() == 0:
+        print(f"kernels: {'; '.join(said)}", flush=True)
+    return chosen
 
 
-def sites_of(model: ClapModel, settings: ModelSettings) -> dict[Site, list[WindowAttention | Mlp]]:
-    """What the settings leave open, and the modules that compute it."""
-    sites: dict[Site, list[WindowAttention | Mlp]] = {}
-    for stage, grid in zip(model.audio.stages, model.config.audio.stage_grids, strict=True):
-        for block in [module for module in stage.modules() if isinstance(module, SwinBlock)]:
-            attention, heads = block.attention, block.attention.relative_position_bias.shape[1]
-            dim, hidden = block.mlp.fc1.in_features, block.mlp.fc1.out_features
-            if settings.attention == "auto":
-                site = AttentionSite(grid, attention.window, block.shift, heads, dim)
-                sites.setdefault(site, []).append(attention)
-            if settings.mlp == "auto":
-                sites.setdefault(MlpSite(grid, dim, hidden // dim), []).append(block.mlp)
-    return sites
+def _compute_dtype(run: RunSettings) -> torch.dtype:
+    name = run.precision.removeprefix("torch_autocast_")
+    dtype: torch.dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name))
+    return dtype
 
 
-def _by_name(site: Site) -> dict[str, KernelChoice]:
-    return {str(kernel): kernel for kernel in site.candidates()}
+def _first_problem(
+    trials: Callable[[ClapModel, Random], Iterator[Trial]], model: ClapModel, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with Triton's kernels on this rank, in a line; None where they are right."""
+    generator = torch.Generator(device).manual_seed(0)  # what the run draws stays as it is
 
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-def _decide(sites: Sequence[Site], conditions: Conditions, recorded: Mapping[str, Any]) -> KernelRecord:
-    device, began_s = device_name(conditions.device), time.monotonic()
-    taken: dict[str, SiteRecord] = {}
-    if recorded and (problem := _why_not(recorded, sites, device)):
-        print(f"note: the kernels that the checkpoint was trained with: {problem}; chosen anew", flush=True)
-    elif recorded:
-        taken = {name: found for name, found in recorded["sites"].items() if not found.get("untried")}
-    undecided = [site for site in sites if str(site) not in taken and len(site.candidates()) > 1]
-    if not undecided and not taken:
-        return {}
-    cache, problem = cache_directory() / "kernels.json", None
-    keys = {site: _key(site, conditions, device) for site in undecided}
-    content = _cached(cache) if undecided else {}
-    known: dict[Site, Found] = {site: dict(content.get(key, {})) for site, key in keys.items()}
-    if is_new := any(untried(site, found) for site, found in known.items()):
-        problem = try_kernels(known, conditions)
-        _write(cache, {keys[site]: found for site, found in known.items() if found})
-    record = KernelRecord(
-        device=device,
-        source="tried" if is_new else "cache" if undecided else "checkpoint",
-        seconds=time.monotonic() - began_s,
-        sites=taken | {str(site): _best(site, found) for site, found in known.items()},
-    )
-    _show(record, sites, conditions, problem)
-    return record
-
-
-def _why_not(recorded: Mapping[str, Any], sites: Sequence[Site], device: str) -> str | None:
-    """Why what a checkpoint says can't be taken, None where it can."""
-    if recorded["device"] != device:
-        return f"they were chosen on {recorded['device']}, this is {device}"
-    for site in sites:
-        label, kernels = recorded["sites"].get(str(site), {}).get("kernel"), _by_name(site)
-        if label is not None and label not in kernels:
-            return f"{label} for {site} can't be had here"
-        if label is None and len(kernels) > 1:
-            return f"there is none for {site}"
+    try:
+        for trial in trials(model, random):
+            if problem := _disagreement(trial, random):
+                return problem
+    except Exception as error:  # of whatever type a compiler or a driver has
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
 
-def _best(site: Site, found: Found) -> SiteRecord:
-    """The quickest; the one to take untried where none is known to be right."""
-    kernels = list(_by_name(site))
-    ms = {name: 1000 * time_s for name in kernels if isinstance(time_s := found.get(name), float)}
-    problems = {name: problem for name in kernels if isinstance(problem := found.get(name), str)}
-    kernel = min(ms, key=ms.__getitem__, default=kernels[0])
-    return SiteRecord(kernel=kernel, ms=ms, problems=problems, untried=untried(site, found))
+def _disagreement(trial: Trial, random: Random) -> str | None:
+    what, triton, plain, tensors = trial
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors.values()]
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors.values()]
+    output, expected = triton(*leaves), plain(*exact)
+    probe = random(*expected.shape)
+    ours = [output.detach(), *torch.autograd.grad(output, leaves, probe)]
+    theirs = [expected.detach(), *torch.autograd.grad(expected, exact, probe.float())]
+    names = ["output", *(f"gradient of {name}" for name in tensors)]
+    for name, x, y in zip(names, ours, theirs, strict=True):
+        error = float((x.float() - y).abs().max() / y.abs().max())
+        if not error < TOLERANCE[output.dtype]:  # NaN, too
+            return f"{what}: its {name} is off by {error:.2g} of the largest value"
+    return None
 
 
-def _show(record: KernelRecord, sites: Sequence[Site], conditions: Conditions, problem: str | None) -> None:
-    """One line: for each site the kernel and its time, beside that of the one to take untried."""
-    known_from = {"cache": "tried before", "checkpoint": "as in the checkpoint"}
-    source = known_from.get(record["source"], f"tried in {record['seconds']:.0f} s")
-    shown, wrong = [], []
-    for site, found in ((site, record["sites"][str(site)]) for site in sites if str(site) in record["sites"]):
-        names = dict.fromkeys((found["kernel"], str(site.candidates()[0])))
-        times = [f"{name} {found['ms'][name]:.2f}" for name in names if name in found["ms"]]
-        shown.append(f"{site}: {', '.join(times) or found['kernel']}")
-        wrong += [f"{name} at {site}: {why}" for name, why in found["problems"].items()]
-    more = [f"{len(wrong)} can't be taken ({wrong[0]})"] if wrong else []
-    more += [f"not all have been tried ({problem})"] if problem else []
-    head = f"kernels on {record['device']}, {conditions}, {source} (ms forward + backward)"
-    print(f"{head}: {'; '.join([*shown, *more])}", flush=True)
-
-
-def _key(site: Site, conditions: Conditions, device: str) -> str:
-    """All that an outcome depends on."""
-    version = importlib.import_module("triton").__version__ if has_triton_package() else "none"
-    return f"{device}; torch {torch.__version__}; triton {version}; kernels {_source()}; {conditions}; {site}"
-
-
-@functools.cache
-def _source() -> str:
-    """Hash of what computes here and of what tries it."""
-    model = PACKAGE / "model"
-    files = sorted(
-        {*model.glob("*window*.py"), *model.glob("*triton*.py"), model / "swin.py", model / "kernel_choice.py"}
+def _attention_trials(model: ClapModel, random: Random) -> Iterator[Trial]:
+    """Each size of window attention in the model, once."""
+    sizes = dict.fromkeys(
+        (grid, dim, block.attention.relative_position_bias.shape[1], block.attention.window, block.shift)
+        for grid, dim, block in _blocks(model)
     )
-    parts = [path.read_bytes() for path in [*files, Path(kernel_trials.__file__)]]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    for grid, dim, heads, window, shift in sizes:
+        tensors = {name: random(CLIPS, grid, grid, dim) for name in "qkv"}
+        tensors["bias"] = bias = random(heads, window**2, window**2)
+        mask = shifted_window_mask(grid, window, shift).to(bias.device) if shift else None
+        attend = partial(_attend, mask_GNN=mask, window=window, shift=shift)
+        what = f"{grid}×{grid}×{dim}, {heads} heads, {window}×{window} windows" + (f", shift {shift}" if shift else "")
+        yield what, partial(attend, kernel="triton"), partial(attend, kernel="matmul"), tensors
 
 
-def _read(path: Path) -> dict[str, Found]:
-    return dict(_CONTENT.validate_json(path.read_bytes(), strict=True)) if path.exists() else {}
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **how: Any) -> Tensor:
+    return attend_windows(torch.cat([q, k, v], dim=-1), bias, **how)
 
 
-def _cached(path: Path) -> dict[str, Found]:
-    try:
-        return _read(path)
-    except (OSError, ValueError) as error:
-        print(f"note: {path} can't be read ({first_line(error)}): kernels are tried anew", flush=True)
-        return {}
+def _mlp_trials(model: ClapModel, random: Random) -> Iterator[Trial]:
+    """Each size of MLP in the model that there is a kernel for, once.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from clap_ds.model.mlp_triton import supports, triton_mlp
+
+    sizes = dict.fromkeys((grid, dim, block.mlp.fc1.out_features) for grid, dim, block in _blocks(model))
+    supported = [(grid, dim, hidden) for grid, dim, hidden in sizes if supports(dim, hidden)]
+    if not supported:
+        raise ValueError("it has no MLP of this model's widths")
+    for grid, dim, hidden in supported:
+        weights = {"weight 1": random(hidden, dim) * dim**-0.5, "bias 1": random(hidden)}
+        weights |= {"weight 2": random(dim, hidden) * hidden**-0.5, "bias 2": random(dim)}
+        yield f"{grid}×{grid}×{dim}", triton_mlp, _plain_mlp, {"tokens": random(CLIPS, grid, grid, dim), **weights}
 
 
-def _write(path: Path, entries: Mapping[str, Found]) -> None:
-    """Beside what other runs have written there, unless it can't be read."""
-    others: dict[str, Found] = {}
-    try:
-        with suppress(OSError, ValueError):
-            others = _read(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({**others, **entries}, indent=1) + "\n")
-    except OSError as error:
-        print(f"note: {path} can't be written ({first_line(error)}): the next run tries kernels anew", flush=True)
+def _plain_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)
+
+
+def _blocks(model: ClapModel) -> list[tuple[int, int, SwinBlock]]:
+    """Side of the token grid, channels, block."""
+    sizes = zip(model.config.audio.stage_grids, model.config.audio.stage_dims, model.audio.stages, strict=True)
+    return [(grid, dim, each) for grid, dim, stage in sizes for each in stage.modules() if isinstance(each, SwinBlock)]

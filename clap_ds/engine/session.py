@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.comm import log_summary
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.utils.timer import ThroughputTimer
 
+from clap_ds.config.check import missing_monitors
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
@@ -31,13 +34,18 @@ from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.kernels import choose_kernels
+from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
-from clap_ds.record.schema import Environment, KernelRecord
+from clap_ds.record.schema import Environment
 
 FAILED = 1
+HOST_ALONE = (
+    "note: DeepSpeed's samples/s (RunningAvgSamplesPerSec) are those of the host, which queues steps before the GPU has done"
+    " them: timers.throughput.synchronized is false"
+)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -64,13 +72,14 @@ class Session:
     record: RunDirectory
     engine: ClapEngine
     batches: BatchSource
+    scalars: Scalars
     supply_told: bool = False
     quickest: tuple[float, ...] = ()  # rates of the two quickest steps before that was told
 
     @property
     def samples_per_step(self) -> int:
         """Samples of one rank in one optimiser step."""
-        return self.run.micro_batch * self.run.gradient_accumulation_steps
+        return self.run.batch_sizes(self.ranks.world_size).global_batch // self.ranks.world_size
 
     def tell_supply(self, rates: Iterable[float]) -> None:
         """Say once, on rank 0, whether the loader keeps up with steps that took so many of its clips per second, not counting
@@ -87,12 +96,16 @@ class Session:
 
 
 class Start:
-    """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another."""
+    """What a run starts from: here, a fresh model and the beginning of the data. `clap_ds.training.start` has another.
 
-    @property
-    def kernels(self) -> KernelRecord:
-        """What the checkpoint says of kernels that the run goes on from; empty without one. For after `prepare`."""
-        return {}
+    Attributes:
+        held_back: DeepSpeed's sections that the engine is built without, as they would have it synchronise in every step.
+        folder: where TensorBoard's files lie, beside what the run leaves elsewhere through all its starts; None: in the run
+            directory. For after `prepare`.
+    """
+
+    held_back: tuple[str, ...] = ("flops_profiler",)
+    folder: Path | None = None
 
     def build_model(self, run: RunSettings, device: torch.device) -> ClapModel:
         """The model before it is wrapped; the same on every rank.
@@ -131,8 +144,8 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
         cuda_graphs=run.clap.cuda_graphs,
     )
-    quiet_deepspeed()
-    together(lambda: _check_deepspeed_sections(run))
+    with quiet_deepspeed():
+        together(lambda: _check_deepspeed_sections(run))
     record = _make_record(run, ranks, device)
     start = start or Start()
     with (
@@ -142,22 +155,28 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     ):
         together(lambda: hub_files.fetch(run, ranks))
         torch.manual_seed(run.clap.seed)
-        # The profiler would time and synchronise every step; `measuring.flops_profile` runs it outside the timed windows.
         model = together(lambda: start.build_model(run, device))
-        engine = together(lambda: ClapEngine(run.without("flops_profiler"), model, device))
+        with quiet_deepspeed():
+            engine = together(lambda: ClapEngine(run.without(*start.held_back), model, device))
+        if ranks.is_first and times_host_alone(engine.deepspeed.tput_timer, device):
+            print(HOST_ALONE, flush=True)
         # Weights are the same on every rank, dropout and augmentation are not.
         torch.manual_seed(run.clap.seed + 1 + ranks.rank)
         data_state = together(lambda: start.prepare(engine, record))
         if device.type == "cuda":
-            engine.kernels = together(lambda: choose_kernels(run, engine.model, device, start.kernels))
+            kernels = choose_kernels(run, engine.model, device)
             if ranks.is_first:
-                record.update_summary(kernels=engine.kernels)
+                record.update_summary(kernels=kernels)
+        scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), start.folder or record.path)
         batches = together(lambda: _build_batches(run, ranks, device, data_state))
         with batches:
             try:
-                yield Session(run, ranks, device, record, engine, batches)
+                yield Session(run, ranks, device, record, engine, batches, scalars)
             finally:
                 progress.ending()
+                scalars.write()
+            if run.deepspeed.get("comms_logger", {}).get("enabled"):
+                log_summary()
             if ranks.is_first:
                 record.update_summary(data=batches.statistics())
                 if run.clap.compile != "off":
@@ -165,7 +184,22 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record.close()
 
 
+def times_host_alone(timer: ThroughputTimer, device: torch.device) -> bool:
+    """Whether DeepSpeed's samples/s tell how fast the host queues steps, not how fast the device has them done."""
+    return device.type == "cuda" and timer.config.enabled and not timer.config.synchronized
+
+
 def _check_deepspeed_sections(run: RunSettings) -> None:
+    """What DeepSpeed would find wrong later, on one rank alone while the others wait for it."""
+    for problem in missing_monitors(run.deepspeed):
+        raise ValueError(f"{run.path}: {problem}")
+    for name in ("tensorboard", "csv_monitor"):
+        section = run.deepspeed.get(name, {})
+        if section.get("enabled") and (folder := section.get("output_path")):
+            try:
+                Path(folder, section.get("job_name", "DeepSpeedJobName")).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"{run.path}: {name}.output_path: {error}") from None
     try:
         DeepSpeedConfig(dict(run.deepspeed))
     except Exception as error:
@@ -177,8 +211,7 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
-    record = RunDirectory(together(lambda: on_first(lambda: _make_folder(run))))
-    together(lambda: on_first(lambda: _describe(run, ranks, device, record, here, everywhere)))
+    record = RunDirectory(together(lambda: on_first(lambda: _describe(run, ranks, device, here, everywhere))))
     if ranks.is_first:
         print(f"run directory: {record.path}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
@@ -187,16 +220,13 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
 
 
 def _describe(
-    run: RunSettings,
-    ranks: Ranks,
-    device: torch.device,
-    record: RunDirectory,
-    here: Environment,
-    everywhere: list[tuple[str, str]],
-) -> None:
-    """The run directory's first files, of what is run on what; `everywhere` has each rank's host and device."""
+    run: RunSettings, ranks: Ranks, device: torch.device, here: Environment, everywhere: list[tuple[str, str]]
+) -> Path:
+    """Make the run directory with its first files, of what is run on what; `everywhere` has each rank's host and device."""
+    root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
     hosts = list(dict.fromkeys(host for host, _ in everywhere))
     try:
+        record = RunDirectory(RunDirectory.create(Path(root), run.label).path.resolve())
         start_log(record.path / "rank0.log")
         record.write_json("config.json", run.resolved())
         record.write_json(
@@ -207,34 +237,27 @@ def _describe(
             | {"device_names": sorted({name for _, name in everywhere})},
         )
     except OSError as error:
-        raise ValueError(f"{run.path}: clap.output.root: {record.path} can't be written: {error.strerror}") from None
+        raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
     record.update_summary(
         state="running",
         error=None,
         preset=run.clap.model.preset,
         num_nodes=len(hosts),
         world_size=ranks.world_size,
-        micro_batch_per_gpu=run.micro_batch,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        global_batch=run.micro_batch * run.gradient_accumulation_steps * ranks.world_size,
+        micro_batch_per_gpu=sizes.micro_batch,
+        gradient_accumulation_steps=sizes.accumulation_steps,
+        global_batch=sizes.global_batch,
         text_tokens=run.clap.text_tokens,
         text=run.clap.text,
         precision=run.precision,
         device_name=here["device_name"],
         device_type=device.type,
     )
-
-
-def _make_folder(run: RunSettings) -> Path:
-    root = run.clap.output.root
-    try:
-        return RunDirectory.create(Path(root), run.label).path.resolve()
-    except OSError as error:
-        raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
+    return record.path
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """A fresh model as `clap.model` describes it, to be run on the device.
+    """A fresh model as `clap.model` describes it, to be run on the device, with the towers of `clap.train.freeze` frozen.
 
     Raises:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
@@ -246,7 +269,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
         cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
         raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
-    return ClapModel(
+    model = ClapModel(
         run.clap.preset(),
         drop_path=options.drop_path,
         text_dropout=options.text_dropout,
@@ -258,6 +281,22 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         device=device,
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
+    freeze(model, run.clap.train.freeze)
+    return model
+
+
+def freeze(model: ClapModel, towers: Sequence[str]) -> None:
+    """Take towers and their projections out of training.
+
+    As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
+    as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
+    statistics.
+    """
+    for tower in towers:
+        model.get_submodule(tower).requires_grad_(False)
+        model.get_submodule(f"{tower}_projection").requires_grad_(False)
+    if "audio" in towers:
+        model.audio.batch_norm.momentum = 0.0
 
 
 def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: dict[str, Any] | None) -> BatchSource:
@@ -272,6 +311,7 @@ def _build_batches(run: RunSettings, ranks: Ranks, device: torch.device, state: 
         device=device,
         pack_captions=run.clap.text == "packed",
         state=state,
+        needs_epochs=run.clap.train.epochs is not None,
     )
 
 

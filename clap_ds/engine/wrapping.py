@@ -6,25 +6,35 @@ under bf16, and no step before the first.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.ops.op_builder import FusedAdamBuilder
 from torch import nn
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.dist.progress import doing
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
+from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
+
+ADAMS = ("adam", "adamw")
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine around a model on its device; a collective over all ranks.
 
     Raises:
-        ValueError: DeepSpeed refuses one of its own sections.
+        ValueError: DeepSpeed refuses one of its own sections, or its optimiser can't be compiled.
     """
     config, optimizer = dict(run.deepspeed), None
+    if "tensorboard" in config:
+        config["tensorboard"] = engine_section(config["tensorboard"])
     if takes_flat_adamw(run):
         section = config["optimizer"]
         options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
@@ -33,6 +43,8 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
             return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
 
+    elif run.clap.fused_adam == "deepspeed":
+        _compile_fused_adam(run)
     try:
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
@@ -43,13 +55,29 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
+@doing("compiling DeepSpeed's AdamW")
+def _compile_fused_adam(run: RunSettings) -> None:
+    """Have DeepSpeed compile its FusedAdam for this kind of device where that is used; ValueError where it can't be done."""
+    section = run.deepspeed.get("optimizer", {})
+    if section.get("type", "").lower() not in ADAMS or section.get("params", {}).get("torch_adam"):
+        return
+    beside_python = str(Path(sys.executable).parent)  # where ninja is, whether the environment is active or not
+    if beside_python not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += os.pathsep + beside_python
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:  # a compiler says what is wrong in many ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(f"{run.path}: clap.fused_adam: {reason}; 'torch' needs no compiler") from None
+
+
 def takes_flat_adamw(run: RunSettings) -> bool:
     """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
     section = run.deepspeed.get("optimizer", {})
     params = section.get("params", {})
     return (
         run.clap.fused_adam == "torch"
-        and section.get("type", "").lower() in ("adam", "adamw")
+        and section.get("type", "").lower() in ADAMS
         and params.keys() <= OPTIONS | REQUIRED.keys()
         and all(params.get(name, value) is value for name, value in REQUIRED.items())
     )

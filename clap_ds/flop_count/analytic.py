@@ -49,12 +49,31 @@ def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Conventi
     return forward_components(config, lengths, convention, front_end=front_end)["forward"]
 
 
-def recomputed_flops(config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str]) -> float:
+def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text")) -> float:
+    """FLOPs of one sample's backward pass: two products for each of these towers' forward pass, by its input and by its
+    weight. The spectrogram has none and the stretch, which isn't learned, one."""
+    parts = forward_components(config, lengths, "model", front_end=False)
+    flops = {"audio": 2 * parts["audio_tower"] - parts["stretch"], "text": 2 * parts["text_tower"]}
+    return sum(flops[tower] for tower in trained)
+
+
+def recomputed_flops(
+    config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float
+) -> float:
     """FLOPs of one sample's forward pass that the backward pass does again, with the blocks of these towers (`audio`,
-    `text`) checkpointed."""
-    parts = {"audio": ("block_linears", "window_attention"), "text": ("text_linears", "text_attention")}
-    components = forward_components(config, lengths, "model")
-    return sum(components[name] for tower in checkpointed for name in parts[tower])
+    `text`) checkpointed. PyTorch stops where it has what it needs: not at an audio block's last product, unless the branch
+    that it ends is dropped now and then (the first block's never is)."""
+    audio, parts = config.audio, forward_components(config, lengths, "model")
+    spared = [1] if drop_path else audio.depths
+    last_products = (
+        _product(depth * grid**2, audio.mlp_ratio * dim, dim)
+        for depth, grid, dim in zip(spared, audio.stage_grids, audio.stage_dims, strict=False)
+    )
+    flops = {
+        "audio": parts["block_linears"] + parts["window_attention"] - sum(last_products),
+        "text": parts["text_linears"] + parts["text_attention"],
+    }
+    return sum(flops[tower] for tower in checkpointed)
 
 
 def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:

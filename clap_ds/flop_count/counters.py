@@ -1,9 +1,9 @@
 """The same forward cost as `analytic`'s, counted by looking at the model: DeepSpeed's profiler and torch's.
 
 DeepSpeed's profiler watches one sample run through the model on the CPU; torch's counter sees the operations dispatched
-with their shapes, none of them computed. What a counter can't see is counted apart, from the shapes of the calls
-themselves, and named: never folded in silently. Counters know torch's operations only, so a model must not have been
-through `clap_ds.native.convert`.
+with their shapes, none of them computed, attention as the products it is made of. What a counter can't see is counted apart,
+from the shapes of the calls themselves, and named: never folded in silently. Counters know torch's operations only, so a model
+must not have been through `clap_ds.native.convert`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
 from clap_ds.flop_count.analytic import fft_flops
 from clap_ds.model.clap import ClapModel
 
-ATTENTION = "attention (SDPA on CPU)"
 FFT = "FFT"
 BROADCAST = "broadcast matrix products"
 PRODUCTS: list[tuple[Any, str]] = [(torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__")]
@@ -88,37 +87,37 @@ def count_by_deepspeed(model: ClapModel, text_tokens: int, *, front_end: bool = 
     return profile_by_deepspeed(FlopsProfiler(model), lambda: run_one_sample(model, text_tokens, front_end=front_end))
 
 
-def profile_by_deepspeed(
-    profiler: FlopsProfiler, forward: Callable[[], object], report: Callable[[], None] = lambda: None
-) -> Count:
+def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
     """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs the profiler's model once.
 
     It has no formula for FFTs, and of a matrix product whose first operand is broadcast over a batch it counts one.
 
     Args:
         profiler: ended afterwards, so that a later one starts from nothing.
-        report: called before the profiler ends, to print its report.
     """
-    products = [(owner, name, BROADCAST, _missed) for owner, name in PRODUCTS]
-    with _tally((torch, "stft", FFT, _stft), *products) as unseen:
+    with unseen_by_deepspeed() as unseen:
         profiler.start_profile()
         try:
             forward()
             profiler.stop_profile()
             counted = 2.0 * profiler.get_total_macs()
-            report()
             return Count(counted, dict(unseen), element_wise=profiler.get_total_flops() - counted)
         finally:
             profiler.end_profile()
 
 
 def count_by_torch(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> Count:
-    """torch's FlopCounterMode for one sample. It knows neither FFTs nor, on CPU tensors, the attention kernel."""
-    tally = _tally((torch, "stft", FFT, _stft), (F, "scaled_dot_product_attention", ATTENTION, _attention))
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes, FlopCounterMode(display=False) as counter, tally as unseen:
+    """torch's FlopCounterMode for one sample. It doesn't know FFTs."""
+    fakes, by_products = FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH)
+    with fakes, by_products, FlopCounterMode(display=False) as counter, _tally((torch, "stft", FFT, _stft)) as unseen:
         run_one_sample(model, text_tokens, front_end=front_end)
     return Count(float(counter.get_total_flops()), dict(unseen))
+
+
+def unseen_by_deepspeed() -> AbstractContextManager[dict[str, float]]:
+    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside. To be entered before the profiler starts."""
+    products = [(owner, name, BROADCAST, _missed) for owner, name in PRODUCTS]
+    return _tally((torch, "stft", FFT, _stft), *products)
 
 
 @contextmanager
@@ -155,7 +154,3 @@ def _missed(result: Tensor, input: Tensor, other: Tensor) -> float:
     if min(input.ndim, other.ndim) < 2:
         return 0.0
     return 2.0 * (result.numel() * input.shape[-1] - input.numel() * other.shape[-1])
-
-
-def _attention(result: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
-    return float(sdpa_flop_count(query.shape, key.shape, value.shape))

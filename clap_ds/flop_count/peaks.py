@@ -1,4 +1,4 @@
-"""Peak rates of accelerators and what follows from them: model FLOPs utilisation.
+"""Rates of accelerators by their data sheets, and what follows from their peaks: model FLOPs utilisation.
 
 Dense bf16 with fp32 accumulation, by the whole name that the driver gives; data sheets that state a rate with 2:4 sparsity
 are halved. A device that isn't listed has no peak and so no MFU: none is guessed from a part of its name, as an H20 is no
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.record.schema import Summary
 
 TRAINING_OVER_FORWARD = 3
-"""Every forward product has two in backward, for its input and for its weight."""
+"""By the published convention: every forward product has two in backward, for its input and for its weight."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,66 @@ def peak_for(device_name: str, override_tflops: float | None = None) -> Peak | N
     return _PEAKS.get(_plain(device_name))
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, as plans know it; prices are the user's to state.
+
+    Attributes:
+        device_name: as the driver gives it.
+        memory_gib: that PyTorch can have ("total capacity" in its out-of-memory messages), a little less than is sold.
+        memory_tbytes_per_s: of its memory.
+        fp32_tflops: outside tensor cores.
+        link_gbytes_per_s: to other GPUs of its node, one way.
+        source: of bandwidths and the fp32 rate.
+    """
+
+    name: str
+    device_name: str
+    memory_gib: float
+    memory_tbytes_per_s: float
+    fp32_tflops: float
+    link_gbytes_per_s: float
+    source: str
+
+    @property
+    def bf16_tflops(self) -> float:
+        """Dense, with fp32 accumulation."""
+        peak = peak_for(self.device_name)
+        assert peak is not None
+        return peak.tflops
+
+
+_A100_SHEET, _H100_SHEET = "NVIDIA A100 data sheet (2022)", "NVIDIA H100 data sheet (2024)"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-sxm-40gb", "A100-SXM4-40GB", 39.4, 1.555, 19.5, 300, _A100_SHEET),
+        Gpu("a100-sxm-80gb", "A100-SXM4-80GB", 79.2, 2.039, 19.5, 300, _A100_SHEET),
+        Gpu("a100-pcie-80gb", "A100 80GB PCIe", 79.2, 1.935, 19.5, 32, f"{_A100_SHEET}; PCIe 4.0, without bridges"),
+        Gpu("h100-sxm", "H100 80GB HBM3", 79.1, 3.35, 67, 450, _H100_SHEET),
+        Gpu("h100-pcie", "H100 PCIe", 79.1, 2.0, 51, 64, "NVIDIA H100 PCIe product brief (2022); PCIe 5.0, no bridges"),
+        Gpu("h200", "H200", 139.8, 4.8, 67, 450, "NVIDIA H200 data sheet (2024)"),
+        Gpu("gh200", "GH200 480GB", 94.5, 4.0, 67, 450, "NVIDIA GH200 data sheet (2024): 96 GB HBM3"),
+        Gpu("gh200-144gb", "GH200 144G HBM3e", 140.0, 4.9, 67, 450, "NVIDIA GH200 data sheet (2024): 144 GB HBM3e"),
+        Gpu("b200", "B200", 178.3, 7.7, 75, 900, "NVIDIA HGX B200 data sheet (2025)"),
+        Gpu("mi300x", "AMD Instinct MI300X", 191.5, 5.3, 163.4, 448, "AMD Instinct MI300X data sheet (2023)"),
+    )
+}
+ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Raises UserError, with the nearest name that there is, for one that isn't listed."""
+    plain = name.casefold().replace("_", "-")
+    found = GPUS.get(ALIASES.get(plain, plain))
+    if found is None:
+        raise UserError(f"--gpu {name}: not in the table{did_you_mean(plain, GPUS)}")
+    return found
+
+
 def utilization(
     published_flops: float,
-    model_flops: float,
+    training_flops: float,
     samples_per_s: float,
     device_name: str,
     override_tflops: float | None,
@@ -87,15 +145,16 @@ def utilization(
     TFLOPS (of the work really done), and the peak. Without a peak there is no percentage, and `peak_source` says what to do.
 
     Args:
-        published_flops, model_flops: forward FLOPs a sample in the published convention, and of the work really done.
+        published_flops: forward FLOPs a sample in the published convention, in which training takes three times as many.
+        training_flops: a sample's of the work really done, forward and backward.
         samples_per_s: of one device, whose name is as the driver gives it.
         override_tflops: `clap.hardware.peak_tflops`.
-        recomputed_flops: of the work really done, what activation checkpointing does once more in the backward pass. It counts
-            as hardware's (`hfu_percent`), never as the model's.
+        recomputed_flops: forward FLOPs a sample that are done once more, by activation checkpointing or cached accumulation.
+            They count as hardware's (`hfu_percent`), never as the model's.
     """
     peak = peak_for(device_name, override_tflops)
     per_s = samples_per_s / 1e12
-    published, achieved = (TRAINING_OVER_FORWARD * each * per_s for each in (published_flops, model_flops))
+    published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
     hardware = achieved + recomputed_flops * per_s
     missing = (
         f"no MFU: the peak of {device_name!r} is not known; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"

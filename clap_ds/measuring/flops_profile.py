@@ -1,28 +1,33 @@
 """What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
 
 DeepSpeed would profile a step in the middle of the run and, for that, time every step's phases, synchronising each. So the
-section is kept from the engine, and the same profiler watches one forward pass of a model of the same sizes, after everything
-timed. (The engine's own may run by kernels that no counter knows.) The section's fields mean what they mean to DeepSpeed;
-`profile_step` is the earliest step.
+engine is built without the section, and given it for one more step after everything timed: its own profiler on its own module,
+in training, which prints and keeps its report. The section's fields mean what they mean to DeepSpeed; `profile_step` is the
+earliest step. What stands in the way are kernels that the profiler doesn't know: this project's for CPUs make way for torch's
+in that step; Triton's stay, as torch's would take memory that there may not be, and are named; compiled towers aren't profiled.
 """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.runtime.engine import EngineTimers
+from torch import nn
 
 from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
-from clap_ds.flop_count.analytic import TextLengths, forward_flops, published_flops, recomputed_flops
-from clap_ds.flop_count.counters import Count, profile_by_deepspeed
-from clap_ds.model.clap import ClapModel
+from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
+from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
+from clap_ds.model.swin import Mlp, WindowAttention
+from clap_ds.native.convert import reverted
+from clap_ds.record.clock import PhaseTimer
 
 REPORT = "flops_profile.txt"
 LARGEST_DISAGREEMENT_PERCENT = 0.5
@@ -37,10 +42,16 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
+    trained = [name for name in ("audio", "text") if _is_trained(session.engine.model.get_submodule(name))]
+    forward = forward_flops(config, lengths, "model", front_end=front_end)
+    checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
+    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path)
+    recomputed += forward if run.clap.train.accumulation == "cached" else 0.0
     found: dict[str, Any] = {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
-        "model_gflops": forward_flops(config, lengths, "model", front_end=front_end) / 1e9,
-        "recomputed_gflops": recomputed_flops(config, lengths, run.clap.model.checkpoint_activations) / 1e9,
+        "model_gflops": forward / 1e9,
+        "training_gflops": (forward + backward_flops(config, lengths, trained=trained)) / 1e9,
+        "recomputed_gflops": recomputed / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
     }
@@ -50,17 +61,31 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     if session.engine.steps < section.profile_step:
         late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
         return found, [f"{late}: not profiled"]
-    warnings: list[str] = []
-    if session.ranks.is_first:
-        count = _profile(session, section, batch)
-        if run.clap.text == "packed":
-            lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
-        unseen = {name: flops / len(batch) / 1e9 for name, flops in count.unseen.items()}
-        gflops = count.total / len(batch) / 1e9
-        found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
-        warnings = disagreement_warnings(gflops, forward_flops(config, lengths, "model", front_end=front_end) / 1e9)
-    dist.barrier()
-    return found, warnings
+    if run.clap.compile != "off":
+        return found, [f"flops_profiler: clap.compile {run.clap.compile!r} hides operations from it: not profiled"]
+    count, batch = _profile(session, section)
+    if count is None:
+        return found, []
+    if run.clap.text == "packed":
+        lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
+    unseen = {name: flops / len(batch) / 1e9 for name, flops in count.unseen.items()}
+    gflops = count.total / len(batch) / 1e9
+    found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
+    if kernels := unknown_kernels(session.engine.model):
+        unknown = f"DeepSpeed's profiler doesn't know these kernels and leaves them out: {', '.join(kernels)}"
+        return found, [unknown]
+    return found, disagreement_warnings(gflops, forward_flops(config, lengths, "model", front_end=front_end) / 1e9)
+
+
+def unknown_kernels(model: nn.Module) -> list[str]:
+    """Triton kernels that a model runs by, as settings name them."""
+    fields = {WindowAttention: "clap.model.attention", Mlp: "clap.model.mlp"}
+    parts = ((fields.get(type(part)), getattr(part, "kernel", None)) for part in model.modules())
+    return sorted({f"{field} 'triton'" for field, kernel in parts if field and kernel == "triton"})
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:
@@ -83,21 +108,46 @@ def _executed_lengths(session: Session) -> TextLengths:
     return TextLengths.of(gather_tensor(own).flatten().tolist())
 
 
-def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig, batch: Batch) -> Count:
-    """One micro-batch through a fresh model, in the dtype of the engine's."""
-    attention, device = session.run.clap.model.attention, session.device
-    model = ClapModel(session.run.clap.preset(), attention=attention, device=device).eval()
-    model.requires_grad_(False).to(device, session.engine.model.audio.norm.weight.dtype)
-    # With an engine whose phases are timed the report would divide by times of a whole step, which this pass isn't.
-    shown = None if session.engine.deepspeed.wall_clock_breakdown() else session.engine.deepspeed
-    profiler = FlopsProfiler(model, shown, section.recompute_fwd_factor)
+class _Profiler(FlopsProfiler):
+    """DeepSpeed's, with what it can't see counted beside it, and what it told kept: the engine ends it with the step."""
 
-    def report() -> None:
-        path = session.record.path / REPORT
-        wanted = {name: getattr(section, name) for name in ("module_depth", "top_modules", "detailed")}
-        profiler.print_model_profile(profile_step=session.engine.steps, output_file=str(path), **wanted)
-        if section.output_file:
-            Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, section.output_file)
+    def start_profile(self, ignore_list: Any = None) -> None:
+        self._beside = ExitStack()
+        self._unseen = self._beside.enter_context(unseen_by_deepspeed())
+        super().start_profile(ignore_list)
 
-    return profile_by_deepspeed(profiler, lambda: model(*batch.model_inputs()), report)
+    def stop_profile(self) -> None:
+        super().stop_profile()
+        self._beside.close()
+
+    def print_model_profile(self, *args: Any, **kwargs: Any) -> None:
+        self.model.__duration__ = 0  # the engine begins inside the root's forward pass: its own start wasn't noted
+        super().print_model_profile(*args, **kwargs)
+        counted = 2.0 * self.macs
+        self.count = Count(counted, dict(self._unseen), element_wise=self.flops - counted)
+
+
+def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[Count | None, Batch]:
+    """One more step, by the engine's own profiler on rank 0; and the last micro-batch, which is what was counted."""
+    engine, path = session.engine.deepspeed, session.record.path / REPORT
+    asked = session.run.deepspeed["flops_profiler"]
+    wanted = DeepSpeedFlopsProfilerConfig(
+        {"flops_profiler": {**asked, "profile_step": engine.global_steps, "output_file": str(path)}}
+    )
+    engine.flops_profiler = _Profiler(engine.module, engine, section.recompute_fwd_factor)
+    before = engine._config.flops_profiler_config, engine._config.wall_clock_breakdown, engine.engine_timers
+    engine._config.flops_profiler_config = wanted
+    engine._config.wall_clock_breakdown = True  # as the section has it
+    engine.engine_timers = EngineTimers(enable_micro_timers=True, enable_global_timers=True)
+    batches = [next(session.batches) for _ in range(session.run.gradient_accumulation_steps)]
+    with reverted(session.engine.model):
+        session.engine.step(iter(batches), PhaseTimer(session.device, instrumented=False))
+    engine._config.flops_profiler_config, engine._config.wall_clock_breakdown, engine.engine_timers = before
+    if not session.ranks.is_first:
+        return None, batches[-1]
+    if section.output_file:
+        Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, section.output_file)
+    else:
+        print(path.read_text(), flush=True)
+    return engine.flops_profiler.count, batches[-1]

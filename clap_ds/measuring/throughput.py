@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.dist.agreement import gather_tensor
+from clap_ds.dist.agreement import gather, gather_tensor
 from clap_ds.dist.progress import doing
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
@@ -24,8 +24,8 @@ from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
-from clap_ds.record.plausible import doubtful_mfu
-from clap_ds.record.schema import STEP_PHASES, StepLine, StepTime, Summary
+from clap_ds.record.plausible import doubtful_mfu, uneven_steps
+from clap_ds.record.schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
 from clap_ds.record.statistics import percentile, rates
 from clap_ds.record.terminal import Progress, print_summary
 
@@ -47,18 +47,34 @@ class Window:
 class Measurement:
     """All windows so far, and the rates that follow from them."""
 
-    samples_per_window: int
+    samples_per_step: int
     windows: list[Window] = field(default_factory=list)
 
     @property
-    def samples_per_s_per_gpu(self) -> list[float]:
-        """One value a window; a window lasts until its slowest rank is done."""
-        return [self.samples_per_window / window.slowest_s for window in self.windows]
+    def window_rates(self) -> list[float]:
+        """Samples/s of one GPU in each window; a window lasts until its slowest rank is done."""
+        return [self.samples_per_step * len(window.step_s) / window.slowest_s for window in self.windows]
+
+    def rates(self) -> Rates:
+        """Samples/s of one GPU over all windows."""
+        return rates(self.window_rates, [window.slowest_s for window in self.windows])
 
     def steps(self) -> tuple[list[float], list[float]]:
         """Seconds of every step on rank 0, and on the rank that was slowest in that step."""
         rows = [row for window in self.windows for row in window.step_s]
         return [row[0] for row in rows], [max(row) for row in rows]
+
+    def step_time(self) -> StepTime:
+        step_s, slowest_s = self.steps()
+        return StepTime(
+            median=statistics.median(step_s),
+            p95=percentile(step_s, 95),
+            slowest_rank_median=statistics.median(slowest_s),
+        )
+
+    def doubts(self) -> list[str]:
+        """A line where the rate isn't that of the median step."""
+        return uneven_steps(self.rates()["mean"], self.samples_per_step, self.step_time()["median"])
 
     def data_wait_share(self) -> float:
         """Share of the time spent waiting for data, on the rank that waited most."""
@@ -73,9 +89,10 @@ def measure(session: Session) -> Summary:
     on ranks other than 0 an empty one."""
     protocol = session.run.clap.bench
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
-    measurement = Measurement(protocol.steps_per_window * session.samples_per_step)
+    measurement = Measurement(session.samples_per_step)
     warming: list[Window] = []
-    with Progress(num_steps, enabled=session.ranks.is_first) as progress, _manual_garbage_collection():
+    progress = Progress(num_steps, enabled=session.ranks.is_first)
+    with _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
             warming.append(_run_window(session, 1, None))
             progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
@@ -83,20 +100,22 @@ def measure(session: Session) -> Summary:
         for number in range(1, protocol.windows + 1):
             measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
             _tell_supply(session, measurement.windows[-1:])
-            of_windows = measurement.samples_per_s_per_gpu
-            samples_per_s = of_windows[-1] * session.ranks.world_size
+            samples_per_s = measurement.window_rates[-1] * session.ranks.world_size
+            session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             progress.advance(protocol.steps_per_window, shown)
             if session.ranks.is_first:
-                session.record.update_summary(samples_per_s_per_gpu=rates(of_windows))
-                session.record.add_scalars(session.engine.steps, bench__samples_per_s=samples_per_s)
+                session.record.update_summary(samples_per_s_per_gpu=measurement.rates())
+        by_deepspeed = _rate_by_deepspeed(session)
         breakdown = _measure_breakdown(session, protocol.breakdown_steps)
         progress.advance(protocol.breakdown_steps, "breakdown")
-    peak_memory = hardware.peak_memory(session.device)
-    utilized = _measure_utilization(session, statistics.median(measurement.samples_per_s_per_gpu))
+    peak_memory = hardware.largest_memory(gather(hardware.peak_memory(session.device)))
+    utilized = _measure_utilization(session, measurement.rates()["mean"])
     if not session.ranks.is_first:
         return {}
-    summary = session.record.update_summary(_summarize(session, measurement, breakdown), utilized, peak_memory)
+    utilized["warnings"] += measurement.doubts()
+    measured = _summarize(session, measurement, breakdown)
+    summary = session.record.update_summary(measured, by_deepspeed, utilized, peak_memory)
     print_summary(summary)
     return summary
 
@@ -158,34 +177,43 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
             memory_bytes=hardware.peak_memory_bytes(session.device),
         )
         session.record.append_metrics(line)
-        session.record.add_scalars(first_step + offset, bench__loss=loss)
+    samples = session.samples_per_step * session.ranks.world_size
+    session.scalars.write(("bench/loss", loss, step * samples) for step, loss in enumerate(losses, start=first_step))
 
 
 def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | None:
-    """Seconds of each phase of a step, mean over steps, on rank 0, with the device synchronised between phases.
+    """Seconds of each phase of a step, mean over ranks and of that the median over steps, with the device synchronised between
+    phases.
 
-    Each step is followed by one more forward and backward that keeps its gradients to itself: what the backward of the step
-    took longer than that is communication which nothing hid.
+    Before each step come the same forward and backward passes, whose gradients stay where they are: what the step's backward
+    passes take longer is communication which nothing hides, waiting for slower ranks included. DeepSpeed's timer, which would
+    count these slower steps, is off.
     """
     if num_steps == 0:
         return None
-    whole, local = (PhaseTimer(session.device, instrumented=True) for _ in range(2))
-    engine = session.engine
+    engine, world_size = session.engine, session.ranks.world_size
+    deepspeeds = engine.deepspeed.tput_timer.config
+    is_timing, deepspeeds.enabled = deepspeeds.enabled, False
+    rows = []
     dist.barrier()
-    for _ in range(num_steps):
-        engine.step(session.batches, whole)
-        batch = next(session.batches)
+    for _ in range(num_steps + 1):
+        local, whole = (PhaseTimer(session.device, instrumented=True) for _ in range(2))
         with engine.sync.off():
-            engine.forward_backward(batch, local)
+            engine.accumulate(session.batches, local)
         engine.deepspeed.zero_grad()
+        engine.step(session.batches, whole)
+        own = whole.seconds
+        rows.append([*(own[phase] for phase in STEP_PHASES), local.seconds["backward"]])
+    deepspeeds.enabled = is_timing
     engine.check_loss()
-    whole_s, local_s = whole.seconds, local.seconds
-    seconds = {phase: whole_s[phase] / num_steps for phase in STEP_PHASES}
-    alone_s = session.run.gradient_accumulation_steps * local_s["backward"] / num_steps
-    alone = session.ranks.world_size == 1
-    seconds["exposed_communication"] = 0.0 if alone else max(0.0, seconds["backward"] - alone_s)
-    seconds["backward"] -= seconds["exposed_communication"]
-    return seconds
+    of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first is not like the others
+    dist.all_reduce(of_ranks)
+    *columns, local_s = (of_ranks / world_size).T.tolist()
+    by_phase = dict(zip(STEP_PHASES, columns, strict=True))
+    longer_s = [whole_s - alone_s for whole_s, alone_s in zip(by_phase["backward"], local_s, strict=True)]
+    exposed_s = max(0.0, statistics.median(longer_s)) if world_size > 1 else 0.0
+    seconds = {phase: statistics.median(column) for phase, column in by_phase.items()}
+    return {**seconds, "backward": seconds["backward"] - exposed_s, "exposed_communication": exposed_s}
 
 
 @doing("profiling")
@@ -195,7 +223,7 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
     settings = session.run.clap.hardware
     found = utilization(
         flops["published_gflops"] * 1e9,
-        flops["model_gflops"] * 1e9,
+        flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
         hardware.device_name(session.device),
         settings.peak_tflops,
@@ -209,25 +237,24 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
     return {**found, "flops": flops, "warnings": [*warnings, *doubts]}
 
 
-def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> Summary:
-    of_windows = rates(measurement.samples_per_s_per_gpu)
-    step_s, slowest_s = measurement.steps()
-    samples_per_s = of_windows["median"] * session.ranks.world_size
-    audio = session.run.clap.preset().audio
+def _rate_by_deepspeed(session: Session) -> Summary:
+    """Of all steps so far but the first two."""
     timer = session.engine.deepspeed.tput_timer
     counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
     return Summary(
-        samples_per_s_per_gpu=of_windows,
-        samples_per_s=samples_per_s,
         deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
         deepspeed_times_host_alone=not timer.config.synchronized,
-        step_time_s=StepTime(
-            median=statistics.median(step_s),
-            p95=percentile(step_s, 95),
-            slowest_rank_median=statistics.median(slowest_s),
-        ),
+    )
+
+
+def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> Summary:
+    of_windows = measurement.rates()
+    samples_per_s = of_windows["mean"] * session.ranks.world_size
+    return Summary(
+        samples_per_s_per_gpu=of_windows,
+        samples_per_s=samples_per_s,
+        step_time_s=measurement.step_time(),
         data_wait_percent=100 * measurement.data_wait_share(),
-        audio_hours_per_s=samples_per_s * audio.num_samples / audio.sample_rate / 3600,
         breakdown_s=breakdown,
         skipped_steps=session.engine.deepspeed.skipped_steps,
     )

@@ -88,7 +88,7 @@ class ClapModel(nn.Module):
         self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=kernel)
         if mlp == "triton":
             require_triton("clap.model.mlp")
-            self.audio.use_triton_mlp()
+            self.audio.use_triton("mlp")
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
         text_attention: TextAttention = "sdpa" if attention == "sdpa" else "auto"
         self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub, attention=text_attention)

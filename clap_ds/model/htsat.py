@@ -8,16 +8,15 @@ B batch, F mel bins, T frames, H and W the token grid, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.precision import at_least_fp32
-from clap_ds.model.swin import INIT_STD, Mlp, Stage
+from clap_ds.model.swin import INIT_STD, Stage, SwinBlock
 from clap_ds.model.window_attention import Kernel
 
 NUM_STRIPES = 2
@@ -150,13 +149,15 @@ class HTSAT(nn.Module):
             assert isinstance(stage, Stage)
             stage.checkpoint = enabled
 
-    def use_triton_mlp(self) -> None:
-        """Blocks as wide as the fused MLP has kernels for take it."""
+    def use_triton(self, part: Literal["attention", "mlp"]) -> None:
+        """Blocks take Triton's kernels; of MLPs, those that are as wide as there are kernels for."""
         from clap_ds.model.mlp_triton import supports
 
-        for module in self.modules():
-            if isinstance(module, Mlp) and supports(module.fc1.in_features, module.fc1.out_features):
-                module.kernel = KernelChoice("triton")
+        for block in (module for module in self.modules() if isinstance(module, SwinBlock)):
+            if part == "attention":
+                block.attention.kernel = "triton"
+            elif supports(block.mlp.fc1.in_features, block.mlp.fc1.out_features):
+                block.mlp.kernel = "triton"
 
     def forward(self, log_mel_BTF: Tensor) -> Tensor:
         """(B, num_frames, mel_bins) dB → (B, output_dim) in the parameters' dtype."""

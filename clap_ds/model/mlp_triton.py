@@ -28,17 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from clap_ds.model.kernel_choice import KernelChoice, Launch
-from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
+from clap_ds.model.triton_common import Launch, dot, must_widen
 
-LAUNCHES = (
-    KernelChoice("triton", forward=Launch(8, 2, 128), backward=Launch(4, 2, 168)),
-    KernelChoice("triton", forward=Launch(8, 2), backward=Launch(8, 2)),
-    KernelChoice("triton", forward=Launch(8, 2, 128), backward=Launch(4, 1, 168)),
-    KernelChoice("triton", forward=Launch(8, 1), backward=Launch(8, 1)),
-)
-"""Worth trying on a device. The first is the default of up to 128 channels, the second of more: on sm_90a and sm_100 they have
-most programs resident with next to no spills (`results/triton`). The third has so for up to 128 channels on sm_80."""
 MAX_DIM = 256
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
@@ -54,9 +45,10 @@ def supports(dim: int, hidden: int) -> bool:
     return dim <= MAX_DIM and rest >= 16 and rest == triton.next_power_of_2(rest) and hidden % CHUNK == 0
 
 
-def default(dim: int) -> KernelChoice:
-    """The one of `LAUNCHES` for so many channels where none has been chosen."""
-    return LAUNCHES[0 if dim <= 128 else 1]
+def launches(dim: int) -> tuple[Launch, Launch]:
+    """Forward and backward, for so many channels: on sm_90a and sm_100 most programs are resident so, with next to no spills
+    (`results/triton`)."""
+    return (Launch(8, 2, 128), Launch(4, 2, 168)) if dim <= 128 else (Launch(8, 2), Launch(8, 2))
 
 
 def _parts(dim: int) -> tuple[int, int]:
@@ -201,14 +193,13 @@ def _forward(
     bias1_M: Tensor,
     weight2_CM: Tensor,
     bias2_C: Tensor,
-    forward: Sequence[int],
-    backward: Sequence[int],
 ) -> Tensor:
     tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)]
     output_TC = torch.empty_like(tensors[0])
     constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
     grid = (triton.cdiv(len(tokens_TC), FORWARD_BLOCK),)
-    _forward_kernel[grid](*tensors, output_TC, len(tokens_TC), **constants, **launch_options(forward))
+    options = launches(tokens_TC.shape[1])[0].options()
+    _forward_kernel[grid](*tensors, output_TC, len(tokens_TC), **constants, **options)
     return output_TC
 
 
@@ -224,13 +215,12 @@ def _backward(
     bias1_M: Tensor,
     weight2_CM: Tensor,
     d_output_TC: Tensor,
-    launch: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The input's gradient, what the weights' are products of (GELU's output and the gradient of its input, (T, M) each), and
     shares of the biases' gradients, (programs, M + C) in fp32."""
     tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)]
     results = _backward_results(tokens_TC, weight1_MC)
-    constants, options = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK), launch_options(launch)
+    constants, options = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK), launches(tokens_TC.shape[1])[1].options()
     _backward_kernel[(len(results[3]),)](*tensors, *results, len(tokens_TC), **constants, **options)
     return results
 
@@ -248,16 +238,16 @@ def _backward_results(tokens_TC: Tensor, weight1_MC: Tensor) -> tuple[Tensor, Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, _bias2_C, _, ctx.launch = inputs
+    *tensors, _bias2_C = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
     tokens_TC, weight1_MC, bias1_M, weight2_CM = ctx.saved_tensors
-    d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*ctx.saved_tensors, d_output_TC, ctx.launch)
+    d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*ctx.saved_tensors, d_output_TC)
     d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
     d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, d_output_TC.T @ active_TM
-    return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C, None, None
+    return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -280,15 +270,12 @@ def triton_mlp(
     bias1_M: Tensor,
     weight2_CM: Tensor,
     bias2_C: Tensor,
-    forward: Launch | None = None,
-    backward: Launch | None = None,
 ) -> Tensor:
     """`F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` by the kernels above, with autograd; traced by
     torch.compile as one operation. Under autocast in its dtype, as `F.linear`.
 
     Args:
         tokens: (…, C); C and M as `supports` says, bf16, fp16 or, slowly, fp32 throughout.
-        forward, backward: how the kernels are compiled and launched; None: as `default` says.
 
     Returns:
         (…, C), in the dtype of the tokens or, under autocast, its.
@@ -297,4 +284,4 @@ def triton_mlp(
     tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
     if torch.is_autocast_enabled(device):
         tensors = [each.to(torch.get_autocast_dtype(device)) for each in tensors]
-    return _forward(*tensors, *launch_numbers(default(tokens.shape[-1]), forward, backward)).view(tokens.shape)
+    return _forward(*tensors).view(tokens.shape)

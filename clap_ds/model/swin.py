@@ -7,13 +7,14 @@ A attention heads, C channels.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.window_attention import Kernel, attend_windows
 from clap_ds.model.windows import relative_position_index, shifted_window_mask
 
@@ -45,7 +46,7 @@ class WindowAttention(nn.Module):
 
     def __init__(self, dim: int, window: int, num_heads: int, kernel: Kernel) -> None:
         super().__init__()
-        self.window, self.kernel = window, KernelChoice(kernel)
+        self.window, self.kernel = window, kernel
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
@@ -71,17 +72,15 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
-        self.kernel = KernelChoice("torch")
+        self.kernel: Literal["torch", "triton"] = "torch"
         self.fc1 = nn.Linear(dim, ratio * dim)
         self.fc2 = nn.Linear(ratio * dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.kernel.name == "triton":
+        if self.kernel == "triton":
             from clap_ds.model.mlp_triton import triton_mlp
 
-            first, second = self.fc1, self.fc2
-            parameters = first.weight, first.bias, second.weight, second.bias
-            return triton_mlp(tokens, *parameters, self.kernel.forward, self.kernel.backward)
+            return triton_mlp(tokens, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return self.fc2(F.gelu(self.fc1(tokens)))
 
 

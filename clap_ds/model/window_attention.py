@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
-from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.windows import merge_windows, partition_windows
 
 Kernel = Literal["sdpa", "matmul", "triton"]
@@ -56,7 +55,7 @@ def require_triton(field: str) -> None:
 
 
 def attend_windows(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: KernelChoice
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: Kernel
 ) -> Tensor:
     """Softmax attention of every token over its window's tokens.
 
@@ -73,11 +72,11 @@ def attend_windows(
     assert shift == 0 or mask_GNN is not None
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
     mask_GNN = mask_GNN.to(qkv_BHWE.dtype) if shift and mask_GNN is not None else None
-    if kernel.name == "triton":
+    if kernel == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 
-        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift, kernel.forward, kernel.backward)
-    if kernel.name == "matmul":
+        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
+    if kernel == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     if shift:
         qkv_BHWE = qkv_BHWE.roll((-shift, -shift), dims=(1, 2))

@@ -24,18 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from clap_ds.model.kernel_choice import KernelChoice, Launch
-from clap_ds.model.triton_common import dot, launch_numbers, launch_options, must_widen
+from clap_ds.model.triton_common import Launch, dot, must_widen
 from clap_ds.model.windows import MASKED_SCORE
 
-LAUNCHES = (
-    KernelChoice("triton", forward=Launch(4, 1), backward=Launch(4, 1, 168)),
-    KernelChoice("triton", forward=Launch(8, 1), backward=Launch(4, 2, 168)),
-    KernelChoice("triton", forward=Launch(2, 1), backward=Launch(4, 3)),
-    KernelChoice("triton", forward=Launch(4, 1, 64), backward=Launch(8, 2, 128)),
-)
-"""Worth trying on a device. The first, the default, has most programs resident and no spills on sm_80, sm_90a and sm_100 alike
-(`results/triton`); the others' backward passes load the next window ahead, with as many or fewer programs resident."""
+FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
+"""Most programs are resident so, and nothing spills, on sm_80, sm_90a and sm_100 alike (`results/triton`)."""
 MASKED = tl.constexpr(MASKED_SCORE)
 PROGRAMS_PER_MULTIPROCESSOR = 6
 """Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers: whole rounds
@@ -168,30 +161,26 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())
-def _forward(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int, forward: Sequence[int], backward: Sequence[int]
-) -> Tensor:
+def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
     qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
     output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
     programs = B * (H // window) ** 2 * constants["HEADS"]
-    tensors, options = (qkv_BHWE, bias_ANN, output_BHWC), launch_options(forward)
-    _forward_kernel[(programs,)](*tensors, constants["DIM"] ** -0.5, **constants, **options)
+    tensors = (qkv_BHWE, bias_ANN, output_BHWC)
+    _forward_kernel[(programs,)](*tensors, constants["DIM"] ** -0.5, **constants, **FORWARD.options())
     return output_BHWC
 
 
 @_forward.register_fake
-def _(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int, forward: Sequence[int], backward: Sequence[int]
-) -> Tensor:
+def _(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
     B, H, W, E = qkv_BHWE.shape
     return qkv_BHWE.new_empty(B, H, W, E // 3)
 
 
 @torch.library.custom_op("clap_ds::window_attention_backward", mutates_args=())
 def _backward(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int, launch: Sequence[int]
+    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
 ) -> tuple[Tensor, Tensor]:
     qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
@@ -204,28 +193,24 @@ def _backward(
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
     shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
     tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares), (num_windows, windows_per_program)
-    _backward_kernel[(chunks * heads,)](
-        *tensors, constants["DIM"] ** -0.5, *counts, **constants, **launch_options(launch)
-    )
+    _backward_kernel[(chunks * heads,)](*tensors, constants["DIM"] ** -0.5, *counts, **constants, **BACKWARD.options())
     return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype)
 
 
 @_backward.register_fake
-def _(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int, launch: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
     return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape)  # contiguous, whatever comes in
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv_BHWE, bias_ANN, *ctx.geometry, _, ctx.launch = inputs
+    qkv_BHWE, bias_ANN, *ctx.geometry = inputs
     ctx.save_for_backward(qkv_BHWE, bias_ANN)
 
 
 def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
     qkv_BHWE, bias_ANN = ctx.saved_tensors
-    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry, ctx.launch)
-    return d_qkv_BHWE, d_bias_ANN, None, None, None, None
+    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry)
+    return d_qkv_BHWE, d_bias_ANN, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -242,14 +227,7 @@ def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any)
     return 5 * 2 * math.prod(qkv) // 3 * bias[-1]
 
 
-def triton_window_attention(
-    qkv_BHWE: Tensor,
-    bias_ANN: Tensor,
-    window: int,
-    shift: int,
-    forward: Launch | None = None,
-    backward: Launch | None = None,
-) -> Tensor:
+def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
     """`clap_ds.model.window_attention.attend_windows` by the kernels above, with autograd; traced by torch.compile as one
     operation.
 
@@ -257,9 +235,8 @@ def triton_window_attention(
         qkv_BHWE: (B, H, W, 3·A·D) in fp32, bf16 or fp16.
         bias_ANN: (A, N, N) in the same dtype; N = `window`², a power of two of at least 16.
         shift: below `window`.
-        forward, backward: how the kernels are compiled and launched; None: as the first of `LAUNCHES`.
 
     Returns:
         (B, H, W, A·D).
     """
-    return _forward(qkv_BHWE, bias_ANN, window, shift, *launch_numbers(LAUNCHES[0], forward, backward))
+    return _forward(qkv_BHWE, bias_ANN, window, shift)

@@ -114,7 +114,7 @@ class NativeSwinBlock(NativeModule, SwinBlock):
         attention, channels = self.attention, self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
-            (attention.kernel.name, self.mlp.kernel.name) == ("matmul", "torch")
+            (attention.kernel, self.mlp.kernel) == ("matmul", "torch")
             and fits_norm(channels)
             and fits_linears(attention.proj, self.mlp.fc1)
             and fits_windows(attention.window, channels // num_heads)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from clap_ds.planning.hardware import Gpu
+from clap_ds.flop_count.peaks import Gpu
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
@@ -39,14 +39,13 @@ class Rates:
         flops_per_s: of matrix products, by dtype.
         bytes_per_s: of what an operation reads and writes.
         kernel_s: least time of an operation.
-        flops_per_s_of, bytes_per_s_of: of some operations by name, where they differ from that.
+        flops_per_s_of: of some operations by name, where they differ from that.
     """
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
     kernel_s: float = 0.0
     flops_per_s_of: Mapping[str, float] = field(default_factory=dict)
-    bytes_per_s_of: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operation: Operation) -> float:
         """Of one operation; 0 of views, and of collectives, which are another's business."""
@@ -54,7 +53,7 @@ class Rates:
             return 0.0
         by_dtype = self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 1.0
         compute_s = operation.flops / self.flops_per_s_of.get(operation.name, by_dtype)
-        memory_s = operation.bytes_moved / self.bytes_per_s_of.get(operation.name, self.bytes_per_s)
+        memory_s = operation.bytes_moved / self.bytes_per_s
         return max(compute_s, memory_s, self.kernel_s)
 
 
@@ -112,7 +111,7 @@ def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operatio
     )  # fmt: skip
 
 
-def seconds_by_part(operations: Iterable[tuple[Operation, int]], rates: Rates) -> dict[str, float]:
+def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: Rates) -> dict[str, float]:
     """Seconds of operations, each done so many times, by `part` and direction: `audio forward`, …, and in all (`step`)."""
     found: dict[str, float] = {}
     for operation, times in operations:

@@ -1,42 +1,53 @@
-"""One training step of a run as the engine takes it, recorded on fake tensors: model, loss over all ranks, backward, AdamW.
+"""One training step of a run by its own engine, recorded on fake tensors: model, loss over all ranks, backward, AdamW.
 
-Follows `engine.engine` and what DeepSpeed does at ZeRO stage 0. Memory is that of one rank: weights (with masters and moments
-as its precision has them), gradients, the batches on the device and everything that forward and backward keep. Leaves time to
-`roofline.py`, and what an allocator and a driver need beyond live tensors to `plan.py`.
+The step is `ClapEngine.step` around `deepspeed.initialize`, at ZeRO stage 0, and its second one: by then the optimiser has its
+state and torch's reducer its buckets. Memory is that of one rank: weights (with masters and moments as its precision has them),
+gradients, the batches on the device and everything that forward and backward keep. Leaves time to `roofline.py`, and what an
+allocator and a driver need beyond live tensors to `memory.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine import engine
-from clap_ds.engine.loss import SoftmaxLoss
-from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, FlatStep
+from clap_ds.data.batch import Batch, join
+from clap_ds.engine.engine import ClapEngine, build_loss
+from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.engine.session import build_model
-from clap_ds.engine.wrapping import parameter_groups
 from clap_ds.model import text
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.packed import Packing, lay_out, pack
+from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.trace import Formula, Operation, Recorded, trace
 
-AHEAD = 1
-"""Batches on the device beside the one that is worked on, where they come from the host."""
+CPU = torch.device("cpu")
+SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type", "prescale_gradients",
+            "gradient_predivide_factor")  # fmt: skip
+"""Of DeepSpeed's sections, those that say what a step computes and holds."""
+PARTS = {
+    "data_wait": "batches",
+    "forward": "gradients",
+    "loss": "loss",
+    "backward": "gradients",
+    "optimizer": "optimizer",
+}
+"""A phase of the engine's step → the part of what it does outside the towers and autograd: a forward pass, to have torch's
+reducer make its buckets."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +55,21 @@ class Step:
     """A recorded step.
 
     Attributes:
-        recorded: of one micro-batch and one update.
-        num_micro_batches: in the step.
-        cached: whether accumulation is `cached`: one loss a step, and another forward pass.
+        recorded: of at least one micro-batch and one update.
+        num_samples: of one rank, in the whole step.
+        repeats: how often the step does what was recorded of micro-batches.
         num_parameters: trained ones.
     """
 
     recorded: Recorded
     micro_batch: int
-    num_micro_batches: int
-    cached: bool
+    num_samples: int
+    repeats: float
     num_parameters: int
 
-    @property
-    def num_samples(self) -> int:
-        """Of one rank."""
-        return self.micro_batch * self.num_micro_batches
-
-    def times(self, operation: Operation) -> int:
+    def times(self, operation: Operation) -> float:
         """How often the step does an operation."""
-        once = operation.part in ("gradients", "optimizer") or (self.cached and operation.part == "loss")
-        return 1 if once else self.num_micro_batches
+        return 1 if operation.part in ("gradients", "optimizer") else self.repeats
 
 
 def check_plannable(run: RunSettings) -> None:
@@ -103,44 +108,44 @@ def trace_step(
     """Record a step.
 
     Args:
-        run: checked by `check_plannable`. Of `cached` accumulation the first forward passes, which keep nothing, are recorded
-            as one.
+        run: checked by `check_plannable`.
         micro_batch: in place of the run's.
         world_size: ranks.
         cuda: as on a GPU; else as a CPU does it by torch's operations.
         front_end: batches hold waveforms; else log-mel features, as of mel shards.
     """
-    run = with_model_settings(run, text_from_hub=False)
+    run = _without_side_effects(run, micro_batch)
+    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
+    num_traced = number if cached else min(number, 2)  # every further one is like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with ExitStack() as stack:
-        model = _fake_model(run, fakes, torch.device("cuda" if cuda else "cpu"))
-        inputs, formulas = _inputs(run, micro_batch, fakes, stack, front_end)
-        with fakes:
-            optimizer = _Optimizer(run, model)
-        stack.enter_context(_rank_of(world_size))
-        if cuda:
-            stack.enter_context(like_cuda())
-        stack.enter_context(fakes)
-        parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
-        recorded = stack.enter_context(trace(parts, formulas))
-        recorded.hold([*model.parameters(), *model.buffers()], "weights")
-        recorded.hold(optimizer.state(), "optimizer state")
-        resident = _resident_batches(run) if cuda else 1
-        batches = [[torch.empty_like(each) for each in inputs if isinstance(each, Tensor)] for _ in range(resident - 1)]
-        if cuda and (not front_end or getattr(run.clap.data, "waveforms", None) == "int16"):
-            batches.append([torch.empty_like(inputs[0], dtype=torch.int16)])  # or float16: as it comes from the host
-        recorded.hold([t for batch in [*batches, inputs] for t in batch if isinstance(t, Tensor)], "batches")
-        kept = _note_gradients(model, recorded, from_the_start=world_size > 1 or run.gradient_accumulation_steps > 1)
-        _micro_step(run, model, inputs, recorded)
-        if world_size == 1 or run.clap.gradient_sync == "deepspeed":
-            with recorded.part("gradients"):
-                _average_by_deepspeed(model)
-        with recorded.part("optimizer"):
-            optimizer.step()
-        del kept
+    with torch.device("meta"):
+        model = build_model(run, torch.device("cuda" if cuda else "cpu"))
+    with fakes:
+        model.to_empty(device="cpu")
+    for tower in run.clap.train.freeze:
+        model.get_submodule(tower).requires_grad_(False)
+        model.get_submodule(f"{tower}_projection").requires_grad_(False)
+    parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
+    captions = _Captions.of(run, micro_batch, fakes)
+    with (
+        rank_of(world_size),
+        mock.patch.object(text, "lay_out", return_value=captions.layout),  # the engine's own depends on values
+        faked_by(fakes),
+    ):
+        engine = ClapEngine(run, model, CPU)
+        batches = _batches(run, micro_batch, captions, cuda=cuda, front_end=front_end)
+        with trace(parts, captions.formulas) as recorded, like_cuda() if cuda else nullcontext():
+            timer: Any = partial(_part_of_phase, recorded)
+            _note_gradients(model, recorded)
+            engine.set_accumulation_steps(1)
+            engine.step(batches, timer)
+            recorded.hold([*model.parameters(), *model.buffers()], "weights")
+            recorded.hold(_state(engine.deepspeed.optimizer), "optimizer state")
+            recorded.restart()
+            engine.set_accumulation_steps(num_traced)
+            engine.step(batches, timer)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    cached = run.clap.train.accumulation == "cached"
-    return Step(recorded, micro_batch, run.gradient_accumulation_steps, cached, trained)
+    return Step(recorded, micro_batch, micro_batch * number, number / num_traced, trained)
 
 
 def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
@@ -150,181 +155,98 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
         size *= run.gradient_accumulation_steps
     sigmoid = run.clap.loss.kind == "sigmoid"
     captions = run.clap.loss.same_caption == "positive"
-    with _rank_of(world_size), like_cuda(), FakeTensorMode(), trace() as recorded:
+    with rank_of(world_size), like_cuda(), FakeTensorMode(), trace() as recorded:
         features = [torch.empty(size, joint_dim, requires_grad=True) for _ in range(2)]
         scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + sigmoid)]
         hashes = torch.empty(size, dtype=torch.long) if captions else None
         with recorded.part("loss"):
-            engine.build_loss(run)(*features, *scalars, captions_B=hashes).backward()
+            build_loss(run)(*features, *scalars, captions_B=hashes).backward()
     return recorded
 
 
-@contextmanager
-def _rank_of(world_size: int) -> Iterator[None]:
-    """A group of that many ranks, of which there is one and nothing is sent."""
-    if world_size == 1 or dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _fake_model(run: RunSettings, fakes: FakeTensorMode, device: torch.device) -> ClapModel:
-    with torch.device("meta"):
-        model = build_model(run, device).train()
-    for tower in run.clap.train.freeze:
-        model.get_submodule(tower).requires_grad_(False)
-        model.get_submodule(f"{tower}_projection").requires_grad_(False)
-    kept = {id(parameter) for parameter in model.fp32_parameters()}
-    for parameter in model.parameters():  # as DeepSpeed casts: buffers stay
-        if id(parameter) not in kept:
-            parameter.data = parameter.data.to(_parameter_dtype(run))
-    with fakes:
-        return model.to_empty(device="cpu")
-
-
-def _parameter_dtype(run: RunSettings) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
-
-
-def _autocast(run: RunSettings) -> Any:
-    name = run.precision.removeprefix("torch_autocast_")
-    return nullcontext() if name == run.precision else torch.autocast("cpu", getattr(torch, name))
-
-
-def _inputs(
-    run: RunSettings, micro_batch: int, fakes: FakeTensorMode, stack: ExitStack, front_end: bool
-) -> tuple[tuple[Any, ...], dict[str, Formula]]:
-    """What the model's forward takes (`Batch.model_inputs`), and FLOPs that depend on how long captions are."""
-    config, longest = run.clap.preset(), run.clap.text_tokens
-    lengths = caption_lengths(run, micro_batch)
-    with fakes:
-        shape = (config.audio.num_samples,) if front_end else config.audio.feature_shape
-        audio = torch.empty(micro_batch, *shape)
-        ids, mask = (torch.empty(micro_batch, longest, dtype=torch.long) for _ in range(2))
-    if run.clap.text == "padded":
-        return (audio, ids, None if min(lengths) == longest else mask), {}
-    real_mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    row, packing = pack([(torch.ones_like(real_mask), real_mask)])
-    # The engine's own depends on values.
-    layout = tree_map_only(Tensor, fakes.from_tensor, lay_out(packing, len(row)))
-    stack.enter_context(mock.patch.object(text, "lay_out", return_value=layout))
-    products = 4 * config.text.hidden_size * sum(length**2 for length in packing.bounds.diff().tolist())
-    formulas: dict[str, Formula] = {
-        "torch_attn._varlen_attn": lambda *_, **__: products,
-        "torch_attn._varlen_attn_backward": lambda *_, **__: 2.5 * products,
+def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
+    """The run as the engine is given it: towers uncompiled and by torch's operations, AdamW by the project's, and none of
+    DeepSpeed's monitors and timers."""
+    run = with_model_settings(run, text_from_hub=False)
+    clap = run.clap.model_copy(
+        update={"compile": "off", "cuda_graphs": False, "cpu_kernels": "off", "fused_adam": "torch"}
+    )
+    params = run.deepspeed["optimizer"].get("params", {})
+    config = {
+        **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
+        "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "log_level": "error",
     }
-    packing = Packing(fakes.from_tensor(packing.bounds), packing.num_captions, packing.max_tokens)
-    return (audio, fakes.from_tensor(row), None, packing), formulas
+    return RunSettings(run.path, clap, config)
 
 
-def _resident_batches(run: RunSettings) -> int:
-    data = run.clap.data
-    if isinstance(data, SyntheticData) and data.placement == "device":
-        return data.num_batches
-    cached = run.clap.train.accumulation == "cached"
-    return AHEAD + (run.gradient_accumulation_steps if cached else 1)
+def _part_of_phase(recorded: Recorded, phase: str) -> AbstractContextManager[None]:
+    """What the engine's timer is for it here."""
+    return recorded.part(PARTS[phase])
 
 
-def _note_gradients(model: nn.Module, recorded: Recorded, *, from_the_start: bool) -> list[Any]:
-    """Have gradients count as such; from the start those that the reducer's buckets or earlier micro-batches keep."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if from_the_start:
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-    recorded.hold([parameter.grad for parameter in trained if parameter.grad is not None], "gradients")
+def _state(optimizer: Any) -> Iterator[Tensor]:
+    """Masters and moments."""
+    yield from getattr(optimizer, "fp32_groups_flat", [])
+    for state in getattr(optimizer, "optimizer", optimizer).state.values():
+        yield from state.values()
 
+
+def _note_gradients(model: ClapModel, recorded: Recorded) -> None:
     def note(parameter: Tensor) -> None:
         assert parameter.grad is not None
         recorded.hold([parameter.grad], "gradients")
 
-    return [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
 
 
-def _micro_step(run: RunSettings, model: ClapModel, inputs: tuple[Any, ...], recorded: Recorded) -> None:
-    """Forward, loss and backward of one micro-batch, as `ClapEngine.forward_backward` or, cached, `FeatureCache`."""
-    loss = engine.build_loss(run)
-    cached = run.clap.train.accumulation == "cached"
-    if isinstance(loss, SoftmaxLoss) and not cached:
-        loss.gather_early(model)
-    same = run.clap.loss.same_caption == "positive"
+@dataclass(frozen=True)
+class _Captions:
+    """A batch's captions: how many tokens are real; where they are packed also row and packing, their layout, and FLOPs that
+    depend on how long they are."""
 
-    def value(*features: Tensor) -> Tensor:
-        with recorded.part("loss"):
-            captions = torch.empty(len(features[0]), dtype=torch.long) if same else None
-            return loss(*features, captions_B=captions)
+    num_tokens: int
+    packed: Any = None
+    layout: Any = None
+    formulas: Mapping[str, Formula] = field(default_factory=dict)
 
-    def forward() -> tuple[Tensor, ...]:
-        with _autocast(run):
-            return model(*inputs)
-
-    if not cached:
-        value(*forward()).backward()
-        return
-    with torch.no_grad():
-        audio, text_features, *scalars = forward()
-    number = run.gradient_accumulation_steps
-    features = [each.repeat(number, 1).requires_grad_() for each in (audio, text_features)]
-    leaves = [*features, *(scalar.detach().requires_grad_() for scalar in scalars)]
-    gradients = torch.autograd.grad(value(*leaves), leaves)
-    outputs = forward()
-    terms = [(out * gradient[: len(out)]).sum() for out, gradient in zip(outputs, gradients, strict=True)]
-    torch.stack(terms).sum().backward()
+    @classmethod
+    def of(cls, run: RunSettings, num_captions: int, fakes: FakeTensorMode) -> _Captions:
+        lengths, longest = caption_lengths(run, num_captions), run.clap.text_tokens
+        if run.clap.text == "padded":
+            return cls(sum(lengths))
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        row, packing = pack([(torch.ones_like(mask), mask)])
+        products = 4 * run.clap.preset().text.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
+        formulas: dict[str, Formula] = {
+            "torch_attn._varlen_attn": lambda *_, **__: products,
+            "torch_attn._varlen_attn_backward": lambda *_, **__: 2.5 * products,
+        }
+        packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), lay_out(packing, len(row))))
+        return cls(sum(lengths), packed, layout, formulas)
 
 
-@torch.no_grad()
-def _average_by_deepspeed(model: nn.Module) -> None:
-    """DeepSpeed's `buffered_allreduce_fallback`, which one rank goes through, too: all gradients of a dtype in a flat copy."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for dtype in {gradient.dtype for gradient in gradients}:
-        bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        flat.mul_(1.0)
-        for gradient, averaged in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-            gradient.copy_(averaged.view_as(gradient))
+def _batches(
+    run: RunSettings, micro_batch: int, captions: _Captions, *, cuda: bool, front_end: bool
+) -> Iterator[Batch]:
+    """As `BatchSource` has them. On a GPU one more is on its way, and beside it what comes from the host in 16 bits."""
+    audio, data = run.clap.preset().audio, run.clap.data
+    shape = (audio.num_samples,) if front_end else audio.feature_shape
 
+    def make() -> Batch:
+        ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
+        return Batch(torch.empty(micro_batch, *shape), ids, mask, captions.num_tokens, captions.packed)
 
-class _Optimizer:
-    """`FlatAdamW`, in bf16 with the step over DeepSpeed's flat buffers, state and all."""
-
-    def __init__(self, run: RunSettings, model: ClapModel) -> None:
-        options: Mapping[str, Any] = run.deepspeed["optimizer"].get("params", {})
-        options = {name: value for name, value in options.items() if name in OPTIONS}
-        with torch.no_grad():
-            groups = list(parameter_groups(model))
-            self._groups = [group["params"] for group in groups]
-            self._low: list[Tensor] = []
-            if run.precision in ("bf16", "fp16"):  # the weights are views of these
-                self._low = [torch.cat([p.flatten() for p in params]) for params in self._groups]
-                groups = [{"params": [nn.Parameter(low.float())]} for low in self._low]
-            self._adam = FlatAdamW(groups, cpu_kernels=False, **options)
-            own = SimpleNamespace(fp16_groups=self._groups, fp16_groups_flat=self._low, fp32_groups_flat=self._low)
-            own.optimizer = self._adam
-            # DeepSpeed's defaults, which differ by precision
-            self._clipping = own.clip_grad = float(run.deepspeed.get("gradient_clipping", 1.0 if self._low else 0.0))
-            self._flat_step = FlatStep(own) if self._low else None
-            for parameter in self._trained():
-                parameter.grad = torch.empty_like(parameter)
-            self.step()  # makes its state
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for params in self._groups for parameter in params]
-
-    def state(self) -> list[Tensor]:
-        """Masters and moments."""
-        own = [p for group in self._adam.param_groups for p in group["params"]] if self._low else []
-        return [*own, *(value for state in self._adam.state.values() for value in state.values())]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        if self._flat_step is not None:
-            self._flat_step()
-        else:
-            if self._clipping > 0:
-                torch.nn.utils.clip_grad_norm_(self._trained(), self._clipping)
-            self._adam.step()
-        for parameter in self._trained():
-            parameter.grad = None
+    if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
+        kept = [make() for _ in range(data.num_batches)]
+        yield from itertools.cycle(kept) if cuda else (join([each], CPU) for each in itertools.cycle(kept))
+    is_narrow = not front_end or getattr(data, "waveforms", None) == "int16"
+    ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, *shape, dtype=torch.int16)
+    while True:
+        batch, ahead = ahead, make()
+        yield batch
+        del batch

@@ -4,10 +4,10 @@
         run()
     recorded.total("flops", part="audio"); recorded.peak_bytes
 
-Under `FakeTensorMode` nothing is computed and nothing allocated; without it the same is recorded of a real run. Tensors
-are taken by the bytes of their storages, live until the last tensor on them is gone, as an allocator without rounding would
-hold them. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs and this project's own operations added here.
-What a GPU would run where PyTorch takes something else on a CPU is left to `cuda_operations.py`, times to `roofline.py`.
+Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0; without it the same is
+recorded of a real run. Tensors are taken by the bytes of their storages, live until the last tensor on them is gone, as an
+allocator without rounding would hold them. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs added here. What a GPU
+would run where PyTorch takes something else on a CPU is left to `cuda_operations.py`, times to `roofline.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,9 +36,9 @@ OTHER = "other"
 Formula = Callable[..., float]
 COLLECTIVES = ("c10d", "_c10d_functional")
 _NO_KERNEL = frozenset({
-    "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.detach_", "aten.empty", "aten.empty_like",
-    "aten.empty_strided", "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided",
-    "aten.set_", "aten._local_scalar_dense", "aten.resize_", "aten.is_same_size",
+    "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided",
+    "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided", "aten._local_scalar_dense",
+    "aten.is_same_size",
 })  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class _Storage:
     number: int
     reference: weakref.ref[Any]
     num_bytes: int
-    where: tuple[str, bool] | None
+    where: tuple[str, bool] | None = None
     """What it counts as; None before it counts."""
 
 
@@ -92,23 +92,18 @@ class Recorded:
 
     Attributes:
         operations: in the order in which they were dispatched.
-        host_reads: how often a value was read on the host, which on a GPU waits for the device. Under fake tensors 1 is read.
         live_bytes: of storages alive now.
         peak_bytes: most of it at any time.
         at_peak: bytes by (part, whether allocated in the backward pass) at that time.
-        uncounted: operations of this project's without a FLOP formula, by name.
     """
 
     operations: list[Operation] = field(default_factory=list)
-    host_reads: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
     at_peak: dict[tuple[str, bool], int] = field(default_factory=dict)
-    uncounted: Counter[str] = field(default_factory=Counter)
     _live: defaultdict[tuple[str, bool], int] = field(default_factory=lambda: defaultdict(int))
     _storages: dict[int, _Storage] = field(default_factory=dict)
     _num_storages: int = 0
-    _part: str = OTHER
     _entered: list[tuple[int, str]] = field(default_factory=lambda: [(0, OTHER)])
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
@@ -123,16 +118,15 @@ class Recorded:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What is dispatched within, and its backward pass, is part `name`."""
-        before = self._part
-        self._enter(name)
+        before = self._enter(name)
         try:
             yield
         finally:
             self._enter(before)
 
-    def _enter(self, name: str) -> None:
-        self._part = name
+    def _enter(self, name: str) -> str:
         self._entered.append((torch.autograd._get_sequence_nr(), name))
+        return self._entered[-2][1]
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
         """Count tensors as live and as allocated by `part`, whether they were counted before or not."""
@@ -141,17 +135,17 @@ class Recorded:
             self._count(storage, -1)
             storage.where = part, False
             self._count(storage, 1)
-        self._note_peak()
 
-    def reset_peak(self) -> None:
-        """Measure the peak from what is live now."""
+    def restart(self) -> None:
+        """Forget what was done, but not what it left: the peak is measured from what is live now."""
+        self.operations.clear()
         self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
 
     def _where(self) -> tuple[str, bool]:
         """Part and direction of what runs now: in backward, the part in which the node's forward was dispatched."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return self._part, False
+            return self._entered[-1][1], False
         place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
         return self._entered[place - 1][1], True
 
@@ -161,7 +155,7 @@ class Recorded:
         if (known := self._storages.get(key)) is None:
             self._num_storages += 1
             reference = weakref.ref(storage, partial(self._forget, key))
-            known = self._storages[key] = _Storage(self._num_storages, reference, storage.nbytes(), None)
+            known = self._storages[key] = _Storage(self._num_storages, reference, storage.nbytes())
         return known
 
     def _forget(self, key: int, _: object) -> None:
@@ -172,10 +166,8 @@ class Recorded:
         if storage.where is not None:
             self._live[storage.where] += sign * storage.num_bytes
             self.live_bytes += sign * storage.num_bytes
-
-    def _note_peak(self) -> None:
         if self.live_bytes > self.peak_bytes:
-            self.reset_peak()
+            self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
 
 
 @contextmanager
@@ -189,32 +181,19 @@ def trace(
         formulas: FLOPs of further operations by name, such as `clap_ds.window_attention`, from a call's result and arguments;
             they come before torch's, which of packed captions know the longest alone.
     """
-    recorded = Recorded()
-    with ExitStack() as stack:
-        for name, modules in (parts or {}).items():
-            for module in modules:
-                stack.enter_context(_hooked(recorded, name, module))
-        stack.enter_context(_Tracer(recorded, FORMULAS | dict(formulas or {})))
-        yield recorded
-
-
-@contextmanager
-def _hooked(recorded: Recorded, name: str, module: nn.Module) -> Iterator[None]:
-    before: list[str] = []
-
-    def enter(*_: object) -> None:
-        before.append(recorded._part)
-        recorded._enter(name)
+    recorded, before = Recorded(), list[str]()
 
     def leave(*_: object) -> None:
         recorded._enter(before.pop())
 
-    hooks = module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave, always_call=True)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for name, modules in (parts or {}).items():
+            for module in modules:
+                enter = partial(lambda name, *_: before.append(recorded._enter(name)), name)
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(_Tracer(recorded, FORMULAS | dict(formulas or {})))
+        yield recorded
 
 
 class _Tracer(TorchDispatchMode):
@@ -231,10 +210,8 @@ class _Tracer(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name == "aten._local_scalar_dense":
-            recorded.host_reads += 1
-            if isinstance(args[0], FakeTensor):
-                return 1 if args[0].dtype != torch.bool else True
+        if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
+            return False if args[0].dtype == torch.bool else 0
         where = recorded._where()
         inputs = _tensors((args, kwargs))
         read = self._places(inputs)
@@ -242,7 +219,8 @@ class _Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         written = self._places(outputs + _mutated(func, args, kwargs))
-        launches = not (func.is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
+        is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
+        launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
         dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
         shapes = tuple(tuple(tensor.shape) for tensor in inputs + outputs)
         moved = (read, written) if launches else ((), ())
@@ -253,7 +231,6 @@ class _Tracer(TorchDispatchMode):
             if storage.where is None and storage.number > before:
                 storage.where = where
                 recorded._count(storage, 1)
-        recorded._note_peak()
         return result
 
     def _places(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -263,11 +240,8 @@ class _Tracer(TorchDispatchMode):
     def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         if own := self._formulas.get(name):
             return int(own(result, *args, **kwargs))
-        if formula := flop_registry.get(func._overloadpacket):
-            return int(formula(*args, **kwargs, out_val=result))
-        if name.startswith("clap_ds."):
-            self._recorded.uncounted[name] += 1
-        return 0
+        formula = flop_registry.get(func._overloadpacket)
+        return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -282,14 +256,8 @@ def _bytes(tensor: Tensor) -> int:
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = func._schema.arguments
-    given = [*args, *(kwargs.get(argument.name) for argument in schema[len(args) :])]
-    return _tensors(
-        [
-            value
-            for argument, value in zip(schema, given, strict=False)
-            if argument.alias_info and argument.alias_info.is_write
-        ]
-    )
+    given = zip(schema, [*args, *(kwargs.get(argument.name) for argument in schema[len(args) :])], strict=False)
+    return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
 def _fft(result: Tensor, input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:

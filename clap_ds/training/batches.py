@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
-from clap_ds.data.shard_manifest import epoch_samples
 from clap_ds.engine.loss import gather_captions
 from clap_ds.engine.session import Session
 from clap_ds.training.schedule import Schedule, global_batches
@@ -21,10 +20,10 @@ LARGEST_SHARE = 0.01
 """Of captions that have an equal one in their batch, which isn't warned of."""
 
 
-def too_few_items(session: Session, schedule: Schedule) -> str | None:
+def too_few_items(session: Session) -> str | None:
     """What to say where a global batch has more pairs than the data has items, as far as that is known."""
     largest = max(global_batches(session.run, session.ranks.world_size))
-    items = schedule.epoch_samples or epoch_samples(session.run.clap.data, enough=largest)
+    items = session.batches.statistics().get("num_samples")
     if items is None or items >= largest:
         return None
     return (

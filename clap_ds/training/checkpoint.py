@@ -27,7 +27,6 @@ from clap_ds.engine.random_state import random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
-from clap_ds.record.schema import KernelRecord
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
 from clap_ds.training.rotation import Rotation
@@ -48,9 +47,6 @@ class CheckpointFolder:
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
         run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
-
-    Attributes:
-        kernels: those of the checkpoint that was loaded (`Manifest`).
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class CheckpointFolder:
         self._lock = lock
         self._run = run
         self._verified: Path | None = None
-        self.kernels = KernelRecord()
         self._sync: BackgroundSync | None = None
         self._rotation = Rotation(
             self.path, self._settings, lambda old: self._sync is not None and self._sync.is_copying(old)
@@ -156,7 +151,7 @@ class CheckpointFolder:
                 weights of another model.
         """
         folder, manifest = on_first(lambda: self._checked(Path(path).absolute()))
-        self._rotation.run, self.kernels = manifest.run, manifest.kernels
+        self._rotation.run = manifest.run
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
@@ -256,7 +251,6 @@ class CheckpointFolder:
             run=self._rotation.run,
             settings=self._run.resolved() if self._run is not None else {},
             best_by=self._settings.best_by,
-            kernels=engine.kernels,
         )
         return files.publish(draft, manifest), sum(record.bytes for record in records.values())
 

@@ -1,11 +1,11 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
-import importlib.util
 import os
 from collections.abc import Collection
 from pathlib import Path
 
 from clap_ds.config import metrics
+from clap_ds.config.check import missing_monitors
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.shard_files import check_url, is_remote
@@ -25,8 +25,10 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
         )
     if train.samples is None and train.epochs is None:
         problems.append("clap.train: missing samples or epochs: how long to train")
-    if train.epochs is not None and not isinstance(run.clap.data, ShardData):
-        problems.append("clap.train.epochs: synthetic data has no epochs; give clap.train.samples")
+    data = run.clap.data
+    if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
+        without = "synthetic data, mixtures and clap.data.sampling 'replacement'"
+        problems.append(f"clap.train.epochs: {without} have no epochs; give clap.train.samples")
     plateau, best_by = train.stop_on_plateau, run.clap.checkpoint.best_by
     named = [("clap.train.stop_at", name) for name in train.stop_at] + [("clap.checkpoint.best_by", best_by)]
     if plateau is not None:
@@ -40,9 +42,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
     for field, is_set in (("stop_at", bool(train.stop_at)), ("stop_on_plateau", plateau is not None)):
         if is_set and evaluation.every_steps is None:
             problems.append(f"clap.train.{field}: clap.evaluation.every_steps is missing: how often to look")
-    problems += _problems_with_urls(run)
-    if run.deepspeed.get("wandb", {}).get("enabled") and importlib.util.find_spec("wandb") is None:
-        problems.append("wandb.enabled: Weights & Biases is not installed; pip install wandb, or set it to false")
+    problems += _problems_with_urls(run) + missing_monitors(run.deepspeed)
     return problems
 
 

@@ -16,12 +16,16 @@ def introduce(session: Session, start: TrainingStart, schedule: Schedule) -> Non
     size, seconds = checkpoints.estimate(session.engine)
     if not session.ranks.is_first:
         return
-    why, steps, every = progress.why_over(run), schedule.steps_from(progress.samples), run.clap.checkpoint.every_steps
+    why, every = progress.why_over(run), run.clap.checkpoint.every_steps
+    steps, samples = schedule.ahead(progress.samples)
     last = progress.step + steps
     if why is not None:
         print(f"nothing left to train: {why}; another clap.train.stop_at or stop_on_plateau goes on", flush=True)
     elif steps:
-        print(f"training to {schedule.samples:,} samples: {steps:,} steps", flush=True)
+        epochs, beyond = run.clap.train.epochs, samples - schedule.samples
+        passes = f" (clap.train.epochs {epochs:g}, of {schedule.epoch_samples:,} each)" if epochs else ""
+        rest = f"; the last step takes {beyond:,} more, of the epoch after" if epochs and beyond else ""
+        print(f"training to {schedule.samples:,} samples{passes}: {steps:,} steps{rest}", flush=True)
     else:
         print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
     number = last // every - progress.step // every if every else 1
@@ -32,7 +36,7 @@ def introduce(session: Session, start: TrainingStart, schedule: Schedule) -> Non
     )
     warnings = [
         schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples),
-        too_few_items(session, schedule),
+        too_few_items(session),
     ]
     if (skipped := start.choices.skip_steps) is not None and not progress.step < skipped[0] <= last:
         ahead = f"steps {progress.step + 1} to {last} are ahead" if steps else "no step is ahead"

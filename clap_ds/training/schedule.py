@@ -22,7 +22,7 @@ class Schedule:
         samples: audio–caption pairs to train on in all; the step that reaches them is the last.
         samples_per_micro_step: of one micro-batch on every rank.
         accumulation: (samples, micro-batches per step from then on), ascending, the first from 0.
-        epoch_samples: pairs in one pass over the data, where that is known.
+        epoch_samples: pairs in one pass over the data; None where that isn't known, or there are no such passes.
     """
 
     samples: int
@@ -38,8 +38,8 @@ class Schedule:
         if settings.epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
-                    f"clap.train.epochs: {run.clap.data.source} data doesn't say how many samples an epoch has; give"
-                    " clap.train.samples"
+                    "clap.train.epochs: nothing says how many samples an epoch has: remote shards need a manifest.json beside"
+                    " them (clap-shards prepare); or give clap.train.samples"
                 )
             samples = math.ceil(settings.epochs * epoch_samples)
         assert samples is not None
@@ -60,8 +60,8 @@ class Schedule:
     def is_done(self, samples: int) -> bool:
         return samples >= self.samples
 
-    def steps_from(self, samples: int) -> int:
-        """Steps left after so many samples."""
+    def ahead(self, samples: int) -> tuple[int, int]:
+        """Steps left after so many samples, and the samples after them."""
         steps = 0
         while samples < self.samples:
             batch = self.accumulation_at(samples) * self.samples_per_micro_step
@@ -69,17 +69,17 @@ class Schedule:
             number = math.ceil((end - samples) / batch)
             steps += number
             samples += number * batch
-        return steps
+        return steps, samples
 
-    def epoch(self, samples: int) -> float:
-        """Passes over the data after so many samples; 0 where the length of one isn't known."""
-        return samples / self.epoch_samples if self.epoch_samples else 0.0
+    def epoch(self, samples: int) -> float | None:
+        """Passes over the data after so many samples; None where the length of one isn't known."""
+        return round(samples / self.epoch_samples, 6) if self.epoch_samples else None
 
     def mismatch(self, scheduler: dict[str, Any], step: int, samples: int) -> str | None:
         """What to say if DeepSpeed's `scheduler` section plans for another number of steps than the run will have taken at its
         end, of which `step` steps and `samples` samples are done."""
         planned = scheduler.get("params", {}).get("total_num_steps")
-        total = step + self.steps_from(samples)
+        total = step + self.ahead(samples)[0]
         if planned is None or planned == total:
             return None
         return f"scheduler.params.total_num_steps is {planned}, but the run ends after {total} steps"
@@ -102,7 +102,8 @@ class TrainingProgress:
     """How far a run has come.
 
     Attributes:
-        step, samples, epoch: optimiser steps taken, audio–caption pairs trained on over all ranks, passes over the data.
+        step, samples, epoch: optimiser steps taken, audio–caption pairs trained on over all ranks, passes over the data
+            (None where there are none that could be counted).
         data: where each rank's data source stands (`BatchSource.state()`), by rank.
         train_s: time trained so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -112,7 +113,7 @@ class TrainingProgress:
 
     step: int = 0
     samples: int = 0
-    epoch: float = 0.0
+    epoch: float | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
     train_s: float = 0.0
     best: dict[str, float] = field(default_factory=dict)

@@ -20,7 +20,6 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError
-from clap_ds.record.schema import KernelRecord
 from clap_ds.record.stream import Stream
 from clap_ds.training.changes import tokenizer_problem
 from clap_ds.training.checkpoint import CheckpointFolder
@@ -55,6 +54,8 @@ class TrainingStart(session.Start):
         history: the whole run's log over all its starts, beside the checkpoints; on rank 0, once the session is open.
     """
 
+    held_back = ()
+
     checkpoints: CheckpointFolder
     history: Stream
     _lock: FolderLock | None = None
@@ -78,7 +79,6 @@ class TrainingStart(session.Start):
                 self._check_tokenizer(weights, model)
             except ValueError as error:
                 raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
-        freeze(model, run.clap.train.freeze)
         return model
 
     def _check_tokenizer(self, weights: str, model: ClapModel) -> None:
@@ -91,7 +91,7 @@ class TrainingStart(session.Start):
         """Resume from the checkpoint that `clap.train.resume` or the command line names, or that is found. A collective; raises
         ValueError where that, or the folder for new ones, can't be used."""
         run, data = self._run, self._run.clap.data
-        folder = run.checkpoint_folder
+        self.folder = folder = run.checkpoint_folder
         on_first(lambda: self._take(folder))
         self.checkpoints = CheckpointFolder(
             folder,
@@ -108,8 +108,8 @@ class TrainingStart(session.Start):
             self._name_others(folder)
         progress = self.progress
         if self._ranks.is_first:
-            self.history = Stream(folder / "history.jsonl", folder / "tensorboard")
-            self.history.forget_after(progress.step)
+            self.history = Stream(folder / "history.jsonl")
+            progress.train_s = max(progress.train_s, self.history.forget_after(progress.step))
             record.update_summary(history=str(folder / "history.jsonl"))
         if found is None or not progress.data:
             return None
@@ -119,10 +119,6 @@ class TrainingStart(session.Start):
             ranks = "" if now == before else f", on {now} rank(s) after {before}"
             print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{ranks}", flush=True)
         return progress.data[self._ranks.rank % len(progress.data)]
-
-    @property
-    def kernels(self) -> KernelRecord:
-        return self.checkpoints.kernels
 
     def _name_others(self, folder: Path) -> None:
         """Say which folders of this run's label there are beside, which it doesn't resume from."""
@@ -196,17 +192,3 @@ class TrainingStart(session.Start):
             self._lock.release()
         if hasattr(self, "history"):
             self.history.close()
-
-
-def freeze(model: ClapModel, towers: list[Any]) -> None:
-    """Take towers and their projections out of training.
-
-    As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
-    as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
-    statistics.
-    """
-    for tower in towers:
-        model.get_submodule(tower).requires_grad_(False)
-        model.get_submodule(f"{tower}_projection").requires_grad_(False)
-    if "audio" in towers:
-        model.audio.batch_norm.momentum = 0.0

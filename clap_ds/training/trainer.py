@@ -15,8 +15,7 @@ import torch.distributed as dist
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
-from clap_ds.data.shard_manifest import epoch_samples
-from clap_ds.dist.agreement import gather, on_first, together
+from clap_ds.dist.agreement import gather, together
 from clap_ds.dist.distributed import leave
 from clap_ds.dist.progress import ending
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
@@ -45,10 +44,8 @@ def train(session: Session, start: TrainingStart, draw: Callable[[Path], None] =
     """
     schedule = together(lambda: _schedule(session))
     evaluator = together(lambda: _evaluator(session))
-    with (
-        StopRequest(lambda number: _end_at_once(session, start, number)) as stop,
-        TrainingLog(session, schedule, start) as log,
-    ):
+    log = TrainingLog(session, schedule, start)
+    with StopRequest(lambda number: _end_at_once(session, start, number)) as stop:
         introduce(session, start, schedule)
         begun_at = start.progress.step
         try:
@@ -136,8 +133,7 @@ def _skip_batches(session: Session, start: TrainingStart, accumulation: int) -> 
 
 def _schedule(session: Session) -> Schedule:
     run = session.run
-    # The headers of all shards may have to be read for the length of an epoch: only where it is needed.
-    length = on_first(lambda: epoch_samples(run.clap.data, by_headers=run.clap.train.epochs is not None))
+    length = session.batches.statistics().get("epoch_samples")
     return Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
 
 

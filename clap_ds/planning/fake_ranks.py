@@ -1,0 +1,82 @@
+"""Has the engine be built and step on fake tensors, as one rank of any number: DeepSpeed, torch's reducer and all.
+
+What stands in is what would look at values that fake tensors don't have, or at other ranks that aren't there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import distributed as ddp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from clap_ds.engine import cached_step
+from clap_ds.record.directory import quiet_deepspeed
+
+
+@contextmanager
+def rank_of(world_size: int) -> Iterator[None]:
+    """A group of so many ranks of which there is one: what it gets from the others is what it has itself."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    all_reduce = dist.all_reduce
+
+    def all_gather_object(values: list[Any], own: Any) -> None:
+        values[:] = [own] * len(values)
+
+    def reduced(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        all_reduce(tensor, *args, **kwargs)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: future, wait=future.wait) if async_op else None
+
+    try:
+        with (
+            mock.patch.object(dist, "all_gather_object", all_gather_object),
+            mock.patch.object(dist, "all_reduce", reduced),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
+    """Tensors are fake, and `ClapEngine` takes them. Within `rank_of`."""
+    quiet_deepspeed()
+    with (
+        mock.patch.dict(vars(groups), _WORLD_GROUP=None),  # of groups that are gone, and put back what it was
+        mock.patch.dict(vars(comm), cdb=None),
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+        mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
+        mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(cached_step, "restore_random_state"),
+        mock.patch.object(ddp, "_verify_param_shape_across_processes"),
+        mock.patch.object(ddp, "_sync_module_states"),
+        fakes,
+    ):
+        yield
+
+
+@torch.no_grad()
+def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, which would swap fake parameters for new ones, and can't where something refers to them."""
+    for child in self.children():
+        child._apply(function)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            parameter.data = function(parameter)
+    for name, buffer in self._buffers.items():
+        self._buffers[name] = None if buffer is None else function(buffer)
+    return self
