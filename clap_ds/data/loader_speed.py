@@ -21,7 +21,7 @@ import torch
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import preset_names
+from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import ModelSettings, ShardData
 from clap_ds.config.settings import ClapSettings, RunSettings, load_run
 from clap_ds.data import file_speed
@@ -64,8 +64,6 @@ def measure(run: RunSettings, num_workers: int, *, seconds: float, world_size: i
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
     spec = BatchSpec(run.clap.preset(), run.clap.text_tokens, run.micro_batch, 0, world_size, run.clap.seed, device)
     with closing(ShardPieces(data, spec)) as pieces:
-        if pieces.num_workers < num_workers:
-            raise ValueError(f"too few shards for {num_workers} workers on each of {world_size} rank(s)")
         next(pieces)  # starts the workers
         samples, size, begun = 0, pieces.encoded_bytes, time.perf_counter()
         while (elapsed := time.perf_counter() - begun) < seconds:
@@ -237,14 +235,8 @@ def _measure_all(
     files: list[FileSpeed] = []
     told: set[bool | None] = set()
     for number_of in numbers:
-        try:
-            file_rates, was_cold = measure_files(parts, number_of, seconds=options.seconds)
-            speed = measure(run, number_of, seconds=options.seconds, world_size=options.ranks_per_host)
-        except (OSError, ValueError) as error:
-            if not speeds:
-                raise
-            print(f"{number_of} workers: not measured: {error}", file=shown, flush=True)
-            break
+        file_rates, was_cold = measure_files(parts, number_of, seconds=options.seconds)
+        speed = measure(run, number_of, seconds=options.seconds, world_size=options.ranks_per_host)
         if not speeds:
             print(HEADING, file=shown)
         speeds.append(speed)

@@ -1,4 +1,4 @@
-"""Which tars a run reads, and which of them belong to each worker of each rank.
+"""Which tars a run reads, and which of their items belong to each worker of each rank.
 
 Every rank finds the same shards and refuses the same mistakes, so that all stop together before training.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import math
+import random
 import re
 import sys
 import tarfile
@@ -14,11 +15,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from braceexpand import braceexpand
 
 from clap_ds.data import shard_files
+
+if TYPE_CHECKING:
+    from clap_ds.data.batch import BatchSpec
 
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
@@ -29,6 +33,51 @@ _MOST_LOOKED_UP = 32  # remote shards that are looked up before a run; problems 
 _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
 
 
+Part = tuple[str, int, int | None]
+"""A tar, the number of the first of its samples that is read, and of the first that isn't: None where that is to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Which samples of each epoch a worker gives, where it is known how many every tar has.
+
+    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in
+    turn: that says how many of a run's first E·N samples each worker gives, and for E + 1, how long its part of that epoch
+    is. So after E·N samples each has come E times, however many tars, ranks and workers there are.
+    """
+
+    samples: tuple[int, ...]  # of each tar
+    epoch_samples: int  # of all of them
+    world_size: int
+    num_workers: int  # of a rank
+    piece_size: int
+    own: int  # this worker's number among those of all ranks
+
+    def given(self, epochs: int, number: int | None = None) -> int:
+        """Samples of the first epochs that this worker gives, or another one."""
+        rank, worker = divmod(self.own if number is None else number, self.num_workers)
+        of_rank = (epochs * self.epoch_samples + rank) // self.world_size  # which adds up to all of them over the ranks
+        rounds, rest = divmod(of_rank, self.num_workers * self.piece_size)
+        return rounds * self.piece_size + min(max(rest - worker * self.piece_size, 0), self.piece_size)
+
+    def parts(self, shards: list[str], epoch: int) -> tuple[list[Part], list[Part]]:
+        """This worker's parts of an epoch; and all others, beginning with what follows its own."""
+        start = sum(self.given(epoch + 1, number) - self.given(epoch, number) for number in range(self.own))
+        end = start + self.given(epoch + 1) - self.given(epoch)
+        return self._between(shards, start, end), self._between(shards, end) + self._between(shards, 0, start)
+
+    def _between(self, shards: list[str], start: int, end: float = math.inf) -> list[Part]:
+        """What holds these samples of an epoch. A tar without any is opened by whoever has its place: its damage shows."""
+        parts: list[Part] = []
+        before, last = 0, self.epoch_samples - 1
+        for shard, number in zip(shards, self.samples, strict=True):
+            after = before + number
+            if max(start, before) < min(end, after) or (number == 0 and start <= min(before, last) < end):
+                parts.append((shard, max(start - before, 0), int(end) - before if end < after else None))
+            before = after
+        return parts
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Tars that are mixed with others by weight; weights of all sources add up to 1."""
@@ -36,6 +85,7 @@ class Source:
     shards: list[str]
     weight: float
     shards_per_pass: int = 0  # drawn by a worker with replacement; 0: each of `shards` once
+    deal: Deal | None = None  # the part of each pass over `shards` that is read; None: all of it
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
@@ -112,36 +162,36 @@ def _matches(name: str) -> list[str]:
 def share_out(
     sources: list[Source], sampling: Sampling, rank: int, world_size: int, num_workers: int
 ) -> list[list[Source]]:
-    """What each worker of a rank reads of every source.
+    """Which whole tars each worker of a rank reads of every source.
 
-    With `epochs` no shard is given twice, all are given, and no worker goes without: with too few for every worker of every
-    rank, all ranks use fewer workers, and rank 0 says so. With `replacement` every worker draws from all shards.
-
-    `num_workers` are those wanted per rank; 0 (decoding in the training process) counts as one. ValueError where a source has
-    fewer shards than there are ranks (`epochs`).
+    With `epochs` each is one worker's, or where they are too few several workers', which rank 0 says. With `replacement` every
+    worker draws from all of them. `num_workers` are those of a rank; 0 (decoding in the training process) counts as one.
     """
-    wanted = num_used = max(num_workers, 1)
+    readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
-        per_pass = [max(_FEWEST_IN_A_PASS, math.ceil(len(s.shards) / (world_size * wanted))) for s in sources]
-        return [[replace(s, shards_per_pass=n) for s, n in zip(sources, per_pass, strict=True)]] * wanted
+        per_pass = [max(_FEWEST_IN_A_PASS, math.ceil(len(s.shards) / readers)) for s in sources]
+        drawn = [replace(s, shards_per_pass=n) for s, n in zip(sources, per_pass, strict=True)]
+        return [drawn] * max(num_workers, 1)
     for number in (len(source.shards) for source in sources):
-        if number < world_size:
-            raise ValueError(
-                f"{FIELD}: {number} shard(s) for {world_size} ranks; every rank needs one of its own: expected at least"
-                f" {world_size}, and {world_size * wanted} for all {num_workers} workers per rank (clap.data.num_workers)."
-                " Repack the data into more tars, use fewer ranks, or draw shards with replacement (clap.data.sampling)"
-            )
-        usable = min(wanted, number // world_size)
-        if usable < wanted and rank == 0:
-            found = (
-                f"{number} shards for {world_size} rank(s) × {num_workers} workers: using {usable} worker(s) per rank"
-            )
-            note(f"{found} ({world_size * num_workers} shards would keep all busy)")
-        num_used = min(num_used, usable)
-    return [
-        [replace(source, shards=source.shards[rank::world_size][worker::num_used]) for source in sources]
-        for worker in range(num_used)
-    ]
+        if number < readers and rank == 0:
+            found = f"{number} shards for {world_size} rank(s) × {num_workers} workers"
+            note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
+    own = range(rank, readers, world_size)
+    return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
+
+
+def deal_out(
+    source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
+) -> list[list[Source]]:
+    """What each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid end to end
+    in their order or, `shuffled`, in one that is drawn once for a seed, so that a worker keeps to the same tars."""
+    order = [*range(len(samples))]
+    if shuffled:
+        random.Random(f"seed {spec.seed}, tars").shuffle(order)
+    shards, counts = [source.shards[number] for number in order], tuple(samples[number] for number in order)
+    of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
+    deals = [Deal(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
+    return [[replace(source, shards=shards, deal=deal)] for deal in deals]
 
 
 def tokenizer_beside(shard: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import cast
 import fsspec
 
 from clap_ds.config.files import write_atomically
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
-from clap_ds.config.sections import ShardData, SyntheticData
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
-from clap_ds.data.shard_list import FIELD, Source, expand_sources
+from clap_ds.data.shard_list import FIELD, Source
 from clap_ds.data.tar_items import count_samples, read_items
 
 MANIFEST = "manifest.json"
@@ -121,28 +122,12 @@ def digest(path: Path) -> str:  # SHA-256 of a file, in hex
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def epoch_samples(data: ShardData | SyntheticData, *, enough: int | None = None, by_headers: bool = True) -> int | None:
-    """Audio–caption pairs in one epoch: all items of all sources once, broken ones included. Counting ends where there are
-    `enough`.
-
-    From manifests where there are some; otherwise, with `by_headers`, the headers of local tars are gone through. None where
-    neither is possible: synthetic data, and remote shards without a manifest. Raises as
-    `clap_ds.data.shard_list.expand_shards` does.
-    """
-    if isinstance(data, SyntheticData):
+def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
+    """Samples in each tar, those included that turn out to be broken: from manifests where there are some; for local tars
+    without, of at most `most_bytes` in all, by going through their headers. None where neither tells of all of them."""
+    manifests = {folder: read_manifest(folder or ".").shards for folder in {tar.rpartition("/")[0] for tar in shards}}
+    records = [manifests[folder].get(name) for folder, _, name in (tar.rpartition("/") for tar in shards)]
+    unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
+    if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
         return None
-    manifests: dict[str, Mapping[str, ShardRecord]] = {}
-    total = 0
-    for shard in (shard for source in expand_sources(data.shards) for shard in source.shards):
-        folder, _, name = shard.rpartition("/")
-        if folder not in manifests:
-            manifests[folder] = read_manifest(folder or ".").shards
-        if name in manifests[folder]:
-            total += manifests[folder][name].items
-        elif is_remote(shard) or not by_headers:
-            return None
-        else:
-            total += count_samples(shard)
-        if enough is not None and total >= enough:
-            break
-    return total
+    return [record.items if record else count_samples(tar) for tar, record in zip(shards, records, strict=True)]

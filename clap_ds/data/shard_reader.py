@@ -1,11 +1,13 @@
 """One worker's part in reading shards: items in an order that can be entered anywhere, decoded and collated to pieces.
 
 The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption. To resume
-at a place, items before it are passed over without being decoded.
+at a place, items before it are passed over without being decoded. Where a worker gives a fixed number of samples in each epoch
+(`Deal`), one of another part stands in for a broken item, so that no worker gets ahead of the others.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import time
@@ -27,8 +29,8 @@ from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.data.items import clip_into
 from clap_ds.data.shard_cache import ShardCache
-from clap_ds.data.shard_list import FIELD, Source, note
-from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, words
+from clap_ds.data.shard_list import FIELD, Part, Source, note
+from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, samples_between, words
 from clap_ds.model.tokenizer import tokenize
 
 NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
@@ -69,6 +71,7 @@ class SourceReader:
     seed: str  # decides the order, crops and choice of captions
     report: Report
     cache: ShardCache | None  # of remote shards
+    given: int  # samples so far, where there is no other source
     pass_number: int
     drawn: int  # items of this pass
 
@@ -77,28 +80,43 @@ class SourceReader:
         is_useful = True
         while is_useful:
             skipped = self.drawn
-            is_useful = skipped > 0
-            for number, item in islice(enumerate(self._pass()), skipped, None):
+            wanted = self.source.deal.given(self.pass_number + 1) if self.source.deal else math.inf
+            is_useful = skipped > 0 or self.given >= wanted
+            items = self._pass() if self.given < wanted else iter(())
+            for number, item in islice(enumerate(items), skipped, None):
                 self.drawn = number + 1
                 sample = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
                 if sample is not None:
                     is_useful = True
+                    self.given += 1
                     yield sample
+                    if self.given >= wanted:
+                        break
             if is_useful:
                 self.pass_number, self.drawn = self.pass_number + 1, 0
 
     def _pass(self) -> Iterator[Item]:
-        """The items of one pass."""
-        rng = random.Random(f"{self.seed}, pass {self.pass_number}")
-        shards = self.source.shards
-        if self.source.shards_per_pass:
-            shards = rng.choices(shards, k=self.source.shards_per_pass)
-        elif self.shuffle_buffer:
-            shards = rng.sample(shards, len(shards))
+        """The items of one pass, and then those that stand in for broken ones."""
+        rng, source = random.Random(f"{self.seed}, pass {self.pass_number}"), self.source
+        own: list[Part] = [(shard, 0, None) for shard in source.shards]
+        others: list[Part] = []
+        if source.deal:
+            own, others = source.deal.parts(source.shards, self.pass_number)
+        elif source.shards_per_pass:
+            own = rng.choices(own, k=source.shards_per_pass)
+        if not self.shuffle_buffer:
+            return chain(self._read(own), self._read(others))
+        if not source.shards_per_pass:
+            own, others = rng.sample(own, len(own)), rng.sample(others, len(others))
+        return chain(shuffle(self.shuffle_buffer, rng=rng)(self._read(own)), self._read(others))
+
+    def _read(self, parts: list[Part]) -> Iterator[Item]:
+        """The items of these parts in order. No tar is opened before one of them is asked for."""
+        shards = [shard for shard, _, _ in parts]
         copies = self.cache.copies(shards) if self.cache else ((shard, None) for shard in shards)
-        tars = (read_items(shard, self.report, leave_audio=True, copy=copy) for shard, copy in copies)
-        items = chain.from_iterable(tars)
-        return shuffle(self.shuffle_buffer, rng=rng)(items) if self.shuffle_buffer else items
+        for (_, first, end), (shard, copy) in zip(parts, copies, strict=True):
+            items = read_items(shard, self.report, leave_audio=True, copy=copy)
+            yield from items if (first, end) == (0, None) else samples_between(items, first, end)
 
 
 @dataclass(slots=True)
@@ -129,7 +147,7 @@ class ShardReader:
         for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
             name = f"{self.seed}, source {number}"
-            readers.append(SourceReader(source, buffer, name, self._report, cache, *start))
+            readers.append(SourceReader(source, buffer, name, self._report, cache, self.start["samples"], *start))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
         began_s = None  # the first piece's time is that of starting

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import AudioConfig, load_preset, preset_names
+from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.data.front_end import KINDS, Kind
 
 ENCODED = {
@@ -54,7 +55,6 @@ class Delivery:
     items_per_s: float
     bytes_per_s: float
     bytes_per_s_per_node: float
-    tars_opened_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def storage(
     deliveries = []
     for rate in options.rate:
         items = rate * options.gpus
-        rates = items, items * size / clips, items * size / clips * share, items * tars / clips
+        rates = items, items * size / clips, items * size / clips * share
         deliveries.append(Delivery(rate, *rates))
     copy_s = 8 * size / (options.link * 1e9) if options.link else None
     inodes = 2 * tars + FOLDER_INODES
@@ -209,7 +209,6 @@ def lines(
         (f"{clips:,} clips of {digits(seconds)} s", *(each.kind for each in found)),
         ("a clip, in its tar", *(f"{round(each.bytes_per_clip):,} B" for each in found)),
         ("all", *(amount(each.bytes) for each in found)),
-        ("", *(amount(each.bytes, binary=True) for each in found)),
         (f"tars of about {digits(options.shard_mb)} MB", *(f"{each.tars:,}" for each in found)),
         (f"inodes ({2 * clips:,} as single files)", *(f"{each.inodes:,}" for each in found)),
     ]
@@ -226,7 +225,6 @@ def lines(
             (f"at {digits(rate)} samples/s a GPU", *(f"{digits(each.items_per_s)} items/s" for each in given)),
             ("  all nodes", *(f"{amount(each.bytes_per_s)}/s" for each in given)),
             ("  a node", *(f"{amount(each.bytes_per_s_per_node)}/s" for each in given)),
-            ("  tars opened", *(f"{digits(each.tars_opened_per_s)} /s" for each in given)),
         ]
     width = max(len(name) for name, *cells in rows if cells)
     text = [f"{name:<{width}}{''.join(f'{cell:>18}' for cell in cells)}".rstrip() for name, *cells in rows]
@@ -263,11 +261,10 @@ def digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def amount(size: float, *, binary: bool = False) -> str:
-    """Bytes in the unit that suits, of powers of 1000, or else of 1024."""
-    names, base = (("B", "KiB", "MiB", "GiB", "TiB"), 1024) if binary else (("B", "kB", "MB", "GB", "TB"), 1000)
-    unit = next((k for k in range(4) if size < base ** (k + 1)), 4)
-    return f"{digits(size / base**unit)} {names[unit]}"
+def amount(size: float) -> str:
+    """Bytes in the unit that suits, of powers of 1000."""
+    unit = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
+    return f"{digits(size / 1000**unit)} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
 
 
 def duration(seconds: float) -> str:

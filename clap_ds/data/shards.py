@@ -1,7 +1,7 @@
 """Real audio and captions from WebDataset tars, decoded in worker processes.
 
-Each worker goes through its shards again and again, in a new order each time (`shard_reader`), and sends small pieces of a
-micro-batch with news of the items it had to skip and of where it stands. A worker that finds nothing usable in a whole pass
+Each worker goes through its part of them again and again, in a new order each time (`shard_reader`), and sends small pieces of
+a micro-batch with news of the items it had to skip and of where it stands. A worker that finds nothing usable in a whole pass
 says so in its last piece, for an exception would reach the main process as a traceback in a string.
 
 Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several. Their audio lies in
@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,14 +27,16 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.front_end import Kind
-from clap_ds.data.shard_list import expand_sources, note, share_out
-from clap_ds.data.shard_manifest import kind_of
+from clap_ds.data.shard_list import deal_out, expand_sources, note, share_out
+from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
 from clap_ds.data.shared_memory import lock_pages, shared_empty, unlock_pages
 from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader
 from clap_ds.model.tokenizer import load_tokenizer
 
+COUNTED_BYTES = 1e10
+"""Local tars without a manifest are counted up to this many bytes in all, which takes a second."""
 PIECE_SIZE = 32
 """Rows of a piece: tokenizing and sending one costs the same however many it has, and memory waits for whole ones."""
 
@@ -52,12 +55,23 @@ class _Readers(IterableDataset[Piece]):
 class ShardPieces:
     """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
 
-    def __init__(self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
+    ) -> None:
         sources = expand_sources(data.shards)
         self._kind = kind_of(sources, spec.model)
-        shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
+        all_shards = [shard for source in sources for shard in source.shards]
+        samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
+        self._num_samples = sum(samples) if samples else None
         piece_size = min(spec.micro_batch, PIECE_SIZE)
-        contents = json.dumps([[source.shards, source.weight] for source in sources])
+        contents: Any = [[source.shards, source.weight] for source in sources]
+        self._has_epochs = data.has_epochs and bool(self._num_samples)
+        if self._has_epochs and samples:
+            shuffled = data.shuffle_buffer > 0
+            shares = deal_out(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
+            contents = [contents, samples]
+        else:
+            shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
         order = {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
@@ -65,10 +79,10 @@ class ShardPieces:
             "seed": spec.seed,
             "clap.data.shuffle_buffer": data.shuffle_buffer,
             "clap.data.sampling": data.sampling,
-            "shards": hashlib.sha256(contents.encode()).hexdigest()[:16],
+            "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
         }
         self._micro_batch = spec.micro_batch
-        self._num_shards = sum(len(source.shards) for source in sources)
+        self._num_shards = len(all_shards)
         # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.
         self._state: dict[str, Any] = {"source": "shards", "order": order, "origin": 0, "samples": 0}
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
@@ -88,8 +102,7 @@ class ShardPieces:
         ]
         self.encoded_bytes = 0  # of audio files decoded so far
         self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
-        self._broken: list[Broken] = []
-        self._num_broken = 0
+        self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Piece, Batch] | None = None
         # Workers are asked in turn, so the one whose turn it is comes first.
         dataset = _Readers(readers[next_worker:] + readers[:next_worker])
@@ -138,9 +151,9 @@ class ShardPieces:
     def _receive(self) -> tuple[Piece, Batch]:
         piece = next(self._received)
         for broken in piece.broken:
-            note(f"skipped {broken}")
-        self._num_broken += len(piece.broken)
-        self._broken += piece.broken[: NUM_EXAMPLES - len(self._broken)]
+            if broken.name not in self._broken:  # workers may meet the same one
+                note(f"skipped {broken}")
+                self._broken[broken.name] = broken
         self.encoded_bytes += piece.encoded_bytes
         if piece.captions is None:
             self.close()
@@ -162,14 +175,17 @@ class ShardPieces:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
-        """Broken items are counted once each, however often they are met; a damaged tar counts as one."""
+        """Broken items are counted once each, however often they are met; a damaged tar counts as one. `num_samples` are those
+        of all shards, None where that isn't known, and `epoch_samples` the same where each comes once an epoch."""
         return {
             "source": "shards",
             "kind": self._kind,
             "num_shards": self._num_shards,
+            "num_samples": self._num_samples,
+            "epoch_samples": self._num_samples if self._has_epochs else None,
             "num_workers": self.num_workers,
-            "num_broken_items": self._num_broken,
-            "broken_items": [asdict(broken) for broken in self._broken],
+            "num_broken_items": len(self._broken),
+            "broken_items": [asdict(broken) for broken in islice(self._broken.values(), NUM_EXAMPLES)],
         }
 
     def close(self) -> None:

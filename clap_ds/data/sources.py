@@ -96,6 +96,7 @@ def build_batches(
     device: torch.device,
     pack_captions: bool = False,
     state: dict[str, Any] | None = None,
+    needs_epochs: bool = False,
 ) -> BatchSource:
     """The batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
@@ -105,6 +106,7 @@ def build_batches(
         state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
             Exact where ranks, workers, settings and shards are the same, at whatever micro-batch pieces allow; otherwise the
             data continues in a new order, and rank 0 says why.
+        needs_epochs: local tars without a manifest are counted however large they are.
 
     Raises:
         ValueError: settings that can't be met, naming the field: caption lengths, shards, tokenizer. On all ranks alike.
@@ -117,5 +119,5 @@ def build_batches(
     else:  # imported here because synthetic runs have no use for audio decoders and tokenizers
         from clap_ds.data.shards import ShardPieces
 
-        pieces = ShardPieces(data, spec, state)
+        pieces = ShardPieces(data, spec, state, needs_epochs=needs_epochs)
     return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)

@@ -248,7 +248,22 @@ def fetch(item: Item) -> None:
             item[name] = content.read()
 
 
+def is_sample(item: Item) -> bool:
+    """Whether an item has audio or features, and what a caption can be in: only such are counted."""
+    return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
+
+
 def count_samples(shard: str) -> int:
-    """Items of a tar that have audio or features, and what a caption can be in; audio isn't read where that is possible."""
-    items = read_items(shard, lambda name, reason: None, any_order=True)
-    return sum(all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS)) for item in items)
+    """Samples in a tar; audio isn't read where that is possible."""
+    return sum(map(is_sample, read_items(shard, lambda name, reason: None, any_order=True)))
+
+
+def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
+    """Of a tar's items, those from one sample's number up to another's, or to its end; what is no sample there, too."""
+    number = 0
+    for item in items:
+        if number >= first:
+            yield item
+        number += is_sample(item)
+        if number == end:
+            return

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import AudioConfig, load_preset, preset_names
+from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build.audio_files import check_whole

@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.model import load_preset, preset_names
+from clap_ds.config.model import load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.data.build.caption_lists import Entry
 from clap_ds.data.build.shard_building import PlannedShard
 from clap_ds.data.build.splits import names_in
@@ -77,19 +78,19 @@ def amount(records: Sequence[ShardRecord]) -> str:
 
 
 def _divided(sides: dict[str, list[Entry]], options: Namespace) -> list[str]:
+    def counts(column: str) -> list[Counter[str]]:
+        """How often each side has each name."""
+        return [Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()]
+
     lines = []
     if column := options.split_column or options.stratify_column:
-        train, held_out = (
-            Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()
-        )
+        train, held_out = counts(column)
         names = sorted(train | held_out)
         lines.append(f"{column} (train + held out): {_few([f'{n} {train[n]} + {held_out[n]}' for n in names])}")
         if options.stratify_column and (without := [name for name in names if not held_out[name]]):
             lines.append(f"nothing is held out of {len(without)} of {len(names)}: {_few(without)}")
     if column := options.group_column:
-        train, held_out = (
-            Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()
-        )
+        train, held_out = counts(column)
         lines.append(f"{column}: {len(train)} in train, {len(held_out)} held out, {len(train & held_out)} in both")
     return lines
 
