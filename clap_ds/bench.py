@@ -21,7 +21,7 @@ from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, 
 
 def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
-    run = load_run(arguments.deepspeed_config)
+    run = load_run(arguments.deepspeed_config, ranks.world_size)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
 

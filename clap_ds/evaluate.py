@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, initialize, run_command
@@ -150,13 +151,11 @@ def evaluate_checkpoint(
     from clap_ds.dist.agreement import together
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.native.convert import convert
-    from clap_ds.record.directory import quiet_deepspeed
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
     from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
 
     device = initialize(ranks, compile_cpu_collective=False)
-    quiet_deepspeed()
     preset = arguments.preset or (run.clap.model.preset if run else None)
     path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
     checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
@@ -173,7 +172,9 @@ def evaluate_checkpoint(
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or own_tokenizer or checkpoint.config.text.hub_name or None,
         text_tokens=text_tokens,
-        micro_batch=settings.micro_batch or (run.micro_batch if run else MICRO_BATCH),
+        micro_batch=settings.micro_batch
+        or (run and run.deepspeed.get("train_micro_batch_size_per_gpu"))
+        or MICRO_BATCH,
         ranks=ranks,
         device=device,
     )
@@ -182,16 +183,16 @@ def evaluate_checkpoint(
     if device.type == "cpu":
         convert(model)
     every = max(1, evaluator.num_batches // NUM_ADVANCES)
-    with Progress(evaluator.num_batches, enabled=ranks.is_first) as progress:
+    progress = Progress(evaluator.num_batches, enabled=ranks.is_first)
 
-        def advance(done: int) -> None:
-            if done % every == 0:
-                progress.advance(every, "micro-batches of clips embedded")
+    def advance(done: int) -> None:
+        if done % every == 0:
+            progress.advance(every, "micro-batches of clips embedded")
 
-        try:
-            evaluation = evaluator.evaluate(model, resample=True, on_batch=advance)
-        except ValueError as error:  # on all ranks alike
-            raise UserError(str(error)) from None
+    try:
+        evaluation = evaluator.evaluate(model, resample=True, on_batch=advance)
+    except ValueError as error:  # on all ranks alike
+        raise UserError(str(error)) from None
     if ranks.is_first:
         where = {"checkpoint": str(path), "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}

@@ -18,23 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.cost import Price, price_of
+from clap_ds.analysis.cost import price_of
 from clap_ds.analysis.project import method_of
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
 from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.planning.hardware import Gpu, gpu_named
+from clap_ds.flop_count.peaks import Gpu, gpu_named
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
 VARIANTS = (("auto", "auto"), ("triton", "torch"), ("triton", "triton"))
-"""`clap.model.attention` and `.mlp` whose plans are shown beside the run's own, each with and without compiled towers. What is
-left open is planned as it is taken untried, `sdpa` and `torch`; on the GPU a run may choose others."""
+"""`clap.model.attention` and `.mlp` whose plans are shown beside the run's own, each with and without compiled towers. `auto`
+is planned as what a GPU takes without Triton's kernels, `sdpa` and `torch`."""
 MOST_GPUS = 2**16
 """Whose loss is recorded tile by tile in some 20 s."""
 DELAYS_FROM = "jupiter_htsat_tiny"
@@ -66,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--nodes, --gpus_per_node: plans are made for up to {MOST_GPUS:,} GPUs, found {most:,}")
     if arguments.price_per_gpu_hour and not arguments.samples:
         raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
-    gpu, run = gpu_named(arguments.gpu), _changed(load_run(arguments.deepspeed_config), arguments)
+    smallest = min(arguments.nodes) * arguments.gpus_per_node
+    gpu, run = gpu_named(arguments.gpu), _changed(load_run(arguments.deepspeed_config, smallest), arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
     try:
         report = make_plan(run, gpu, arguments)
@@ -76,16 +78,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
-    deepspeed, clap = dict(run.deepspeed), run.clap
-    if arguments.micro_batch:
-        deepspeed["train_micro_batch_size_per_gpu"] = arguments.micro_batch
+    clap, micro_batch = run.clap, arguments.micro_batch
     if arguments.text_tokens:
-        longest, preset = clap.preset().text.max_tokens, clap.model.preset
+        longest = clap.preset().text.max_tokens
         if arguments.text_tokens > longest:
             reserved = " (of RoBERTa's 514, two are reserved)" if longest == 512 else ""
-            raise UserError(f"--text_tokens {arguments.text_tokens}: {preset} has positions for {longest}{reserved}")
+            wanted = f"{clap.model.preset} has positions for {longest}{reserved}"
+            raise UserError(f"--text_tokens {arguments.text_tokens}: {wanted}")
         data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
         clap = clap.model_copy(update={"text_tokens": arguments.text_tokens, "data": data})
+    deepspeed = dict(run.deepspeed)
+    if micro_batch:
+        deepspeed["train_micro_batch_size_per_gpu"] = micro_batch
+        deepspeed.pop("train_batch_size", None)
     return RunSettings(run.path, clap, deepspeed)
 
 
@@ -99,6 +104,9 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     check_plannable(run)
     nodes, per_node = sorted(set(arguments.nodes)), arguments.gpus_per_node
     smallest, largest = nodes[0] * per_node, nodes[-1] * per_node
+    if GLOBAL_BATCH in run.deepspeed and smallest != largest:
+        given = f"{GLOBAL_BATCH} {run.deepspeed[GLOBAL_BATCH]} holds at one scale, --nodes gives {len(nodes)}"
+        raise ValueError(f"{given}; expected one, or {MICRO_BATCH} (--micro_batch), which holds at all")
     peaks = [trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest)]
     loss_bytes = max(0, peaks[1] - peaks[0])
 
@@ -120,12 +128,11 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     ]  # fmt: skip
     found = None
     if arguments.find_micro_batch:
-
-        def peak_at(size: int) -> float:
-            return peak_gib(own if size == run.micro_batch else traced(run, size))
-
+        peak_at = {run.micro_batch: peak_gib(own)}
         resident = resident_gib(memory_parts(own, largest))
-        found = largest_micro_batch(peak_at, run.micro_batch, resident, gpu.memory_gib)
+        found = largest_micro_batch(
+            lambda size: peak_at.get(size) or peak_gib(traced(run, size)), run.micro_batch, resident, gpu.memory_gib
+        )
     chosen = variants[run.clap.compile != "off"]
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
@@ -150,7 +157,7 @@ def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
     from clap_ds.planning.roofline import fused, rates_of, seconds_by_part
 
-    recorded = step.recorded.operations
+    recorded = [each for each in step.recorded.operations if not each.is_collective]
     operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
     by_case = {case: seconds_by_part(operations, rates) for case, rates in rates_of(gpu).items()}
     return {
@@ -158,7 +165,7 @@ def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
         "step_s": {part: {case: parts[part] for case, parts in by_case.items()} for part in by_case["middle"]},
         "tflop": sum(times * each.flops for each, times in operations) / 1e12,
         "gigabytes_moved": sum(times * each.bytes_moved for each, times in operations) / 1e9,
-        "kernels": sum(times * each.launches for each, times in operations),
+        "kernels": round(sum(times * each.launches for each, times in operations)),
     }
 
 
@@ -170,7 +177,7 @@ def _scales(
     long as in the published runs, or as long a share of the step."""
     published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv", Machine(), Method()).fit()
     accumulated = run.gradient_accumulation_steps
-    found: dict[str, list[float]] = {}
+    by_case: dict[str, list[float]] = {}
     for case in ("low", "middle", "high"):
         seconds = {part: cases[case] / accumulated for part, cases in chosen["step_s"].items()}
         shrink = seconds["step"] / published.step_s(1)
@@ -184,29 +191,23 @@ def _scales(
             shape=published.shape,
         )  # fmt: skip
         shares = {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}
-        found[case] = [replace(model, delay_s=published.delay_s * shares[case]).rate(n) for n in nodes]
-    price = price_of(arguments)
-    return [
-        _scale(n, n * arguments.gpus_per_node, {case: rates[i] for case, rates in found.items()},
-               {case: 100 * rates[i] / rates[0] for case, rates in found.items()}, arguments.samples, price)
-        for i, n in enumerate(nodes)
-    ]  # fmt: skip
-
-
-def _scale(
-    nodes: int, gpus: int, rates: dict[str, float], efficiency: dict[str, float], samples: float | None, price: Price | None
-) -> dict[str, Any]:  # fmt: skip
-    row: dict[str, Any] = {
-        "nodes": nodes, "gpus": gpus, "efficiency_percent": efficiency["middle"],
-        "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
-        "samples_per_s": gpus * rates["middle"],
-    }  # fmt: skip
-    if samples:
-        row["hours"] = samples / row["samples_per_s"] / 3600
-        row["gpu_hours"] = gpus * row["hours"]
-        if price:
-            row["money"] = price.per_gpu_hour * row["gpu_hours"]
-    return row
+        by_case[case] = [replace(model, delay_s=published.delay_s * shares[case]).rate(n) for n in nodes]
+    price, rows = price_of(arguments), []
+    for place, count in enumerate(nodes):
+        rates = {case: found[place] for case, found in by_case.items()}
+        efficiency = {case: 100 * found[place] / found[0] for case, found in by_case.items()}
+        gpus = count * arguments.gpus_per_node
+        row: dict[str, Any] = {
+            "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle"],
+            "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
+            "samples_per_s": gpus * rates["middle"],
+        }  # fmt: skip
+        if arguments.samples:
+            row["hours"] = arguments.samples / row["samples_per_s"] / 3600
+            row["gpu_hours"] = gpus * row["hours"]
+            row |= {"money": price.per_gpu_hour * row["gpu_hours"]} if price else {}
+        rows.append(row)
+    return rows
 
 
 def _assumed(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> list[str]:
@@ -216,9 +217,9 @@ def _assumed(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> list[
         return "–".join(f"{100 * value:.0f}" for value in (found["low"], found["high"])) + " %"
 
     left_open = [name for name in ("attention", "mlp") if getattr(run.clap.model, name) == "auto"]
-    untried = f"`auto` of {' and '.join(f'clap.model.{name}' for name in left_open)} is what is taken untried"
+    auto = f"`auto` of {' and '.join(f'clap.model.{name}' for name in left_open)} is what a GPU takes without Triton's kernels"
     return [
-        *([f"{untried}; on the GPU the run takes the quickest of the kernels below"] if left_open else []),
+        *([f"{auto}; where these are right, the run takes them, as below"] if left_open else []),
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"products reach {shares(roofline.PRODUCT_SHARE)} of the peak, fused attention"
@@ -246,7 +247,8 @@ def render(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     if report["largest_micro_batch"]:
         lines.append(f"Largest micro-batch that fits: {report['largest_micro_batch']}.")
-    lines.append(markdown_table(["memory at the peak", "GiB"], _rows(report["memory_gib"], "{:.2f}")))
+    memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
+    lines.append(markdown_table(["memory at the peak", "GiB"], memory))
     times = [[part, *(f"{1000 * step[part][case]:.1f}" for case in ("high", "middle", "low"))] for part in step]
     lines.append(markdown_table(["step", "ms at high rates", "middle", "low"], times))
     lines.append(_scale_table(report["scales"]))
@@ -274,28 +276,16 @@ def render(report: dict[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def _rows(values: dict[str, float], form: str) -> list[list[str]]:
-    return [[name, form.format(value)] for name, value in values.items() if value >= 0.005]
-
-
 def _scale_table(scales: list[dict[str, Any]]) -> str:
     extra = [name for name in ("hours", "gpu_hours", "money") if name in scales[0]]
-    header = [
-        "nodes",
-        "GPUs",
-        "samples/s/GPU",
-        "efficiency, %",
-        "range",
-        "samples/s",
-        *(e.replace("_", "-") for e in extra),
-    ]
+    header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s"]
     rows = [
         [str(each["nodes"]), str(each["gpus"]), f"{each['samples_per_s_per_gpu']['middle']:,.0f}",
          f"{each['efficiency_percent']:.1f}", "{:.1f}–{:.1f}".format(*each["efficiency_percent_range"]),
          f"{each['samples_per_s']:,.0f}", *(significant(each[name]) for name in extra)]
         for each in scales
     ]  # fmt: skip
-    return markdown_table(header, rows)
+    return markdown_table([*header, *(name.replace("_", "-") for name in extra)], rows)
 
 
 def command() -> None:

@@ -34,7 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
-    run = load_run(arguments.deepspeed_config)
+    run = load_run(arguments.deepspeed_config, ranks.world_size)
     problems = problems_for_training(run, ranks.world_size)
     if problems:
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
 from clap_ds.dist.hostfile import expand
@@ -154,6 +155,14 @@ def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str,
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         found.problems.append(f"{names[0]}{others}: {problem}")
     return found
+
+
+def check_batch(content: dict[str, Any], ranks: int, name: str) -> None:
+    """A UserError where a run's batch sizes, as written, can't be those of so many ranks; `name` says whose."""
+    try:
+        BatchSizes.of(content, ranks)
+    except ValueError as error:
+        raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
 
 
 def script(

@@ -174,7 +174,7 @@ class Agent:
         message = "launch/job.py was ended before it could say why; the ranks were ended then"
         for folder, name in ((self._serve["folder"], "job.json"), (self._run_directory, "summary.json")):
             with contextlib.suppress(OSError, ValueError):
-                record = json.loads(Path(folder, name).read_text())
+                record = json.loads(Path(folder, name).read_text()) if folder else {}
                 if record.get("state") == "running":
                     RunDirectory(Path(folder)).write_json(name, {**record, "state": "failed", "error": message})
 

@@ -21,6 +21,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.places import work_folder
@@ -137,11 +138,8 @@ class Job:
 
     def _accumulation(self, hosts: dict[str, int]) -> int | None:
         """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
-        content, ranks = read_config(self._config()), sum(list(self.slots.values())[: self.wanted])
-        whole = int(content.get("train_batch_size") or 0) // (
-            ranks * int(content.get("train_micro_batch_size_per_gpu") or 1)
-        )
-        everyone = ranks * int(content.get("gradient_accumulation_steps") or whole or 1)
+        ranks = sum(list(self.slots.values())[: self.wanted])
+        everyone = ranks * BatchSizes.of(read_config(self._config()), ranks).accumulation_steps
         return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
 
     def _config(self) -> Path:

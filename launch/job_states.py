@@ -68,5 +68,5 @@ def figures_of(folder: Path) -> str:
         return ""
     if "loss" in summary and summary.get("command") == "train":
         return f"loss {summary['loss']:.4f} at step {summary.get('step', 0):,}"
-    rate = summary.get("samples_per_s_per_gpu", {}).get("median")
+    rate = summary.get("samples_per_s_per_gpu", {}).get("mean")
     return f"{rate:,.2f} samples/s/GPU" if rate else ""

@@ -51,7 +51,7 @@ def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     memory_bytes = summary.get("memory_peak_bytes")
     return {
         "micro_batch": micro_batch,
-        "samples_per_s_per_gpu": summary.get("samples_per_s_per_gpu", {}).get("median"),
+        "samples_per_s_per_gpu": summary.get("samples_per_s_per_gpu", {}).get("mean"),
         "tflops_per_gpu": summary.get("achieved_tflops"),
         "memory_gb": memory_bytes / 1e9 if memory_bytes else None,
         "state": job.get("state", "failed"),
@@ -101,6 +101,7 @@ class Trials:
         folder = self.folder / f"micro_batch-{micro_batch}"
         folder.mkdir(exist_ok=True)
         content = with_field(self.content, "train_micro_batch_size_per_gpu", micro_batch)
+        content.pop("train_batch_size", None)  # it is the micro-batch that is looked for
         label = f"{content.get('clap', {}).get('output', {}).get('label') or 'run'}-b{micro_batch}"
         write_object(folder / "run.json", with_field(content, "clap.output.label", label))
         print(f"micro-batch {micro_batch}", flush=True)

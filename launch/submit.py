@@ -26,6 +26,7 @@ from clap_ds.launch.batch_script import (
     Request,
     add_request,
     check,
+    check_batch,
     finishing,
     log_file,
     request_of,
@@ -48,6 +49,7 @@ def start(arguments: argparse.Namespace) -> None:
     more["train_options"] = tuple(_train_options(arguments))
     request = request_of(arguments, site, **more)
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
+    check_batch(content, arguments.nodes * request.gpus, str(arguments.config))
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
     jobs = site.root() / "jobs"
     refuse_second(jobs, label)

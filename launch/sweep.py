@@ -31,6 +31,7 @@ from clap_ds.launch.batch_script import (
     add_limits,
     add_request,
     check,
+    check_batch,
     finishing,
     log_file,
     request_of,
@@ -91,6 +92,8 @@ class Sweep:
             changed = content
             for name, value in {"clap.output.root": root, **job.changes, "clap.output.label": job.name}.items():
                 changed = with_field(changed, name, value)
+            if not job.micro_batch:
+                check_batch(changed, job.nodes * self.request.gpus, job.name)
             write_object(self.folder / job.name / "run.json", changed)
         return {job.name: self.folder / job.name / "run.json" for job in self.jobs}
 

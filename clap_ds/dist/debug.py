@@ -1,8 +1,9 @@
 """`clap.debug`: when a run hangs or dies, every rank says where it was.
 
 Crashes leave a Python stack, NCCL says what it does, a collective that takes too long fails, and the first rank that
-fails has all the others write their stacks to `stacks/rank<N>.txt` in the run directory: the one that is somewhere else
-than the rest is the culprit. Off, it costs nothing. Leaves how a run's end is recorded to `clap_ds.engine.session`.
+fails has all the others write their stacks to `stacks/rank<N>-failing.txt` in the run directory: the one that is somewhere
+else than the rest is the culprit (a job writes others beside, of ranks that stand still). Off, it costs nothing. Leaves how a
+run's end is recorded to `clap_ds.engine.session`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def watch(settings: DebugSettings, ranks: Ranks, run_directory: Path) -> Iterato
         return
     folder = run_directory / "stacks"
     folder.mkdir(exist_ok=True)
-    with (folder / f"rank{ranks.rank}.txt").open("w", buffering=1) as file:
+    with (folder / f"rank{ranks.rank}-failing.txt").open("w", buffering=1) as file:
         faulthandler.enable(file, all_threads=True)
         over = threading.Event()
         watcher = threading.Thread(target=_wait_for_failure, args=(ranks, file, over), daemon=True, name="clap.debug")

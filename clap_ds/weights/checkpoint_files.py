@@ -23,7 +23,6 @@ from typing import Any, Self
 
 from clap_ds.config.metrics import score
 from clap_ds.config.sections import CheckpointSettings
-from clap_ds.record.schema import KernelRecord
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -65,7 +64,6 @@ class Manifest:
         run: of the run that saved it, through all its restarts; empty in checkpoints from before runs had one.
         settings: the run's JSON with every default filled in (`RunSettings.resolved`); empty in older ones.
         best_by: the evaluation metric that tells the run's best, or None.
-        kernels: those that the run computed with where its settings leave that open (`clap_ds.engine.kernels`); empty on a CPU.
     """
 
     serial: int
@@ -78,7 +76,6 @@ class Manifest:
     run: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     best_by: str | None = None
-    kernels: KernelRecord = field(default_factory=KernelRecord)
 
     @property
     def text_tokens(self) -> int | None:

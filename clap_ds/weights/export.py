@@ -14,7 +14,8 @@ from pathlib import Path
 import safetensors
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.expressible import changes
 from clap_ds.weights.formats import LOGIT_BIAS, save_transformers

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, num_misfits, renamed_checkpoint
 from clap_ds.weights.names import laion_names
 
