@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clap_ds.analysis.log_lines import model_before
-from clap_ds.record.schema import STEP_PHASES
+from clap_ds.record.schema import STEP_PHASES, VERSION
 
 FEWEST_SAMPLES_PER_S = 50.0
 """Rates of windows are printed with one decimal: below this that is too coarse beside the table's."""
@@ -56,22 +56,28 @@ class BenchOutput:
 
     def summary(self, gpus: int, accumulation: int | None) -> dict[str, Any]:
         """The fields of a summary that follow, for this many ranks where the title is missing."""
-        gpus = self.facts.get("world_size") or gpus
         unit = "GPU" if "samples/s/GPU" in self.figures else "rank"
-        rate, low, high = self._numbers(f"samples/s/{unit}", 3)
-        if low is None:
-            low, high = self._numbers(next((name for name in self.figures if "% interval of" in name), ""), 2)
+        rate = self._numbers(f"samples/s/{unit}")[0]
+        total = self._numbers("samples/s in all")[0]
+        gpus = self.facts.get("world_size") or gpus or (round(total / rate) if total and rate else 0)
+        label = next((name for name in self.figures if re.search(r"(% interval|range) of", name)), "")
+        low, high = self._numbers(label, 2)
+        engine = self._name("samples/s in all, by DeepSpeed")
+        is_mean = label.startswith(("95 % interval", "range"))  # what is printed since rates are samples over time
         step_s, slowest_s = (self._seconds(f"step time, {name}") for name in ("median", "slowest rank"))
         mfu, peak = self._numbers("MFU, work really done", 2)
-        memory = self._numbers("peak memory per rank")[0]
+        memory = self._numbers(self._name("peak memory"))[0]
         parts = {phase: self._seconds(phase.replace("_", " ")) for phase in STEP_PHASES}
         micro_batch = self.facts.get("micro_batch_per_gpu")
         if rate and step_s and micro_batch:
             accumulation = accumulation or max(1, round(rate * step_s / micro_batch))
         exact = rate is None or min(self.windows, default=0) >= FEWEST_SAMPLES_PER_S
-        windows = [window / gpus for window in self.windows] if exact else []
+        windows = [window / (gpus or 1) for window in self.windows] if exact else []
         return {
-            **self.facts, "samples_per_s_per_gpu": {"median": rate, "low": low, "high": high, "windows": windows},
+            **({"world_size": gpus} if gpus else {}), **self.facts, "schema": VERSION if is_mean or not rate else None,
+            "samples_per_s_per_gpu": {"mean": rate, "low": low, "high": high, "windows": windows, "label": label},
+            "deepspeed_samples_per_s": self._numbers(engine)[0], "deepspeed_times_host_alone": "(the" in engine,
+            "achieved_tflops": self._numbers(self._name("TFLOPS achieved per"))[0],
             "step_time_s": {"median": step_s, "slowest_rank_median": slowest_s}, "gradient_accumulation_steps": accumulation,
             "data_wait_percent": self._numbers("waiting for data")[0], "memory_peak_bytes": memory and memory * 2**30,
             "breakdown_s": parts,
@@ -81,6 +87,9 @@ class BenchOutput:
     def _numbers(self, name: str, count: int = 1) -> list[float | None]:
         """The first numbers of a line of the table, None for those that there aren't."""
         return [*_numbers(self.figures.get(name, "")), *[None] * count][:count]
+
+    def _name(self, begins: str) -> str:
+        return next((name for name in self.figures if name.startswith(begins)), "")
 
     def _seconds(self, name: str) -> float | None:
         (milliseconds,) = self._numbers(name)

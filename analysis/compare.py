@@ -3,10 +3,10 @@
     python analysis/compare.py A B [--run_spread 2]
 
 A and B are each a run directory, a folder of them, a DeepSpeed log or a table; rows are paired where model and scale
-agree. Whether B is faster is told by how much repeats differ among themselves: three runs of each, say, taken in turns so
-that whatever else the machine does falls on both. The windows of one run say how well that run's rate is known, and nothing
-of what the next run of the same configuration will do; single runs are told apart only if `--run_spread` says how much such
-runs are known to differ.
+agree. Whether B is faster is told by how much repeats differ among themselves, on all scales of both: three runs of each,
+say, taken in turns so that whatever else the machine does falls on both. The windows of one run say how well that run's rate
+is known, and nothing of what the next run of the same configuration will do; single runs are told apart only if
+`--run_spread` says how much such runs are known to differ.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.repeats import degrees_of
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.table import Run, Scale, count_of, markdown_table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.record.statistics import median_variance, student_t, window_interval
+from clap_ds.record.statistics import COVERAGE as OF_RATES
+from clap_ds.record.statistics import student_t
 
 COVERAGE = 0.99
 """Of the interval of a ratio. What follows from repeats on a machine whose load changes covers less than it says: 99 % leaves
 room for that."""
-LEAST_COVERAGE = 0.9
-"""No verdict where the interval of a single run's windows covers less."""
 _FACTS = {
     "samples_per_s_per_gpu": "samples/s/GPU", "samples_per_s_per_gpu_2sigma": "±", "scaling_efficiency_percent":
     "efficiency %", "mfu_percent": "MFU % (published)", "mfu_model_percent": "MFU % (model)", "step_time_s": "step s",
@@ -37,7 +36,7 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """How fast B is at one scale: its samples/s/GPU over A's (geometric means of repeats)."""
+    """How fast B is at one scale: its samples/s/GPU over A's, each the mean of repeats."""
 
     a: Scale
     b: Scale
@@ -101,46 +100,43 @@ def _measured(runs: Sequence[Run], name: str) -> list[Scale]:
     raise UserError(f"{name}: no rate was measured (state: {states})")
 
 
-@dataclass(frozen=True)
-class _Repeats:
-    """Logarithms of the rates of repeats: how many there are, their mean, and the sum of squared deviations from it."""
-
-    count: int
-    mean: float
-    squares: float
-
-    @classmethod
-    def of(cls, row: Scale) -> _Repeats:
-        """Of a table's row, from its 2σ over repeats."""
-        logs = [math.log(run.rate) for run in row.runs if run.rate]
-        mean, first = fmean(logs), row.runs[0]
-        if len(logs) == 1 and first.kind == "table" and first.repeats > 1 and first.interval and first.rate:
-            deviation = (first.interval[1] - first.interval[0]) / 4 / first.rate
-            return cls(first.repeats, mean, (first.repeats - 1) * deviation**2)
-        return cls(len(logs), mean, sum((value - mean) ** 2 for value in logs))
-
-
 def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
-    """From what repeats differ by, pooled, if there are two more runs than sides; else from windows and `run_spread`."""
-    sides = _Repeats.of(a), _Repeats.of(b)
-    difference, degrees = sides[1].mean - sides[0].mean, sum(side.count - 1 for side in sides)
-    counts = " and ".join(str(side.count) for side in sides)
-    if degrees >= 2:
-        variance = sum(side.squares for side in sides) / degrees * sum(1 / side.count for side in sides)
-        described, doubt = f"from what {counts} runs differ by among themselves{_in_turns(a, b)}", ""
-    else:
-        errors = [_error_of_windows(row.runs[0]) for row in (a, b)]
-        if None in errors or degrees:
-            reason = f"no interval from {counts} runs" if degrees else "no interval: not both state their spread"
-            return Comparison(a, b, math.exp(difference), None, reason, _doubt(a, b, run_spread))
-        variance = sum(filter(None, errors)) + 2 * ((run_spread or 0) / 100) ** 2
-        degrees = min(len(row.runs[0].windows) or 3 for row in (a, b)) - 1
-        windows = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
-        known = f" and a spread between runs of {run_spread:g} %" if run_spread else " alone"
-        described, doubt = f"from windows{known}; {windows}", _doubt(a, b, run_spread)
-    half = min(student_t(COVERAGE, degrees) * math.sqrt(variance), 300.0)  # two windows far apart say nothing at all
-    interval = math.exp(difference - half), math.exp(difference + half)
-    return Comparison(a, b, math.exp(difference), interval, described, doubt)
+    """From what repeats differ by, of either or pooled; where nothing was repeated, from intervals of windows."""
+    ratio, errors = (b.rate or 0.0) / (a.rate or 1.0), [_error(row) for row in (a, b)]
+    repeated = [
+        (error**2 * row.repeats, degrees)
+        for row, (error, degrees) in zip((a, b), errors, strict=True)
+        if degrees and "degrees of freedom" in row.uncertainty_from
+    ]
+    if repeated:
+        degrees = sum(degrees for _, degrees in repeated)
+        variance = sum(square * degrees for square, degrees in repeated) / degrees
+        half = student_t(COVERAGE, degrees) * math.sqrt(variance * (1 / a.repeats + 1 / b.repeats))
+        differ = f"runs of one scale differ by {100 * math.sqrt(variance):.2g} %, {degrees} degrees of freedom"
+        described = f"of {a.repeats} and {b.repeats} runs; {differ}{_in_turns(a, b)}"
+        return Comparison(a, b, ratio, _around(ratio, half), described)
+    doubt = "" if run_spread else (
+        "as single runs don't show how much runs of one configuration differ: repeat them (three of each), or say "
+        "what is known (--run_spread)"
+    )  # fmt: skip
+    if not all(degrees for _, degrees in errors):
+        return Comparison(a, b, ratio, None, "no interval: not both state one of 95 %", doubt)
+    variance = sum(error**2 for error, _ in errors) + 2 * ((run_spread or 0) / 100) ** 2
+    half = student_t(COVERAGE, min(degrees for _, degrees in errors)) * math.sqrt(variance)
+    stated = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
+    added = f"; runs are said to differ by {run_spread:g} %" if run_spread else ""
+    return Comparison(a, b, ratio, _around(ratio, half), f"from {stated}{added}", doubt)
+
+
+def _around(ratio: float, half: float) -> tuple[float, float]:
+    factor = math.exp(min(half, 300.0))  # two runs far apart say nothing at all
+    return ratio / factor, ratio * factor
+
+
+def _error(row: Scale) -> tuple[float, int]:
+    """Standard error of the logarithm of a row's rate and its degrees of freedom; zeros where no 95 % interval is known."""
+    degrees, half = degrees_of(row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
+    return (half / row.rate / student_t(OF_RATES, degrees), degrees) if degrees and half and row.rate else (0.0, 0)
 
 
 def _in_turns(a: Scale, b: Scale) -> str:
@@ -153,26 +149,6 @@ def _in_turns(a: Scale, b: Scale) -> str:
         if known and max(first) < min(last)
         else ""
     )
-
-
-def _error_of_windows(run: Run) -> float | None:
-    """Variance of the logarithm of a single run's rate, as far as its windows tell; None where it isn't known."""
-    if len(run.windows) > 1:
-        return median_variance([math.log(rate) for rate in run.windows])
-    return ((run.interval[1] - run.interval[0]) / 4 / run.rate) ** 2 if run.interval and run.rate else None
-
-
-def _doubt(a: Scale, b: Scale, run_spread: float | None) -> str:
-    """Why runs that are no repeats can't be told apart."""
-    if not run_spread:
-        return (
-            "as too few runs don't show how much runs of one configuration differ: repeat them (three of each), or say "
-            "what is known (--run_spread)"
-        )
-    covered = min(
-        (window_interval(run.windows).coverage for row in (a, b) for run in row.runs if run.windows), default=1.0
-    )
-    return f"as an interval of windows covers {100 * covered:.3g} % only" if covered < LEAST_COVERAGE else ""
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -215,5 +191,10 @@ def main() -> None:
     print(render(found), end="")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Console command `clap-compare`."""
     run_alone(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,9 +1,9 @@
 """What N samples cost at each measured scale, and the cheapest scale that meets a deadline.
 
-    python analysis/cost.py TABLE.csv --samples N [--deadline_hours H] [--price_per_gpu_hour P --currency EUR --price_source …]
+    python analysis/cost.py RUN_OR_TABLE… --samples N [--deadline_hours H] [--price_per_gpu_hour P --currency EUR]
 
-Arithmetic on a scaling table: time is N over the measured samples/s. Queueing, start-up, evaluation and checkpoints
-are not in it, and no price is assumed.
+Arithmetic on the scaling table: time is N over the measured samples/s, and its ± is that of the rate. What isn't in it is said,
+and no price is assumed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clap_ds.analysis.runs import COST_OPTIONS, parse_options
-from clap_ds.analysis.table import Row, by_series, markdown_table, read_table, significant
+from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, parse_options, read_runs
+from clap_ds.analysis.table import Row, Scale, by_series, markdown_table, significant
 from clap_ds.config.errors import UserError, run_alone
 
 
@@ -47,6 +48,17 @@ class Cost:
     gpu_hours: float
     money: float | None
 
+    @property
+    def uncertainty(self) -> float | None:
+        """Of hours, GPU-hours and money, as a share of them: that of the rate."""
+        half, rate = self.row.samples_per_s_per_gpu_2sigma, self.row.rate
+        return half / rate if half is not None and rate else None
+
+    def around(self, value: float, digits: str = "") -> str:
+        """Hours, GPU-hours or money with their ±."""
+        shown = f"{value:{digits}}" if digits else significant(value)
+        return shown if self.uncertainty is None else f"{shown} ± {float(f'{value * self.uncertainty:.2g}'):g}"
+
 
 def costs(rows: Sequence[Row], samples: float, price: Price | None = None) -> list[Cost]:
     """Cost of `samples` (repetitions counted each time) at every row that has a rate; UserError where none has."""
@@ -58,7 +70,7 @@ def costs(rows: Sequence[Row], samples: float, price: Price | None = None) -> li
             money = None if price is None else hours * row.gpus * price.per_gpu_hour
             found.append(Cost(row, rate, hours, hours * row.gpus, money))
     if not found:
-        raise UserError("no row of the table has a rate")
+        raise UserError("no scale has a rate")
     return found
 
 
@@ -66,6 +78,24 @@ def cheapest(found: Sequence[Cost], deadline_hours: float | None = None) -> Cost
     """Fewest GPU-hours among those done in time (the faster of two equal ones); None when none is in time."""
     in_time = [cost for cost in found if deadline_hours is None or cost.hours <= deadline_hours]
     return min(in_time, key=lambda cost: (cost.gpu_hours, cost.hours), default=None)
+
+
+def left_out(rows: Sequence[Row]) -> str:
+    """What the hours do not hold."""
+    parts = ["Not in it: queueing, start-up, evaluation, checkpoints."]
+    by_timer = [
+        row for row in rows
+        if isinstance(row, Scale) and any(run.kind == "log" and run.data_wait_percent is None for run in row.runs)
+    ]  # fmt: skip
+    if by_timer:
+        parts.append(f"DeepSpeed's timer leaves out waiting for data, which comes on top: {_scales(by_timer)}.")
+    if without := [row for row in rows if not row.rate]:
+        parts.append(f"Without a rate: {_scales(without)}.")
+    return " ".join(parts)
+
+
+def _scales(rows: Sequence[Row]) -> str:
+    return "; ".join(dict.fromkeys(f"{row.scale} ({row.state or 'state not known'})" for row in rows))
 
 
 def render(found: Sequence[Cost], deadline_hours: float | None = None, price: Price | None = None) -> str:
@@ -80,8 +110,8 @@ def render(found: Sequence[Cost], deadline_hours: float | None = None, price: Pr
         )
         for cost in members:
             cells = cost.row.cells("nodes", "gpus")
-            cells += map(significant, (cost.samples_per_s, cost.hours, cost.gpu_hours))
-            cells += [f"{cost.money:.2f}"] if cost.money is not None else []
+            cells += [significant(cost.samples_per_s), cost.around(cost.hours), cost.around(cost.gpu_hours)]
+            cells += [cost.around(cost.money, ".2f")] if cost.money is not None else []
             body.append(cells + ["yes" if cost.hours <= limit else "no" for limit in [deadline_hours] if limit])
         table = markdown_table(header, body)
         parts += [f"### {rows[0].title}", table, _verdict(members, deadline_hours, money)]
@@ -94,10 +124,11 @@ def _verdict(members: Sequence[Cost], deadline_hours: float | None, currency: st
         fastest = min(members, key=lambda cost: cost.hours)
         takes = f"the fastest, {fastest.row.gpus} {fastest.row.unit}, takes {significant(fastest.hours)} hours"
         return f"No measured scale meets {hours_text(deadline_hours or 0)}; {takes}."
-    money = f", {best.money:.2f} {currency}".rstrip() if best.money is not None else ""
+    money = f", {best.around(best.money, '.2f')} {currency}".rstrip() if best.money is not None else ""
     within = f" within {hours_text(deadline_hours)}" if deadline_hours is not None else ""
     scale = f"{best.row.scale}, global batch {best.row.global_batch or 'not known'}"
-    spent = f"{significant(best.hours)} hours, {significant(best.gpu_hours)} GPU-hours{money}"
+    spent = f"{best.around(best.hours)} hours, {best.around(best.gpu_hours)} GPU-hours{money}"
+    spent += f" (±: {best.row.uncertainty_from})" if best.uncertainty is not None and best.row.uncertainty_from else ""
     return f"Cheapest{within}: {scale}: {spent}."
 
 
@@ -107,11 +138,16 @@ def hours_text(hours: float) -> str:
 
 def main() -> None:
     description = "GPU-hours and money for a number of samples at each measured scale."
-    options = parse_options(description, "tables", *COST_OPTIONS, required="--samples")
-    rows = [row for path in options.tables for row in read_table(path)]
-    price = price_of(options)
+    options = parse_options(description, "inputs", *COST_OPTIONS, *INPUT_OPTIONS, required="--samples")
+    rows, price = scaling_table(read_runs(options.inputs, options)), price_of(options)
     print(render(costs(rows, options.samples, price), options.deadline_hours, price), end="")
+    print(f"\n{left_out(rows)}")
+
+
+def command() -> None:
+    """Console command `clap-cost`."""
+    run_alone(main)
 
 
 if __name__ == "__main__":
-    run_alone(main)
+    command()

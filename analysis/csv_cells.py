@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,17 +19,26 @@ from pathlib import Path
 from clap_ds.config.errors import UserError
 
 _ALIASES = {
-    "node": "nodes", "num_nodes": "nodes", "number_of_nodes": "nodes", "gpu": "gpus", "num_gpus": "gpus",
-    "number_of_gpus": "gpus", "ranks": "gpus", "world_size": "gpus", "mfu": "mfu_percent",
-    "mfu_percent_published": "mfu_percent", "mfu_published_percent": "mfu_percent", "mfu_percent_model": "mfu_model_percent",
+    "node": "nodes", "nnodes": "nodes", "hosts": "nodes", "gpu": "gpus", "ngpus": "gpus", "ranks": "gpus", "world_size": "gpus",
+    "devices": "gpus", "gpus_per_nodes": "gpus_per_node", "mfu": "mfu_percent", "mfu_percent_published": "mfu_percent",
+    "mfu_published_percent": "mfu_percent", "mfu_percent_model": "mfu_model_percent",
     "efficiency": "scaling_efficiency_percent", "efficiency_percent": "scaling_efficiency_percent",
     "scaling_efficiency": "scaling_efficiency_percent", "preset": "model",
 }  # fmt: skip
+"""Beside these, words for a count are left out (`_COUNT`), and any rate is told by its words (`_rate`)."""
+_COUNT = re.compile(r"^(num|number_of|no_of|n|anzahl|total)_(?=\w*(node|gpu|rank|host|device))|_(count|anzahl|total)$")
+_RATE = re.compile(r"(?<![a-z])([km]?)_?(?:samples|clips)_per_(s|min|h)(?![a-z])")
+_RATE_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "s": 1.0, "min": 1 / 60, "h": 1 / 3600}
+_RATE_WORDS = {"throughput", "total", "all", "in", "of", "over", "global", "overall", "aggregate", "gpus", "ranks", "devices",
+               "mean", "average", "avg", "measured", "training", "rate", "1", "per", "s"}  # fmt: skip
+"""What a heading of a rate may say beside its unit; anything else may be another unit."""
+_GERMAN = {"je": "per", "pro": "per", "knoten": "nodes", "knotenzahl": "nodes", "effizienz": "efficiency", "modell": "model",
+           "proben": "samples", "beispiele": "samples", "durchsatz": "throughput", "gesamt": "total"}  # fmt: skip
+_OF_ONE = re.compile(r"per_(gpu|rank|device)(?![a-z])")
 _UNITS = {"ms": ("_s", 1e-3), "mib": ("_gib", 2**-10), "gb": ("_gib", 1e9 / 2**30)}
 """Units a header may end in that are not this project's, and the factor."""
 _AGGREGATE = re.compile(r"(grand )?(totals?|sum|mean|average|avg|median|geomean)\b", re.IGNORECASE)
 _NO_VALUE = ("-", "–", "—", "n/a", "na", "none", "null")
-_NUMBER = re.compile(r"[-+]?\d[\d.,]*")
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,13 @@ class Cells:
     texts: dict[str, str]
 
 
-def read_cells(path: Path, text_columns: Collection[str], whole_columns: Collection[str]) -> list[Cells]:
+def read_cells(
+    path: Path, known: Collection[str], text_columns: Collection[str], whole_columns: Collection[str]
+) -> list[Cells]:
     """The rows of a table. UserError, saying where, for what is no table or has a number that can be read in two ways.
 
     Args:
+        known: names of columns that are taken as they stand.
         text_columns: those that don't hold numbers.
         whole_columns: those that hold whole numbers, so that a comma in them is no decimal one.
     """
@@ -57,11 +71,12 @@ def read_cells(path: Path, text_columns: Collection[str], whole_columns: Collect
         names, rows = _rows(path, text)
     except csv.Error as error:
         raise UserError(f"{path}: not a CSV table ({error})") from None
-    factors = [_unit(name) for name in names]
+    factors = [_unit(name, known) for name in names]
     columns = [name for name, _ in factors]
     as_texts = [column in text_columns for column in columns]
     cells = [cell for _, row in rows for cell, is_text in zip(row, as_texts, strict=False) if not is_text]
-    decimals = {mark for cell in cells if (mark := _decimal_mark(_digits(cell)))}
+    readings = [_readings(_digits(cell)) for cell in cells]
+    decimals = {mark for ways in readings for mark in ways if len(ways) == 1}
     found = []
     for line, row in rows:
         where = f"{path}, line {line}"
@@ -119,12 +134,18 @@ def _rows(path: Path, text: str) -> tuple[list[str], list[tuple[int, list[str]]]
     return header or [], rows
 
 
-def _unit(heading: str) -> tuple[str, float]:
+def _unit(heading: str, known: Collection[str] = ()) -> tuple[str, float]:
     """A heading as this project names columns, and the factor that its values need: "Step time [ms]" is step_time_s, 0.001."""
     text = heading.casefold().replace("%", " percent ").replace("/", " per ").replace("#", " number of ")
     name = re.sub(r"\W+", "_", text).strip("_")
-    name = re.sub(r"_per_sec(ond)?(?![a-z])", "_per_s", name)
-    name = re.sub(r"(_percent|_s|_gib|_tflops)\1$", r"\1", name)
+    name = re.sub(r"_per_(s|min|h)(ec|econd|ute|our)?(?![a-z])", r"_per_\1", name)
+    name = re.sub(r"(_percent|_s|_gib|_tflops)\1$", r"\1", name).removesuffix("_1_per_s")
+    name = "_".join(_GERMAN.get(word, word) for word in name.split("_"))
+    if name in known:
+        return name, 1.0
+    if "throughput" in name or _RATE.search(name):
+        return _rate(name) or (heading, 1.0)
+    name = _COUNT.sub("", name)
     name, factor = _ALIASES.get(name, name), 1.0
     for unit, (suffix, scale) in _UNITS.items():
         if name.endswith(f"_{unit}"):
@@ -132,36 +153,52 @@ def _unit(heading: str) -> tuple[str, float]:
     return name, factor
 
 
+def _rate(name: str) -> tuple[str, float] | None:
+    """The column and factor of a heading's rate, samples/s where it names no unit; None where a word may be another unit."""
+    found = _RATE.search(name)
+    rest = _OF_ONE.sub("", _RATE.sub("", name))
+    if not set(filter(None, rest.split("_"))) <= _RATE_WORDS:
+        return None
+    factor = math.prod(_RATE_FACTORS[part] for part in found.groups()) if found else 1.0
+    return "samples_per_s" + "_per_gpu" * bool(_OF_ONE.search(name)), factor
+
+
+def nearest(names: Collection[str], wanted: Collection[str]) -> str:
+    """`; did you mean nodes by 'knotten'?`, of column names that are none of the known ones, and which of them may be a rate in
+    another unit; empty where there is neither."""
+    german = {word: _ALIASES.get(name, name) for word, name in _GERMAN.items()}
+    meant = {**{name: name for name in wanted}, **german, **_ALIASES}
+    near = {name: meant[close[0]] for name in names if (close := difflib.get_close_matches(name, meant, n=1))}
+    found = [f"{column} by {name!r}" for name, column in near.items() if column in wanted]
+    units = [
+        repr(name) for name in names if re.search("throughput|durchsatz|(samples|clips) *(/|per)", name, re.IGNORECASE)
+    ]
+    return (f"; did you mean {' and '.join(found)}?" if found else "") + (
+        f"; {', '.join(units)} is not in samples per s, min or h, of one GPU or all" if units else ""
+    )
+
+
 def _digits(cell: str) -> str:
     """A number without what separates thousands for sure, and without its per cent sign; other text as it is."""
     text = re.sub(r"(?<=\d)[\s'’](?=\d{3}\b)", "", cell.removesuffix("%").strip().replace("−", "-"))
-    return text if _NUMBER.fullmatch(text) else "" if cell.casefold() in _NO_VALUE else cell.strip()
+    return text if _readings(text) else "" if cell.casefold() in _NO_VALUE else cell.strip()
 
 
-def _decimal_mark(number: str) -> str:
-    """The decimal mark of a number that can only be read in one way; empty where it has none or can be read in two."""
-    if not _NUMBER.fullmatch(number):
-        return ""
-    points, commas = number.count("."), number.count(",")
-    if points and commas:
-        return max(".,", key=number.rindex)
-    if points > 1 or commas > 1:
-        return "," if points else "."
-    if not (points or commas):
-        return ""
-    before, mark, after = re.split(r"([.,])", number.lstrip("+-"))
-    return mark if len(after) != 3 or len(before) > 3 or before == "0" else ""
+def _readings(number: str) -> dict[str, str]:
+    """A number as Python reads it, by each decimal mark that it can have; empty for what is no number."""
+    found = {}
+    for decimal, thousands in (".,", ",."):
+        if re.fullmatch(rf"[-+]?(\d+|[1-9]\d{{0,2}}(\{thousands}\d{{3}})+)(\{decimal}\d*)?", number):
+            found[decimal] = number.replace(thousands, "").replace(decimal, ".")
+    return found
 
 
 def _plain(where: str, number: str, decimals: set[str], is_whole: bool) -> str:
     """The number as Python reads it, given the decimal marks of the whole table; what isn't a number as it is."""
-    if not _NUMBER.fullmatch(number):
-        return number
-    sure = {_decimal_mark(number)} - {""} or decimals
-    if "," in number and len(sure) != 1 and not is_whole:
-        ways = f"{number.replace(',', '')} and {number.replace(',', '.')}"
+    readings = _readings(number)
+    if len(set(readings.values())) < 2:
+        return next(iter(readings.values()), number)
+    if "," in number and len(decimals) != 1 and not is_whole:
+        ways = " and ".join(readings.values())
         raise UserError(f"{where} is {number}, which can be {ways}; write a number without a thousands' comma")
-    decimal, thousands = (",", ".") if sure == {","} else (".", ",")
-    if not re.fullmatch(rf"[-+]?(\d+|\d{{1,3}}(\{thousands}\d{{3}})+)(\{decimal}\d*)?", number):
-        return number
-    return number.replace(thousands, "").replace(decimal, ".")
+    return readings["," if decimals == {","} else "."]

@@ -3,36 +3,29 @@
     python analysis/efficiency.py RUN_OR_LOG… [--baseline_nodes N] [--csv table.csv] [--markdown table.md]
 
 Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
-baseline scale: the smallest node count, with all the GPUs used on it. Of the repeats of a scale it is the median of those
-that completed (of the others only where none did, and that is said); ± is 2σ over repeats, or half the interval that a
-single run's windows give. Outliers are named in the notes and stay in.
+baseline scale: the smallest that was measured (nodes, then GPUs), or that of `--baseline_nodes` with all its GPUs. What repeats
+are made into, and what ± says, is in `clap_ds.analysis.repeats`. Outliers are named in the notes and stay in.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import mean, median, stdev
-from typing import Any
 
-from clap_ds.analysis.published import FORWARD_GFLOPS, published_mfu_percent, wrong_claims
+from clap_ds.analysis.published import FORWARD_GFLOPS
+from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.series import global_batch, scaled_settings, split_series
-from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, significant, write_csv
+from clap_ds.analysis.series import scaled_settings, split_series
+from clap_ds.analysis.table import Row, Run, Scale, by_series, in_doubt, markdown_table, write_csv
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.record.plausible import doubtful_mfu
-from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import median_interval
 
-GOOD_STATES = ("completed", "published", "unknown")
-"""A log without a launcher's last line doesn't say how it ended; its rate counts."""
-OUTLIER_DEVIATIONS = 3.5
-"""Modified z-score beyond which a repeat is pointed out (Iglewicz and Hoaglin, 1993)."""
+BELOW = " ▼"
 _COLUMNS = {
-    "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU ±": "samples_per_s_per_gpu", "samples/s": "samples_per_s",
-    "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup", "MFU % published": "mfu_percent",
+    "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU ±": "samples_per_s_per_gpu", "engine's": "engine_samples_per_s_per_gpu",
+    "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
+    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
     "MFU % model": "mfu_model_percent", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
     "memory GiB": "memory_peak_gib", "state": "state",
@@ -50,21 +43,32 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
     batch per GPU constant (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline,
     usually) has a row in each. Raises UserError where no series has the `baseline_nodes` given.
     """
-    rows = [row for scaling, members in split_series(runs) for row in _series_rows(scaling, members, baseline_nodes)]
+    series = [(scaling, _by_scale(members)) for scaling, members in split_series(runs)]
+    spreads = {
+        device: pooled_spread(scale for _, scales in series for scale in scales if scale[0].device == device)
+        for device in {run.device for run in runs}
+    }
+    rows = [row for scaling, scales in series for row in _series_rows(scaling, scales, baseline_nodes, spreads)]
     if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
         counts = sorted({run.nodes for run in runs if run.rate})
         raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
     return rows
 
 
-def _series_rows(scaling: str, runs: list[Run], baseline_nodes: int | None) -> list[Scale]:
+def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
     scales: dict[tuple[int, int], list[Run]] = defaultdict(list)
     for run in runs:
         scales[run.nodes, run.gpus].append(run)
-    rows = [combine_repeats(scaling, members) for _, members in sorted(scales.items())]
+    return [members for _, members in sorted(scales.items())]
+
+
+def _series_rows(
+    scaling: str, scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
+) -> list[Scale]:
+    runs = [run for members in scales for run in members]
+    rows = [combine_repeats(scaling, members, spreads[members[0].device]) for members in scales]
     baseline = _baseline(rows, baseline_nodes)
-    claims = {(run.nodes, run.gpus): run.claims for run in runs if run.claims}
-    rows = [_with_efficiency(row, baseline, claims) for row in rows]
+    rows = [_with_efficiency(row, baseline) for row in rows]
     notes = []
     if len(rows) == 1 and rows[0].speedup:
         notes.append("one scale only: nothing to scale against")
@@ -79,103 +83,14 @@ def _with_notes(row: Scale, notes: Iterable[str]) -> Scale:
     return replace(row, notes="; ".join(filter(None, [row.notes, *notes])))
 
 
-def combine_repeats(scaling: str, runs: Sequence[Run]) -> Scale:
-    """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
-    first, with_rate = runs[0], [run for run in runs if run.rate]
-    used = [run for run in with_rate if run.state in GOOD_STATES] or with_rate
-    rate, total = _median(used, "samples_per_s_per_gpu"), used[0].samples_per_s if len(used) == 1 else None
-    peak = next(filter(None, (run.peak_tflops for run in used)), None)
-    breakdown = _mean_breakdown(used)
-    exposed = breakdown.get("exposed_communication_s")
-    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
-    low, high = (median_interval(targets).low, median_interval(targets).high) if len(targets) > 1 else (None, None)
-    states = Counter(run.state for run in runs)
-    spread, spread_from = _spread(used)
-    averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent")
-    medians: dict[str, Any] = {name: _median(used, name) for name in averaged}
-    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
-    notes = [*_notes(runs, used), *doubtful_mfu(mfu, medians["mfu_model_percent"])]
-    identity = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "batch_per_gpu", "variant")
-    medians |= {name: getattr(first, name) for name in identity}
-    return Scale(
-        runs=tuple(used), **medians, **breakdown, scaling=scaling,
-        samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
-        mfu_percent=mfu, peak_tflops=peak,
-        samples_per_s_per_gpu_2sigma=spread, uncertainty_from=spread_from, repeats=len(used),
-        global_batch=global_batch(first),
-        exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
-        memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
-        time_to_target_s=median(targets) if targets else None, time_to_target_low_s=low, time_to_target_high_s=high,
-        state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys(notes)),
-    )  # fmt: skip
-
-
-def _spread(used: Sequence[Run]) -> tuple[float | None, str]:
-    """(±, what it is): 2σ of one repeat, not the mean's error; or half the interval of one run's windows."""
-    if len(used) > 1:
-        return 2 * stdev(run.rate for run in used if run.rate), f"2σ over {len(used)} repeats"
-    interval = used[0].interval if used else None
-    return ((interval[1] - interval[0]) / 2, used[0].uncertainty_from) if interval else (None, "")
-
-
-def _median(runs: Sequence[Run], name: str) -> float | None:
-    values = [value for run in runs if (value := getattr(run, name)) is not None]
-    return median(values) if values else None
-
-
-def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
-    """Columns of the parts that every run with a breakdown has, averaged over these runs."""
-    known = [run.breakdown_s for run in runs if sum(run.breakdown_s.values()) > 0]
-    parts = [part for part in STEP_PHASES if known and all(part in breakdown for breakdown in known)]
-    return {f"{part}_s": mean(breakdown[part] for breakdown in known) for part in parts}
-
-
-def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterable[str]:
-    for run in runs:
-        yield from filter(None, run.notes.split("; "))
-    if used and used[0].state not in GOOD_STATES:
-        yield "rate of a run that did not complete"
-    if left_out := sum(1 for run in runs if run.rate) - len(used):
-        yield f"{left_out} with a rate but not completed left out of the median"
-    rates = [run.rate for run in used if run.rate]
-    for index in outliers(rates):
-        yield f"outlier kept: {significant(rates[index], 1)} samples/s/GPU in {used[index].name}"
-    if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
-        found = median_interval(targets)
-        between = f", {found.low:.0f} to {found.high:.0f} s ({found.label('runs')})" if len(targets) > 1 else ""
-        yield f"target reached by {len(targets)} of {len(runs)} runs, after {found.median:.0f} s{between}"
-    for run in runs:
-        if run.error:
-            yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"
-
-
-def outliers(values: Sequence[float]) -> list[int]:
-    """Indices of values far from the median by the median absolute deviation; none among fewer than 4 values."""
-    if len(values) < 4:
-        return []
-    centre = median(values)
-    deviations = [abs(value - centre) for value in values]
-    scale = 1.4826 * median(deviations) or 1e-6 * abs(centre)
-    return [index for index, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS * scale]
-
-
 def _baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
-    """Of the least (or the given) node count, the row with most GPUs; with fewest where all have one node count."""
+    """The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs."""
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
-    fewest = 1 if len({row.nodes for row in measured}) == 1 and baseline_nodes is None else -1
+    fewest = 1 if baseline_nodes is None else -1
     return min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
 
 
-def ratio_uncertainty(top: float, top_error: float | None, bottom: float, bottom_error: float | None) -> float | None:
-    """Error of top / bottom for independent errors, to first order (delta method); None where one isn't known."""
-    if top_error is None or bottom_error is None:
-        return None
-    return top / bottom * math.hypot(top_error / top, bottom_error / bottom)
-
-
-def _with_efficiency(row: Scale, baseline: Row | None, claims: Mapping[tuple[int, int], Mapping[str, str]]) -> Scale:
-    """The row with its efficiency, and notes of digits its table states that don't follow from its own samples/s."""
+def _with_efficiency(row: Scale, baseline: Row | None) -> Scale:
     if baseline is None:
         return _with_notes(row, ["no baseline: efficiency not given"] if row.rate else [])
     if not (row.rate and row.samples_per_s and baseline.rate and baseline.samples_per_s):
@@ -187,14 +102,32 @@ def _with_efficiency(row: Scale, baseline: Row | None, claims: Mapping[tuple[int
         scaling_efficiency_2sigma_percent=uncertainty and 100 * uncertainty * (row is not baseline),
         speedup=row.samples_per_s / baseline.samples_per_s,
     )  # fmt: skip
-    cells, base = claims.get((row.nodes, row.gpus)), claims.get((baseline.nodes, baseline.gpus))
-    wrong = wrong_claims(cells, row.gpus, row.model, row.peak_tflops, base, baseline.gpus) if cells else {}
-    unlike = "which does not follow from its samples/s"
-    return _with_notes(row, (f"table states {name} {text}, {unlike}: {row.cell(name)}" for name, text in wrong.items()))
+    error = None if uncertainty is None else 100 * uncertainty
+    if row.gpus > baseline.gpus and in_doubt(row.scaling_efficiency_percent or 0.0, error):
+        row = _with_notes(row, ["efficiency above 100 % by more than its ±: the baseline's rate is in doubt"])
+    return row
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The table as Markdown, one part per series, with numbered notes under it."""
+def by_engine(runs: Sequence[Run]) -> list[Run]:
+    """Runs at the rate of DeepSpeed's timer, of whose windows only a log tells; those without it are named on stderr."""
+    without = [run.name_among(runs) for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
+    if len(without) == sum(bool(run.rate) for run in runs):
+        raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
+    if without:
+        print(f"warning: without a rate of DeepSpeed's timer and left out: {', '.join(without)}", file=sys.stderr)
+    found = []
+    for run in runs:
+        engine = run.engine_samples_per_s_per_gpu
+        if engine and engine != run.rate:
+            run = replace(run, samples_per_s_per_gpu=engine, samples_per_s=None, interval=None, uncertainty_from="",
+                          windows=(), window_s=(), mfu_model_percent=None, achieved_tflops=None)  # fmt: skip
+        found += [run] if engine or not run.rate else []
+    return found
+
+
+def render(rows: Sequence[Row], target: float | None = None) -> str:
+    """The table as Markdown, one part per series, of the columns that have values, with numbered notes under it; efficiencies
+    below the target are marked."""
     parts = []
     for members in by_series(rows):
         notes: dict[str, int] = {}
@@ -202,11 +135,21 @@ def render(rows: Sequence[Row]) -> str:
         for row in members:
             numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
             cells = [row.cell(column, _SPREADS.get(column, "")) for column in _COLUMNS.values()]
+            if target and (row.scaling_efficiency_percent or target) < target:
+                cells[list(_COLUMNS.values()).index("scaling_efficiency_percent")] += BELOW
             body.append([*cells[:-1], cells[-1] + "".join(f" [{number}]" for number in numbers)])
         header = [name.replace("GPU", members[0].unit.removesuffix("s")) for name in _COLUMNS]
+        told = [column for column in zip(header, *body, strict=True) if any(column[1:])]
+        header, *body = (list(line) for line in zip(*told, strict=True))
         blocks = [f"### {members[0].title}", markdown_table(header, body)]
         if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from)):
             blocks.append(f"± from: {spread}.")
+        if target:
+            scales = [row.scale for row in members if (row.scaling_efficiency_percent or target) < target]
+            found = f"below it ({BELOW.strip()}): {'; '.join(scales)}" if scales else "no scale is below it"
+            blocks.append(f"Target of {target:g} % efficiency: {found}.")
+        if any(row.engine_samples_per_s_per_gpu for row in members):
+            blocks.append("engine's: samples/s/GPU by DeepSpeed's timer, which leaves out the wait for data.")
         if members[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in members):
             counted = "forward cost at 514 text tokens, as the published tables count"
             blocks.append(f"MFU published: {counted}; MFU model: work done.")
@@ -215,10 +158,11 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    names = ("inputs", "--baseline_nodes", "--csv", "--markdown", *INPUT_OPTIONS)
+    names = ("inputs", "--baseline_nodes", "--rate", "--target", "--csv", "--markdown", *INPUT_OPTIONS)
     options = parse_options("Scaling efficiency and MFU of runs, logs or tables.", *names)
-    rows = scaling_table(read_runs(options.inputs, options), options.baseline_nodes)
-    text = render(rows)
+    runs = read_runs(options.inputs, options)
+    rows = scaling_table(by_engine(runs) if options.rate == "engine" else runs, options.baseline_nodes)
+    text = render(rows, options.target)
     print(text, end="")
     if options.csv:
         write_csv(options.csv, rows)
@@ -226,5 +170,10 @@ def main() -> None:
         options.markdown.write_text(text, encoding="utf-8")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Console command `clap-efficiency`."""
     run_alone(main)
+
+
+if __name__ == "__main__":
+    command()

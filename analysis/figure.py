@@ -1,7 +1,7 @@
-"""How this project's figures look and how they are written: PNG, SVG, PDF, or one HTML page with values on hover.
+"""How this project's figures look and how they are written: PNG, SVG or PDF, and on the pages they stand on.
 
 A paper column wide (3.3 in) or half as much again, at 7 to 8 pt, so that they can be read on a telephone. Any two colours
-are told apart by colour-blind readers and in greyscale (tests/analysis/test_figure.py). Names stand beside what they name.
+differ by 35 or more in CIE L*a*b*, as colour-blind readers see them as well, and in lightness.
 matplotlib is imported only when a figure is made. No pyplot, so no display and no state.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import html
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from textwrap import fill
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMN_WIDTH_INCHES = 3.3
-FORMATS = (".png", ".svg", ".pdf", ".html")
-HOVER_PREFIX = "hover-"
+FORMATS = (".png", ".svg", ".pdf")
 IDEAL: Mapping[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": (0, (1, 1))}
 
 _STYLE: Any = {
@@ -35,15 +35,14 @@ _STYLE: Any = {
     "axes.spines.right": False,
 }  # fmt: skip
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
-SERIES_STYLES: Sequence[Mapping[str, Any]] = [
+SERIES_STYLES: list[Mapping[str, Any]] = [
     {"color": color, "marker": marker} for color, marker in zip(COLORS, "os^DvP", strict=True)
 ]
 """As matplotlib's `plot` takes them; taken in order, then again."""
 ESTIMATE: Mapping[str, Any] = {"linestyle": (0, (3, 1.5)), "marker": "", "linewidth": 1.0}
 """Of what was not measured here: extrapolated, or published by others."""
-_STACK_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
-_LABEL_CHARACTERS = 15
-_LINE_POINTS = 9.0
+STACK_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
+_LABEL_CHARACTERS = 24
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -69,109 +68,67 @@ def styled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 
 class Picture:
-    """A figure of panels, and what its HTML page shows besides: values on hover, and a table."""
+    """A figure of panels."""
 
     @styled
     def __init__(
-        self, shape: tuple[int, int] = (1, 1), columns_wide: float = 1, panel_height: float = 1.7, share_x: bool = False
+        self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1, share_x: bool = False
     ) -> None:
-        """An empty figure of rows × columns panels; with `share_x` they share their horizontal axis. Height is in inches."""
+        """An empty figure of panels, with the height of each row in inches; with `share_x` they share their horizontal axis."""
         from matplotlib.figure import Figure
 
-        height = panel_height * shape[0] + 0.6
-        self.figure = Figure(figsize=(COLUMN_WIDTH_INCHES * columns_wide, height), layout="constrained")
-        self.panels: list[Axes] = list(self.figure.subplots(*shape, sharex=share_x, squeeze=False).flat)
-        self._panel_height = panel_height
-        self.table = ""
-        """Markdown that follows the figure."""
-        self._hover: dict[str, str] = {}
-
-    def hover(self, axes: Axes, x: float, y: float, text: str) -> None:
-        """Show `text` over a data point, by an invisible mark."""
-        identity = f"{HOVER_PREFIX}{len(self._hover)}"
-        self._hover[identity] = text
-        axes.plot([x], [y], marker="o", markersize=7, alpha=0, linestyle="none", gid=identity, zorder=20)
+        self.figure = Figure(figsize=(COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6), layout="constrained")
+        panels = self.figure.subplots(len(heights), columns, sharex=share_x, squeeze=False, height_ratios=heights)
+        self.panels: list[Axes] = list(panels.flat)
 
     def title(self, text: str) -> None:
         """A title in as many lines as it needs."""
-        lines = fill(text, int(15 * self.figure.get_figwidth()))
+        width = int(15 * self.figure.get_figwidth())
+        lines = "\n".join(fill(line.replace(" %", "\N{NO-BREAK SPACE}%"), width) for line in text.splitlines())
         self.figure.set_figheight(self.figure.get_figheight() + 0.16 * lines.count("\n") + 0.16)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
-    def label_ends(self, axes: Axes, ends: Iterable[tuple[float, float, str, Any]]) -> None:
-        """Name lines and areas at the right of `axes`, whose limits are final: (x, y) of the end, name and colour of each.
+    def name_beside(self, axes: Axes) -> None:
+        """Name what is drawn at the right of `axes`, the last on top, as parts are stacked."""
+        handles, labels = axes.get_legend_handles_labels()
+        wrapped = [fill(label, _LABEL_CHARACTERS) for label in reversed(labels)]
+        axes.legend(handles[::-1], wrapped, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.2)
 
-        A thin line leads from a name to its end; names keep clear of each other.
-        """
-        to_axes = axes.transData + axes.transAxes.inverted()
-        named = [
-            (to_axes.transform((x, y))[1], (x, y), fill(name, _LABEL_CHARACTERS), color) for x, y, name, color in ends
-        ]
-        named.sort(key=lambda item: item[0])
-        lines = [1.25 + name.count("\n") for _, _, name, _ in named]
-        needed = _LINE_POINTS / 72 * sum(lines) + 0.3
-        if needed > self._panel_height and (grid := axes.get_gridspec()):
-            row = self.panels.index(axes) // grid.ncols
-            grid.set_height_ratios([needed / self._panel_height if at == row else 1 for at in range(grid.nrows)])
-            self.figure.set_figheight(self.figure.get_figheight() + needed - self._panel_height)
-        line = _LINE_POINTS / (72 * (max(needed, self._panel_height) - 0.3))
-        heights = [line * count for count in lines]
-        places: list[float] = []
-        for (wanted, *_), height in zip(named, heights, strict=True):
-            lowest = places[-1] + (heights[len(places) - 1] + height) / 2 if places else height / 2
-            places.append(max(wanted, lowest))
-        highest = 1.08
-        for index in reversed(range(len(places))):
-            places[index] = min(places[index], highest - heights[index] / 2)
-            highest = places[index] - heights[index] / 2
-        for place, (_, end, name, color) in zip(places, named, strict=True):
-            axes.annotate(
-                name, end, (1.08, place), textcoords="axes fraction", va="center", fontsize=7, annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0,
-                            "relpos": (0, 0.5)},
-            )  # fmt: skip
+    def name_below(self, axes: Axes, columns: int = 1) -> None:
+        """Name what is drawn in `axes` under the whole figure, which grows by that."""
+        handles, labels = axes.get_legend_handles_labels()
+        self.figure.set_figheight(self.figure.get_figheight() + 0.16 * math.ceil(len(labels) / columns))
+        look: dict[str, Any] = {"handlelength": 2.5 if columns == 1 else 1.2, "borderaxespad": 0.2, "ncols": columns}
+        self.figure.legend(handles, labels, loc="outside lower left", **look)
 
-    def stack(
-        self, axes: Axes, parts: Mapping[str, Sequence[float]], bars: Sequence[str], text: Callable[[str, int], str],
-        labels: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Bars of `parts`, one on the other, each named at the last bar (by `labels`); `text` of a part and bar is on hover."""
-        bottoms, ends = [0.0] * len(bars), []
-        for (part, heights), color in zip(parts.items(), _STACK_COLORS, strict=False):
-            axes.bar(range(len(bars)), heights, 0.7, bottoms, color=color, label=part, edgecolor="white", linewidth=0.4)
-            for index, height in enumerate(heights):
-                if height:
-                    self.hover(axes, index, bottoms[index] + height / 2, text(part, index))
-            if any(heights):
-                ends.append((len(bars) - 0.65, bottoms[-1] + heights[-1] / 2, (labels or {}).get(part, part), color))
+    @styled
+    def stack(self, axes: Axes, parts: Mapping[str, Sequence[float]], bars: Sequence[str], lying: bool = False) -> None:
+        """Bars of `parts`, one on the other or, `lying`, side by side."""
+        bottoms = [0.0] * len(bars)
+        for (part, heights), color in zip(parts.items(), STACK_COLORS, strict=False):
+            look: dict[str, Any] = {"color": color, "label": part, "edgecolor": "white", "linewidth": 0.4}
+            (axes.barh if lying else axes.bar)(range(len(bars)), heights, 0.7, bottoms, **look)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.set_xticks(range(len(bars)), bars)
-        axes.grid(axis="x", visible=False)
-        axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, 1.05 * max(bottoms)))
-        self.label_ends(axes, ends)
+        (axes.set_yticks if lying else axes.set_xticks)(range(len(bars)), bars)
+        axes.grid(axis="y" if lying else "x", visible=False)
+        limits = (-0.6, len(bars) - 0.4), (0, (1.0 if lying else 1.05) * max(bottoms))
+        axes.set(**dict(zip(("ylim", "xlim") if lying else ("xlim", "ylim"), limits, strict=True)))
+        self.name_below(axes, columns=2) if lying else self.name_beside(axes)
 
     @styled
     def svg(self, prefix: str = "") -> str:
-        """An `<svg>` element whose hover marks carry their values as `<title>`; ids begin with `prefix`."""
+        """An `<svg>` element; ids begin with `prefix`."""
         output = StringIO()
         self.figure.savefig(output, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         svg = output.getvalue()
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-
-        def with_title(match: re.Match[str]) -> str:
-            return f'<g id="{match[1]}" class="hover"><title>{html.escape(self._hover[match[1]])}</title>'
-
-        svg = re.sub(rf'<g id="({HOVER_PREFIX}\d+)">', with_title, svg)
         return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg) if prefix else svg
 
     @styled
-    def save(self, path: Path, title: str = "") -> None:
-        """Write the figure in the format (one of `FORMATS`) that its name ends in; `title` is an HTML page's."""
+    def save(self, path: Path) -> None:
+        """Write the figure in the format (one of `FORMATS`) that its name ends in."""
         if path.suffix.lower() == ".svg":
             path.write_text(self.svg(), encoding="utf-8")
-        elif path.suffix.lower() == ".html":
-            text = page(title, f"# {title}\n\n![{title}](figure)\n\n{self.table}", {"figure": self.svg()})
-            path.write_text(text, encoding="utf-8")
         else:
             self.figure.savefig(path, dpi=200)
 
@@ -182,15 +139,15 @@ def check_format(path: Path) -> None:
         raise UserError(f"{path}: expected a name ending in {', '.join(FORMATS)}")
 
 
-def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
-    """A logarithmic axis of counts of `what`, labelled with the counts themselves."""
+def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", margin: float = 1.25) -> None:
+    """A logarithmic axis of counts of `what`, labelled with the counts themselves; it goes on by a factor `margin`."""
     axes.set_xscale("log", base=2)
     ticks = sorted(set(gpus))
     while len(ticks) > 7:
         ticks = ticks[::-2][::-1]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(min(gpus) / 1.25, max(gpus) * 1.25)
+    axes.set_xlim(min(gpus) / margin, max(gpus) * margin)
     axes.set_xlabel(what)
 
 
@@ -219,6 +176,7 @@ def page(title: str, markdown: str, figures: Mapping[str, str]) -> str:
     """One HTML page that refers to nothing outside itself; `figures` is SVG by its name in the Markdown's `![…](name)`.
 
     What a picture's brackets say is its caption. Headings of the second level can be linked to, by `anchor` of their text.
+    Numbers stand at the right of a table's cells, words at the left.
     """
     try:
         from markdown_it import MarkdownIt
@@ -229,6 +187,7 @@ def page(title: str, markdown: str, figures: Mapping[str, str]) -> str:
         return f"<figure>{figures[match[1]]}<figcaption>{match[2]}</figcaption></figure>"
 
     body = MarkdownIt("js-default", {"linkify": False, "html": False}).render(markdown)
+    body = re.sub(r'<td style="text-align:right">(?=[^<]*[^\W\d_]{2}|<)', '<td class="words">', body)
     body = body.replace(' style="text-align:right"', "")
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'<p><img src="(.*?)" alt="(.*?)"></p>', figure, body)
@@ -245,22 +204,28 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>TITLE</title><style>
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ddd; --shade: #f3f4f6; --accent: #2040d0; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 70rem;
-  margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 130rem;
+  margin: 2rem auto; padding: 0 2rem; }
+p, ul { max-width: 60rem; }
 h2 { margin: 2.5rem 0 .5rem; border-bottom: 2px solid var(--accent); } h3 { margin: 1.5rem 0 .5rem; }
-a { color: var(--accent); } figure { max-width: 34rem; margin: 1rem auto; } figcaption { font-size: 13px; text-align: center; }
+a { color: var(--accent); } figure { max-width: 34rem; margin: 1rem 0; } figcaption { font-size: 13px; text-align: center; }
 svg { width: 100%; height: auto; display: block; }
-.hover * { cursor: pointer; pointer-events: all; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; } tbody tr:hover { background: var(--shade); }
-td { white-space: nowrap; } td:first-child, th:first-child { text-align: left; } .wide { overflow-x: auto; }
+td { white-space: nowrap; } td.words { text-align: left; } .wide { overflow-x: auto; }
 code { font-size: 13px; background: var(--shade); padding: .1rem .3rem; overflow-wrap: anywhere; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #ddd; --paper: #16181c; --line: #444; --shade: #262a30; --accent: #8aa2ff; }
   svg { filter: invert(.9) hue-rotate(180deg); }
 }
-@media print { body { max-width: none; } .wide { overflow: visible; } }
+@page { size: A4 landscape; margin: 10mm; }
+@media print {
+  :root { --ink: #000; --paper: #fff; --line: #bbb; --accent: #2040d0; }
+  body { max-width: none; margin: 0; padding: 0; font-size: 11px; } svg { filter: none; }
+  .wide { overflow: visible; } table, code { font-size: 8px; } th, td { padding: .1rem .25rem; white-space: normal; }
+  figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
+}
 </style></head><body>
 BODY
 </body></html>

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from clap_ds.config.errors import UserError
 
@@ -26,7 +27,8 @@ class FileState:
 
 
 def blocks(path: Path, state: FileState) -> Iterator[bytes]:
-    """Pieces of the (decompressed) file that end at a line's end, carriage returns counted as one; gzip is told by content.
+    """Pieces of the (decompressed) file that end at a line's end, carriage returns counted as one; gzip and UTF-16 (which
+    becomes UTF-8) are told by content.
 
     Raises UserError where the file can't be read.
     """
@@ -34,6 +36,9 @@ def blocks(path: Path, state: FileState) -> Iterator[bytes]:
         with path.open("rb") as raw:
             head = raw.peek(2)[:2]
             stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if head == b"\x1f\x8b" else raw
+            if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # what PowerShell's > writes
+                encoded = codecs.EncodedFile(raw, "utf-8", "utf-16", errors="replace")
+                stream = cast("IO[bytes]", encoded)
             yield from _whole_lines(stream, state)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror or error})") from error

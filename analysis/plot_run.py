@@ -1,6 +1,6 @@
 """Runs as a picture, of the benchmark or of training.
 
-    python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf|html
+    python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf
 
 Of a benchmark: its final figures, every step's time, and where a step's time goes. Of training: loss, learning rate, logit
 scale, gradient norm, evaluation and speed, from the run's first step where it was resumed; several training runs, such as one
@@ -14,7 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled
+from clap_ds.analysis.figure import (
+    COLORS,
+    SERIES_STYLES,
+    STACK_COLORS,
+    Picture,
+    check_format,
+    gpu_axis,
+    log_axis,
+    styled,
+)
 from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import Row
@@ -36,7 +45,7 @@ EVALUATED = 4
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
     """Draw one run of the benchmark, or any number of training runs, whatever state they are in.
 
-    The ending of `output` chooses the format: .png, .svg, .pdf or .html. Raises UserError for what are no run directories,
+    The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories,
     runs that can't be drawn together or have no timed step, and where matplotlib is missing.
     """
     check_format(output)
@@ -51,7 +60,7 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
         picture = draw_benchmark(directories[0])
     else:
         raise UserError("several runs share a picture only where all are of training; plot_scaling.py draws the others")
-    picture.save(output, ", ".join(directory.name for directory in directories))
+    picture.save(output)
 
 
 def _trained(directory: Path) -> str:
@@ -65,11 +74,11 @@ def draw_benchmark(directory: Path) -> Picture:
     from matplotlib.transforms import blended_transform_factory
 
     run = read_record(directory)
-    steps = [line for line in _numbered(read_steps(directory, "warmup", "window")) if non_negative(line.get("time_s"))]
+    steps = [line for line in read_steps(directory, "warmup", "window") if non_negative(line.get("time_s"))]
     timed = [line["time_s"] for line in steps if line["phase"] == "window"]
     if not (run.rate and run.step_time_s and timed):
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
-    picture = Picture((3, 1), panel_height=1.6)
+    picture = Picture((1.6, 1.6, 0.6))
     table, times, parts = picture.panels
     beside = blended_transform_factory(picture.figure.transFigure, table.transAxes)
     details = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
@@ -94,8 +103,8 @@ def draw_benchmark(directory: Path) -> Picture:
         numbers, seconds = [line["step"] for line in chosen], [line["time_s"] for line in chosen]
         times.plot(numbers, seconds, marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, None))
-    times.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), handlelength=1.5)
+    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * max(line["time_s"] for line in steps)))
+    times.legend(loc="lower right", handlelength=1.5)
     if run.breakdown_s:
         _draw_parts(picture, parts, [run])
     else:
@@ -104,34 +113,37 @@ def draw_benchmark(directory: Path) -> Picture:
     return picture
 
 
-def _numbered(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that say which step they are of."""
-    return [line for line in lines if non_negative(line.get("step")) is not None]
-
-
 @styled
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
     """Draw the parts of a step at every scale of one series, of which at least one has a breakdown."""
-    picture = Picture(panel_height=2.2)
-    _draw_parts(picture, picture.panels[0], [row for row in rows if row.breakdown_s])
+    known = [row for row in rows if row.breakdown_s]
+    picture = Picture((2.2 if len(known) > 1 else 0.6,))
+    _draw_parts(picture, picture.panels[0], known)
     return picture
 
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
-    """One stacked bar a row, in milliseconds, named with the last one's shares."""
-    parts = {part: [1000 * row.breakdown_s.get(part, 0.0) for row in rows] for part in STEP_PHASES}
-    shares = percents([heights[-1] for heights in parts.values()])
-    labels = {
-        part: f"{part.replace('_', ' ')} {share}\N{NO-BREAK SPACE}%" for part, share in zip(parts, shares, strict=True)
+    """Areas over the scales, or one lying bar, in milliseconds, named with the last scale's shares."""
+    seconds = {part: [row.breakdown_s.get(part, 0.0) for row in rows] for part in STEP_PHASES}
+    shares = percents([of_part[-1] for of_part in seconds.values()])
+    named = {
+        f"{part.replace('_', ' ')} {share}\N{NO-BREAK SPACE}%": [1000 * value for value in of_part]
+        for (part, of_part), share in zip(seconds.items(), shares, strict=True)
+        if any(of_part)
     }
 
-    def text(part: str, index: int) -> str:
-        row, height = rows[index], parts[part][index]
-        share = 100 * height / sum(1000 * seconds for seconds in row.breakdown_s.values())
-        return f"{row.scale}\n{part.replace('_', ' ')} {height:.3g} ms, {share:.1f} %"
-
-    picture.stack(axes, parts, [str(row.gpus) for row in rows], text, labels)
-    axes.set(xlabel=rows[0].unit, ylabel="ms a step")
+    if not named:
+        axes.set_axis_off()
+    elif len(rows) == 1:
+        picture.stack(axes, named, [str(rows[0].gpus)], lying=True)
+        axes.set(ylabel=rows[0].unit, xlabel="ms a step")
+    else:
+        gpus = [row.gpus for row in rows]
+        axes.stackplot(gpus, *named.values(), labels=list(named), colors=STACK_COLORS, edgecolor="white", linewidth=0.4)
+        axes.set_ylim(bottom=0)
+        picture.name_beside(axes)
+        gpu_axis(axes, gpus, rows[0].unit, margin=1)
+        axes.set_ylabel("ms a step")
 
 
 def percents(values: Sequence[float]) -> list[str]:
@@ -147,21 +159,21 @@ def percents(values: Sequence[float]) -> list[str]:
 @styled
 def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
     """Draw training runs, by their directories; UserError for one without a step."""
-    picture = Picture((3, 2), columns_wide=1.5, panel_height=1.6)
+    picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
     picture.title(_title(list(summaries.values())))
     loss, speed, evaluation = picture.panels[0], picture.panels[4], picture.panels[5]
-    ends: dict[str, tuple[float, float, str, Any]] = {}
+    evaluated = False
     for index, (directory, summary) in enumerate(summaries.items()):
         history = summary.get("history") if summary.get("resumed_at_step") else None
-        steps = _numbered(read_steps(directory, "train", history=history))
+        steps = read_steps(directory, "train", history=history)
         if not steps:
             raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
         color = COLORS[index % len(COLORS)]
         loss.plot([], [], color=color, label=" " + directory.name)
         for axes, name in zip(picture.panels, CURVES, strict=False):
             _draw_curve(axes, steps, name, color)
-        lines = _numbered(read_steps(directory, "evaluation", history=history))
-        ends |= _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
+        lines = read_steps(directory, "evaluation", history=history)
+        evaluated |= _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
         _draw_speed(speed, steps, color)
     for axes, label in zip(
         picture.panels, [*CURVES.values(), "samples/s, each step", "evaluation, 0 to 1"], strict=True
@@ -171,8 +183,9 @@ def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
     picture.panels[1].set_ylim(bottom=0)
     evaluation.set_ylim(0, 1.02)
     speed.set_ylim(bottom=0)
-    picture.label_ends(evaluation, ends.values())
-    if not ends:
+    if evaluated:
+        picture.name_below(evaluation, columns=2)
+    else:
         evaluation.text(0.5, 0.5, "nothing evaluated", ha="center", color="0.4", transform=evaluation.transAxes)
     if len(summaries) > 1:
         loss.legend(loc="upper right")
@@ -210,30 +223,28 @@ def _draw_speed(axes: Axes, steps: Sequence[Mapping[str, Any]], color: str) -> N
     axes.plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)
 
 
-def _draw_evaluations(
-    axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None
-) -> dict[str, tuple[float, float, str, Any]]:
-    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach.
-
-    Returns for each metric what `Picture.label_ends` names it by.
-    """
+def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> bool:
+    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach;
+    whether there was any."""
     names = (name for line in lines for name in line if name.startswith(("retrieval_", "zero_shot_")))
     chosen = [name for name in dict.fromkeys(names) if name.endswith(("_r1", "_top1", "_map"))][:EVALUATED]
-    ends = {}
+    named = axes.get_legend_handles_labels()[1]
+    drawn = False
     for name, style in zip(chosen, SERIES_STYLES, strict=False):
         known = [line for line in lines if non_negative(line.get(name)) is not None]
-        at, values = [line["step"] for line in known], [line[name] for line in known]
-        if known:
-            shade = color or style["color"]
-            axes.plot(at, values, color=shade, marker=style["marker"], markersize=3, label=name)
-            words = name.removesuffix("_r1").replace("_", " ") + (" R@1" if name.endswith("_r1") else "")
-            ends[name] = (at[-1], values[-1], words, shade)
-            chances = known[-1].get("chance")
-            chance = non_negative(chances.get(name)) if isinstance(chances, dict) else None
-            if chance is not None:
-                axes.axhline(chance, color=shade, linewidth=0.8, linestyle=":")
-                ends[name] = (*ends[name][:2], f"{words} (chance {chance:.2g})", shade)
-    return ends
+        if not known:
+            continue
+        words = name.removesuffix("_r1").replace("_", " ") + (" R@1" if name.endswith("_r1") else "")
+        chances = known[-1].get("chance")
+        chance = non_negative(chances.get(name)) if isinstance(chances, dict) else None
+        look: dict[str, Any] = {"color": color or style["color"], "marker": style["marker"], "markersize": 3}
+        if chance is not None:
+            axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
+            words += f" (chance {chance:.2g})"
+        label = words if words not in named else f"_{words}"  # of another run, in its colour
+        axes.plot([line["step"] for line in known], [line[name] for line in known], label=label, **look)
+        drawn = True
+    return drawn
 
 
 def main() -> None:

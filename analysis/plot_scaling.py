@@ -1,22 +1,21 @@
-"""Scaling tables → one figure: throughput with the ideal line, scaling efficiency and MFU against GPUs.
+"""Runs and scaling tables → one figure: scaling efficiency, throughput with the ideal line and MFU against GPUs.
 
-    python analysis/plot_scaling.py TABLE.csv… --output scaling.png|svg|pdf|html [--no_published]
+    python analysis/plot_scaling.py RUN_OR_TABLE… --output scaling.png|svg|pdf [--no_published]
 
 Draws what `efficiency.py` worked out, and for `project.py` the projection, and works out nothing itself. The published
-curve of every model shown is laid over it.
+curve of every model shown is laid under it in grey. Of runs each repeat is a dot; a table knows only their mean.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import (
-    COLORS,
     ESTIMATE,
     IDEAL,
     SERIES_STYLES,
@@ -28,35 +27,44 @@ from clap_ds.analysis.figure import (
     styled,
 )
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from clap_ds.analysis.runs import FIT_NODES, PROJECTED_GPUS, parse_options
-from clap_ds.analysis.step_model import TERMS, Series
-from clap_ds.analysis.table import Row, by_series, count_of, markdown_table, read_table, read_table_runs, unit
+from clap_ds.analysis.runs import INPUT_OPTIONS, TABLE_SUFFIXES, parse_options, read_runs
+from clap_ds.analysis.step_model import Series, node_counts
+from clap_ds.analysis.table import Row, Scale, by_series, in_doubt, read_table, read_table_runs, unit
 from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+GREY = "0.6"
+"""Of what others published, where there is anything else."""
 BY_WORK: dict[str, Any] = {"linestyle": ":", "marker": "."}
-"""MFU of the work done; all other markers are those of a series, open where it is published."""
-_COLUMNS = {
-    "nodes": "nodes", "GPUs": "gpus", "samples/s/GPU": "samples_per_s_per_gpu", "samples/s": "samples_per_s",
-    "efficiency %": "scaling_efficiency_percent", "MFU % (published convention)": "mfu_percent",
-}  # fmt: skip
+"""MFU of the work done; all other markers are those of a series."""
 
 
-def read_curves(paths: Sequence[Path], with_published: bool = True) -> dict[str, list[Row]]:
-    """The series of the tables, and the published ones of the same models: rows with a rate, by label.
+def read_curves(
+    paths: Sequence[Path], with_published: bool = True, given: argparse.Namespace | None = None
+) -> dict[str, list[Row]]:
+    """The series of tables and, `given` what they leave out (as of `read_runs`), of runs and logs; as `curves_of` names them.
 
-    Raises UserError for a table that can't be read, and where no row of any has a rate.
+    Raises UserError for what can't be read, and where no row of any has a rate.
     """
-    series = [rows for path in paths for rows in _series(path)]
+    tables = [path for path in paths if path.suffix.lower() in TABLE_SUFFIXES]
+    series = [rows for path in tables for rows in _series(path)]
+    if given and (others := [path for path in paths if path not in tables]):
+        series += by_series([row for row in scaling_table(read_runs(others, given)) if row.rate])
     if not series:
         raise UserError(f"{', '.join(map(str, paths))}: no row has a rate to plot")
+    return curves_of(series, with_published)
+
+
+def curves_of(series: Sequence[Sequence[Row]], with_published: bool = True) -> dict[str, list[Row]]:
+    """Series of rows with a rate by label, and the published ones of the same models."""
     shown = {rows[0].model for rows in series if _is_published(rows)}
     wanted = {rows[0].model for rows in series if with_published} - shown
-    for stem, facts in PUBLISHED_TABLES.items():
-        series += _series(PUBLISHED_DIR / f"{stem}.csv") if facts["model"] in wanted else []
-    return _labelled(series)
+    published = [stem for stem, facts in PUBLISHED_TABLES.items() if facts["model"] in wanted]
+    return _labelled(
+        [*map(list, series), *(rows for stem in published for rows in _series(PUBLISHED_DIR / f"{stem}.csv"))]
+    )
 
 
 def _series(path: Path) -> list[list[Row]]:
@@ -91,174 +99,147 @@ def _labelled(series: Sequence[list[Row]]) -> dict[str, list[Row]]:
     return labelled
 
 
+def _baseline(rows: Sequence[Row]) -> Row:
+    return next((row for row in rows if row.speedup and abs(row.speedup - 1) < 1e-9), rows[0])
+
+
+def answer(rows: Sequence[Row]) -> str:
+    """What a series' rows with a rate come to at the largest scale: `87.3 ± 0.6 % efficiency on 512 GPUs: …`."""
+    first, last = (pick(rows, key=lambda row: (row.gpus, row.nodes)) for pick in (min, max))
+    rate = (
+        f"{last.cell('samples_per_s_per_gpu', 'samples_per_s_per_gpu_2sigma')} samples/s/{last.unit.removesuffix('s')}"
+    )
+    if last.scaling_efficiency_percent is None or first.gpus == last.gpus:
+        return f"{rate} on {last.scale}"
+    percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
+    larger = [row for row in rows if row.gpus > _baseline(rows).gpus]
+    doubts = (in_doubt(row.scaling_efficiency_percent or 0.0, row.scaling_efficiency_2sigma_percent) for row in larger)
+    doubt = " (in doubt: a scale is above 100 % by more than its ±)" if any(doubts) else ""
+    return f"{percent} % efficiency on {last.gpus} {last.unit}{doubt}: {rate}"
+
+
 @styled
 def draw(curves: Mapping[str, Sequence[Row]]) -> Picture:
-    """Draw throughput, efficiency and, where any is known, MFU, one panel under the other."""
-    rows = [row for members in curves.values() for row in members]
-    has_mfu = any(row.mfu_percent or row.mfu_model_percent for row in rows)
-    picture = Picture((3 if has_mfu else 2, 1), share_x=True)
-    throughput, efficiency, *mfu = picture.panels
-    styles = _styles(curves)
-    ends: list[tuple[float, float, str, Any]] = []
-    of_mfu: list[tuple[float, float, str, Any]] = []
-    with_bars = [label for label, members in curves.items() if any(row.samples_per_s_per_gpu_2sigma for row in members)]
-    for index, (label, members) in enumerate(curves.items()):
-        place = with_bars.index(label) - (len(with_bars) - 1) / 2 if label in with_bars else 0.0
-        apart = 1.15**place  # error bars side by side
-        line, dotted = (
-            partial(_draw_column, picture, label, style, members, apart)
-            for style in (styles[label], styles[label] | BY_WORK)
+    """Draw efficiency, throughput and, where this project's is known, MFU, one panel under the other, the answer over them."""
+    own = {label: rows for label, rows in curves.items() if not _is_published(rows)} or curves
+    has_mfu = any(row.mfu_percent or row.mfu_model_percent for rows in own.values() for row in rows)
+    picture = Picture((2.6, 1.3, 1.1)[: 2 + has_mfu], share_x=True)
+    picture.title(
+        "\n".join(answer(rows) if len(own) == 1 else f"{label}: {answer(rows)}" for label, rows in own.items())
+    )
+    efficiency, throughput, *mfu = picture.panels
+    styles = iter(SERIES_STYLES * len(curves))
+    grey = dict(zip([label for label in curves if label not in own], "ds^vP" * len(curves), strict=False))
+    for number, (label, rows) in enumerate(curves.items()):
+        style = (
+            {"color": GREY, "marker": grey[label], "markerfacecolor": "white", "zorder": 1.5}
+            if label in grey
+            else next(styles)
         )
-        base = next((row for row in members if row.speedup and abs(row.speedup - 1) < 1e-9), members[0])
-        first, last = (pick(members, key=lambda row: row.gpus) for pick in (min, max))
-        throughput.plot([first.gpus, last.gpus], [(base.rate or 0) * row.gpus for row in (first, last)], **IDEAL)
-        line(throughput, "samples_per_s", "samples/s", "samples_per_s_per_gpu_2sigma")
-        line(efficiency, "scaling_efficiency_percent", "%", "scaling_efficiency_2sigma_percent")
-        ends.append((last.gpus, last.samples_per_s or (last.rate or 0) * last.gpus, label, styles[label]["color"]))
-        ends += [(last.gpus, (base.rate or 0) * last.gpus, "ideal", IDEAL["color"])] if index == 0 else []
+        apart = 1.06 ** (number - (len(curves) - 1) / 2) if len(own) > 1 else 1.0  # error bars side by side
+        _draw_efficiency(efficiency, label, rows, style, apart)
+        _draw_totals(throughput, rows, style)
         for axes in mfu:
-            line(axes, "mfu_percent", "% MFU, published convention")
-            dotted(axes, "mfu_model_percent", "% MFU, by the work done")
-            for column, name in (("mfu_percent", "514 tokens counted"), ("mfu_model_percent", "the work done")):
-                if (value := getattr(last, column)) and all(name != known[2] for known in of_mfu):
-                    of_mfu.append((last.gpus, value, name, styles[label]["color"]))
+            _draw_mfu(axes, rows, style, "mfu_percent", "" if label in grey else "published convention")
+            _draw_mfu(axes, rows, {**style, **BY_WORK}, "mfu_model_percent", "work done")
+    rows = [row for members in curves.values() for row in members]
     gpu_axis(picture.panels[-1], [row.gpus for row in rows], unit(*(row.device for row in rows)))
-    log_axis(throughput)
-    throughput.set_ylabel("samples/s (log)")
     efficiency.axhline(100, **IDEAL)
     shares_axis(efficiency)
     efficiency.set_ylabel("scaling efficiency (%)")
+    log_axis(throughput)
+    throughput.set_ylabel("samples/s (log)")
+    throughput.plot([], [], label="ideal", **IDEAL)
+    throughput.legend(loc="upper left")
     for axes in mfu:
         axes.set(ylim=(0, 1.06 * axes.get_ylim()[1]), ylabel="MFU (%)")
-        picture.label_ends(axes, of_mfu)
-    if named := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.samples_per_s_per_gpu_2sigma)):
-        efficiency.set_title(fill(f"error bars: {named}", 50), fontsize=7, loc="right", pad=2)
-    picture.label_ends(throughput, ends)
-    body = [[label, *row.cells(*_COLUMNS.values())] for label, members in curves.items() for row in members]
-    picture.table = markdown_table(("series", *_COLUMNS), body)
+        axes.legend(loc="best")
+    for what in dict.fromkeys(row.uncertainty_from for row in rows if row.samples_per_s_per_gpu_2sigma):
+        efficiency.plot([], [], "|", color="0.3", label=fill(f"±: {what}", 60))
+    picture.name_below(efficiency)
     return picture
 
 
-def _styles(curves: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
-    """By label, in order, the measured ones first; a published one in its measured model's colour, open and dashed."""
-    styles: dict[str, dict[str, Any]] = {}
-    by_model: dict[str, dict[str, Any]] = {}
-    for index, (label, rows) in enumerate(sorted(curves.items(), key=lambda item: _is_published(item[1]))):
-        styles[label] = dict(SERIES_STYLES[index % len(SERIES_STYLES)])
-        if not _is_published(rows):
-            by_model.setdefault(rows[0].model, styles[label])
-        elif rows[0].model in by_model:
-            styles[label] = by_model[rows[0].model] | {"linestyle": ESTIMATE["linestyle"], "markerfacecolor": "white"}
-    return styles
+def _draw_efficiency(axes: Axes, label: str, rows: Sequence[Row], style: Mapping[str, Any], apart: float) -> None:
+    """Means with their ±, which move by a factor `apart`, and a dot for each repeat."""
+    known = [row for row in rows if row.scaling_efficiency_percent is not None]
+    values = [row.scaling_efficiency_percent or 0.0 for row in known]
+    errors = [row.scaling_efficiency_2sigma_percent or 0.0 for row in known]
+    gpus = [row.gpus * apart for row in known]
+    axes.errorbar(gpus, values, errors if any(errors) else None, elinewidth=0.8, label=label, **style)
+    for row, at, value in zip(known, gpus, values, strict=True):
+        repeats = [value * (run.rate or 0.0) / (row.rate or 1.0) for run in row.runs] if isinstance(row, Scale) else []
+        if len(repeats) > 1:
+            axes.plot([1.08 * at] * len(repeats), repeats, ".", color=style["color"], markersize=3)
 
 
-def _draw_column(
-    picture: Picture, label: str, style: Mapping[str, Any], rows: Sequence[Row], apart: float,
-    axes: Axes, column: str, what: str, spread: str = "",
-) -> None:  # fmt: skip
-    """Draw a column of a series with error bars, which move by a factor `apart`; each value is shown on hover."""
-    rows = [row for row in rows if getattr(row, column) is not None]
-    is_total = column == "samples_per_s"
-    values = [getattr(row, column) for row in rows]
-    errors = [(getattr(row, spread, None) or 0.0) * (row.gpus if is_total else 1) for row in rows]
-    gpus = [row.gpus * (apart if any(errors) else 1) for row in rows]
-    if rows:
-        axes.errorbar(gpus, values, errors if any(errors) else None, elinewidth=0.8, **style)
-    for row, value, error in zip(rows, values, errors, strict=True):
-        text = f"{value:.1f}" + (f" ± {error:.2f}" if error else "") + f" {what}"
-        if is_total:
-            text = f"{row.cell(column)} {what}\n{row.cell('samples_per_s_per_gpu', spread)} samples/s/GPU"
-        picture.hover(axes, row.gpus, value, f"{label}\n{row.scale}\n{text}")
+def _draw_totals(axes: Axes, rows: Sequence[Row], style: Mapping[str, Any]) -> None:
+    """Samples/s of all GPUs, and the line of as many from each as at the baseline."""
+    base = _baseline(rows)
+    ends = [pick(row.gpus for row in rows) for pick in (min, max)]
+    axes.plot(ends, [(base.rate or 0.0) * gpus for gpus in ends], **IDEAL)
+    totals = [row.samples_per_s or (row.rate or 0.0) * row.gpus for row in rows]
+    errors = [(row.samples_per_s_per_gpu_2sigma or 0.0) * row.gpus for row in rows]
+    axes.errorbar([row.gpus for row in rows], totals, errors if any(errors) else None, elinewidth=0.8, **style)
+
+
+def _draw_mfu(axes: Axes, rows: Sequence[Row], style: Mapping[str, Any], column: str, name: str) -> None:
+    known = [(row.gpus, value) for row in rows if (value := getattr(row, column))]
+    named = not known or name in axes.get_legend_handles_labels()[1]
+    axes.plot([gpus for gpus, _ in known], [value for _, value in known], label="" if named else name, **style)
 
 
 @styled
-def draw_projection(found: Sequence[Series], fit_nodes: int = FIT_NODES, max_gpus: int = PROJECTED_GPUS[-1]) -> Picture:
-    """Draw projected efficiency with its band over the measured one, and what the first series' step is lost to.
+def draw_projection(found: Sequence[Series], title: str = "", gpus: Sequence[int] = ()) -> Picture:
+    """Draw projected efficiency with its band over the measured one.
 
-    Points are measured; the model's line is solid as far as they go, and dashed, in a band, beyond. Dotted is what a fit on
-    up to `fit_nodes` said, where a series has such a hold-out.
+    Points are measured; the law's line is solid as far as they go, and dashed, in a band, beyond, up to these `gpus` or four
+    times as far. Of a series that nothing is projected from there are the points only.
     """
-    picture = Picture((2, 1), panel_height=2.1, share_x=True)
-    efficiency, losses = picture.panels
-    cells: list[list[str]] = []
-    ends = []
-    for series, style in zip(found, SERIES_STYLES, strict=False):
-        drawn = _draw_efficiency(picture, efficiency, series, style, fit_nodes, _node_counts(series, max_gpus))
-        cells += drawn
-        ends.append((int(drawn[-1][2]), float(drawn[-1][4]), series.name, style["color"]))
-    where = unit(*(series.title for series in found))
-    gpu_axis(losses, [int(row[2]) for row in cells], where)
+    picture = Picture((2.6,))
+    picture.title(title)
+    (efficiency,) = picture.panels
+    counts = [node_counts(series, gpus) for series in found]
+    for series, style, nodes in zip(found, SERIES_STYLES, counts, strict=False):
+        _draw_projected(efficiency, series, style, nodes)
+    shown = [n * series.workload.gpus_per_node for series, nodes in zip(found, counts, strict=True) for n in nodes]
+    gpu_axis(efficiency, shown, unit(*(series.title for series in found)))
     shares_axis(efficiency)
     efficiency.set_ylabel("efficiency (%)")
-    efficiency.plot([], [], "o", color="0.3", label="measured (points)")
-    efficiency.plot([], [], color="0.3", label="extrapolated, with 95 % band", **ESTIMATE)
-    if any(series.has_hold_out(fit_nodes) for series in found):
-        efficiency.plot([], [], ":", color="0.3", linewidth=1.0, label=f"fitted on ≤ {fit_nodes} nodes")
-    efficiency.legend(loc="lower left", handlelength=2.5)
-    picture.label_ends(efficiency, ends)
-    _draw_losses(picture, losses, found[0], _node_counts(found[0], max_gpus))
-    header = ("series", "nodes", where, "measured efficiency %", "projected efficiency %", "95 % band")
-    picture.table = markdown_table(header, cells)
+    largest = max(series.rates[-1][0] * series.workload.gpus_per_node for series in found)
+    efficiency.axvline(largest, color="0.3", linewidth=0.8)
+    for text, align in (("measured ", "right"), (" extrapolated", "left")):
+        at: dict[str, Any] = {"transform": efficiency.get_xaxis_transform(), "ha": align, "va": "bottom"}
+        efficiency.text(largest, 1.01, text, fontsize=7, **at)
+    picture.name_below(efficiency)
     return picture
 
 
-def _node_counts(series: Series, max_gpus: int) -> list[int]:
-    """Measured node counts, then doublings up to `max_gpus`."""
-    counts = [nodes for nodes, _ in series.rates]
-    while 2 * counts[-1] * series.workload.gpus_per_node <= max_gpus:
-        counts.append(2 * counts[-1])
-    return counts
-
-
-def _draw_efficiency(
-    picture: Picture, axes: Axes, series: Series, style: Mapping[str, Any], fit_nodes: int, counts: Sequence[int]
-) -> list[list[str]]:
-    """Points, fitted line and band of one series; returns what the page's table says of it."""
-    model, bands, measured = series.fit(), series.bands(counts), dict(series.rates)
-    gpus = [nodes * series.workload.gpus_per_node for nodes in counts]
-    num_measured, color = len(series.rates), style["color"]
-    if bands:
-        low, high = zip(*(bands[nodes] for nodes in counts[num_measured - 1 :]), strict=True)
-        axes.fill_between(gpus[num_measured - 1 :], low, high, color=color, alpha=0.18, linewidth=0)
+def _draw_projected(axes: Axes, series: Series, style: Mapping[str, Any], counts: Sequence[int]) -> None:
+    """Points, fitted line and band of one series."""
+    law, measured, color = series.best_law(), dict(series.rates), style["color"]
+    model, bands, last = series.fit(law), series.bands(counts), counts.index(series.rates[-1][0])
+    gpus = {nodes: nodes * series.workload.gpus_per_node for nodes in counts}
+    points = [series.efficiency_percent(rate) for rate in measured.values()]
+    halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
+    look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{series.name}, measured"}
+    axes.errorbar([gpus[nodes] for nodes in measured], points, halves, **look)
     projected = [series.efficiency_percent(model.rate(nodes)) for nodes in counts]
-    axes.plot(gpus[:num_measured], projected[:num_measured], color=color)
-    axes.plot(gpus[num_measured - 1 :], projected[num_measured - 1 :], color=color, **ESTIMATE)
-    if series.has_hold_out(fit_nodes):
-        held_out = series.up_to(fit_nodes).fit()
-        tried = [series.efficiency_percent(held_out.rate(nodes)) for nodes in counts]
-        axes.plot(gpus, tried, color=color, linestyle=":", linewidth=1.0)
-    points = [series.efficiency_percent(rate) for _, rate in series.rates]
-    axes.plot(gpus[:num_measured], points, **style, linestyle="none")
-    cells = []
-    for count, nodes, value in zip(gpus, counts, projected, strict=True):
-        known = f"{series.efficiency_percent(measured[nodes]):.1f}" if nodes in measured else ""
-        band = "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
-        cells.append([series.title, str(nodes), str(count), known, f"{value:.1f}", band])
-        text = f"{series.name}\n{count_of(nodes, 'node')}, {count} {unit(series.title)}\nmodel {value:.1f} %"
-        text += f", measured {known} %" if known else ", extrapolated"
-        picture.hover(axes, count, value, text + (f"\n95 % band {band} %" if band else ""))
-    return cells
-
-
-def _draw_losses(picture: Picture, axes: Axes, series: Series, counts: Sequence[int]) -> None:
-    """What the fitted model's step is lost to, of which nothing is measured; the first in the colour of its series."""
-    model, ends = series.fit(), []
-    gpus = [nodes * series.workload.gpus_per_node for nodes in counts]
-    for color, term in zip(COLORS[2:], reversed(TERMS[1:]), strict=True):
-        shares = [100 * model.terms_s(nodes)[term] / model.step_s(nodes) for nodes in counts]
-        axes.plot(gpus, shares, color=color)
-        ends.append((gpus[-1], shares[-1], term, color))
-        for count, share in zip(gpus, shares, strict=True):
-            picture.hover(axes, count, share, f"{term}\n{count} {unit(series.title)}\n{share:.1f} % of the step")
-    axes.set(ylabel="share of the step (%)", ylim=(0, None))
-    axes.set_title(f"{series.name}, by the model", fontsize=7, loc="left", pad=2)
-    picture.label_ends(axes, ends)
+    if not series.doubt():
+        at, label = list(gpus.values()), f"{series.name}, {law} with its 95 % band"
+        axes.plot(at[: last + 1], projected[: last + 1], color=color)
+        axes.plot(at[last:], projected[last:], color=color, label=label, **ESTIMATE)
+        if bands:
+            low, high = zip(*(bands[nodes] for nodes in counts[last:]), strict=True)
+            axes.fill_between(at[last:], low, high, color=color, alpha=0.18, linewidth=0)
 
 
 def main() -> None:
-    options = parse_options("Plot scaling tables.", "tables", "--output", "--no_published", required="--output")
+    names = ("inputs", "--output", "--no_published", *INPUT_OPTIONS)
+    options = parse_options("Plot the scaling of runs, logs or tables.", *names, required="--output")
     check_format(options.output)
-    draw(read_curves(options.tables, not options.no_published)).save(options.output, "Scaling of CLAP training")
+    picture = draw(read_curves(options.inputs, not options.no_published, options))
+    picture.save(options.output)
     print(f"wrote {options.output}")
 
 

@@ -1,11 +1,11 @@
-"""Where a report's numbers come from, and what it lacks: tables of versions, commits and commands, and doubts in words."""
+"""Where a report's numbers come from, tables of versions, commits and commands."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from clap_ds.analysis.table import Row, Run, by_series, count_of, markdown_table
+from clap_ds.analysis.table import Run, markdown_table
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -22,7 +22,9 @@ def provenance(runs: Sequence[Run]) -> str:
         hosts = [str(host) for host in environment.get("hosts") or ()]
         versions = environment.get("versions") or {}
         nodes, gpus = [run.nodes for run in members], [run.gpus for run in members]
+        rates = sorted((run.cell("samples_per_s_per_gpu") for run in members if run.rate), key=float)
         known = {
+            "samples/s/GPU": "–".join(dict.fromkeys((rates[0], rates[-1]))) if rates else "",
             "state": ", ".join(dict.fromkeys(run.state for run in members)),
             "nodes": "–".join(map(str, dict.fromkeys((min(nodes), max(nodes))))),
             "GPUs": "–".join(map(str, dict.fromkeys((min(gpus), max(gpus))))),
@@ -47,43 +49,3 @@ def _short(commit: str) -> str:
 
 def _commit(run: Run) -> str:
     return str(run.environment.get("git_commit") or "")
-
-
-def gaps(rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
-    """What a reader would look for and not find, and what should make them doubt."""
-    for members in by_series(rows):
-        title = members[0].title
-        measured = [row for row in members if row.rate]
-        if len({row.gpus for row in measured}) < 2:
-            yield f"{title}: {count_of(len(measured), 'scale')} with a rate, so no scaling efficiency"
-        if without := _gpus(row for row in measured if row.samples_per_s_per_gpu_2sigma is None):
-            yield f"{title}: no spread known at {without} GPUs"
-        if single := _gpus(row for row in measured if row.repeats == 1 and row.state != "published"):
-            yield f"{title}: one run only at {single} GPUs, so its spread over repeats is not known"
-        if measured and not any(row.mfu_percent or row.mfu_model_percent for row in measured):
-            yield f"{title}: no MFU; the device's peak or the model's FLOPs are not known"
-        if unbroken := _gpus(row for row in measured if not row.breakdown_s):
-            yield f"{title}: no breakdown of the step at {unbroken} GPUs"
-    for run in runs:
-        if run.state not in ("completed", "published"):
-            reason = f": {' '.join(run.error.split())[:160]}" if run.error else ""
-            yield f"{run.name}: state {run.state}{reason}"
-    if without := _some(run for run in runs if run.kind != "record"):
-        yield f"no record of versions, commit or command: {without}"
-    if uncommitted := _some(run for run in runs if run.kind == "record" and not _commit(run)):
-        yield f"git commit not recorded: {uncommitted}"
-    versions = [
-        str([known.get(name) for name in PACKAGES]) for run in runs if (known := run.environment.get("versions"))
-    ]
-    for what, found in (("commit", map(_commit, runs)), ("versions", versions)):
-        if len(set(filter(None, found))) > 1:
-            yield f"runs differ in {what}: compare them with care"
-
-
-def _gpus(rows: Iterator[Row]) -> str:
-    return ", ".join(str(row.gpus) for row in rows)
-
-
-def _some(runs: Iterator[Run]) -> str:
-    names = list(dict.fromkeys(run.name for run in runs))
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

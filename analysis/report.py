@@ -2,8 +2,8 @@
 
     python analysis/report.py RUN_OR_LOG… --output report [--samples 1e9 --price_per_gpu_hour 2.5]
 
-Puts together what the other commands of this folder work out, says where each number comes from and what is missing, and
-works out nothing itself. The page holds its figures, with values on hover, and refers to nothing outside.
+Puts together what the other commands of this folder work out, says where each number comes from, and works out nothing itself.
+The page holds its figures and refers to nothing outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
 from clap_ds.analysis.figure import Picture, anchor, page
-from clap_ds.analysis.provenance import gaps, provenance
+from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine, Series, series_of
@@ -38,6 +38,10 @@ from clap_ds.config.places import VERSION
 from clap_ds.record.schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
+EFFICIENT = 90
+"""Per cent; the furthest scale that has them is in the summary."""
+ANOMALY = re.compile(r"outlier|above 100 %|more than any|did not complete|MFU|settings differ|^(?!completed)\w+: ")
+"""Of a row's notes, those that go to the top."""
 
 
 @dataclass
@@ -59,14 +63,29 @@ class Report:
             "Projection": self.projections,
             **({f"Cost of {self.options.samples:g} samples": self.cost} if self.options.samples else {}),
             "Runs": lambda: [provenance(self.runs)],
-            "What is missing": lambda: ["\n".join(f"- {gap}" for gap in gaps(self.rows, self.runs)) or "Nothing."],
         }
         made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"
-        blocks = [f"# {TITLE}", made, *attempt("The summary", lambda: [headline(self.runs, self.rows)]), "Contents:"]
+        blocks = [f"# {TITLE}", made, *attempt("The summary", self.summary), "Contents:"]
         blocks.append("\n".join(f"- [{heading}](#{anchor(heading)})" for heading in sections))
         for heading, make in sections.items():
             blocks += [f"## {heading}", *attempt("This part", make)]
         return "\n\n".join(block.strip() for block in blocks if block) + "\n"
+
+    def summary(self) -> Iterator[str]:
+        """The answer: of each series what was measured, how well it scales, how far it would, and what stands out."""
+        num_rows = sum(run.kind == "table" for run in self.runs)
+        counts = {"run": len(self.runs) - num_rows, "table row": num_rows}
+        read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
+        yield f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in self.rows}), 'scale')}."
+        machine = project.machine_of(self.options)
+        for members in by_series(self.rows):
+            lines = [f"**{members[0].title}**", "", *(f"- {line}" for line in findings(members))]
+            if len({row.nodes for row in members if row.rate}) > 1 and members[0].scaling != "strong":
+                try:
+                    lines.append(f"- Projected: {project.headline(projectable(members, machine))}.")
+                except UserError as error:
+                    lines.append(f"- Not projected: {error}.")
+            yield "\n".join(lines)
 
     def figure(self, name: str, caption: str, draw: Callable[[], Picture]) -> Iterator[str]:
         def shown() -> Iterator[str]:
@@ -79,16 +98,16 @@ class Report:
 
     def efficiency(self) -> Iterator[str]:
         yield efficiency.render(self.rows)
-        if any(row.rate for row in self.rows):
-            what = unit(*(row.device for row in self.rows))
-            caption = f"Throughput, efficiency and MFU against {what}; published values open"
-            table = [self.folder / "table.csv"]
-            yield from self.figure("scaling.png", caption, lambda: plot_scaling.draw(plot_scaling.read_curves(table)))
+        if series := by_series([row for row in self.rows if row.rate]):
+            caption = (
+                f"Efficiency, throughput and MFU against {unit(*(row.device for row in self.rows))}; published in grey"
+            )
+            yield from self.figure("scaling.png", caption, lambda: plot_scaling.draw(plot_scaling.curves_of(series)))
 
     def step_time(self) -> Iterator[str]:
         yield "From an instrumented pass that synchronises between the parts, after the timed one."
         for number, members in enumerate(by_series(self.rows), start=1):
-            yield from (step_table(members), changes_with_scale(members))
+            yield step_table(members)
             if any(row.breakdown_s for row in members):
                 caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
                 yield from self.figure(f"breakdown-{number}.png", caption, partial(plot_run.draw_breakdown, members))
@@ -100,10 +119,9 @@ class Report:
             yield from attempt(what, partial(self.projection, members, f"projection-{number}.png"))
 
     def projection(self, members: Sequence[Scale], name: str) -> Iterator[str]:
-        """Up to eight times the GPUs measured."""
+        """Up to four times the GPUs measured."""
         series = projectable(members, project.machine_of(self.options))
-        largest = max(nodes for nodes, _ in series.rates) * series.workload.gpus_per_node
-        text = project.render(series, gpus=[largest * factor // 2 for factor in (1, 2, 4, 8, 16)])
+        text = project.render(series)
         yield re.sub("^##", "###", text, flags=re.MULTILINE)
         if series.machine == Machine() and "GH200" not in series.title:
             yield (
@@ -111,11 +129,12 @@ class Report:
                 "give this machine's (`--node_gbytes_per_s` and so on)."
             )
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, with the band described above"
-        yield from self.figure(name, caption, partial(plot_scaling.draw_projection, [series], max_gpus=8 * largest))
+        yield from self.figure(name, caption, partial(plot_scaling.draw_projection, [series], project.headline(series)))
 
     def cost(self) -> Iterator[str]:
         price = cost.price_of(self.options)
         yield cost.render(cost.costs(self.rows, self.options.samples, price), self.options.deadline_hours, price)
+        yield cost.left_out(self.rows)
 
 
 def attempt(what: str, make: Callable[[], Iterable[str]]) -> Iterator[str]:
@@ -127,56 +146,51 @@ def attempt(what: str, make: Callable[[], Iterable[str]]) -> Iterator[str]:
         yield f"**{what} can't be made**: {reason.rstrip('.')}."
 
 
-def headline(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """What was measured, in a sentence for each series."""
-    num_rows = sum(run.kind == "table" for run in runs)
-    counts = {"run": len(runs) - num_rows, "table row": num_rows}
-    read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
-    lines = [f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in rows}), 'scale')}.", ""]
-    for members in by_series(rows):
-        text = f"- **{members[0].title}**: no rate was measured ({members[0].state})"
-        if measured := sorted((row for row in members if row.rate), key=lambda row: (row.nodes, row.gpus)):
-            last = max(measured, key=lambda row: row.gpus)
-            one = last.unit.removesuffix("s")
-            scale = f"{count_of(last.gpus, one)} ({count_of(last.nodes, 'node')})"
-            text = f"- **{last.title}**: {last.cell('samples_per_s_per_gpu')} samples/s/{one} on {scale}"
-            if len(measured) > 1 and last.scaling_efficiency_percent is not None:
-                spread = last.scaling_efficiency_2sigma_percent
-                percent = f"{last.scaling_efficiency_percent:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
-                text += f", {percent} % of the rate per {one} on {count_of(measured[0].gpus, one)}"
-                text += f" (± from {last.uncertainty_from})" if spread is not None and last.uncertainty_from else ""
-        lines.append(f"{text}.")
-    return "\n".join(lines)
+def findings(members: Sequence[Row]) -> Iterator[str]:
+    """A series' answer in sentences: the largest scale, the furthest that keeps its efficiency, and what stands out."""
+    measured = [row for row in members if row.rate]
+    if not measured:
+        yield f"No rate was measured ({members[0].state})."
+        return
+    last = max(measured, key=lambda row: row.gpus)
+    yield f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in all."
+    best = max(measured, key=lambda row: row.samples_per_s or 0.0)
+    if best.gpus != last.gpus:
+        yield f"Most samples/s in all: {best.cell('samples_per_s')} on {best.scale}."
+    kept = [row for row in measured if (row.scaling_efficiency_percent or 0.0) >= EFFICIENT]
+    if len(measured) > 1 and kept:
+        yield f"{EFFICIENT} % efficiency or more up to {max(kept, key=lambda row: row.gpus).scale}."
+    if last.uncertainty_from:
+        yield f"± from: {last.uncertainty_from}."
+    for row in members:
+        for note in filter(ANOMALY.search, row.notes.split("; ")):
+            yield f"On {row.scale}: {note}."
 
 
 def published_comparison(rows: Sequence[Row]) -> str:
     """Ours beside LAION's at the same scale, or beside its one node where it has no such scale."""
     blocks = []
-    header = ("nodes", "GPUs", "device", "samples/s/GPU", "published", "on GPUs", "ratio", "efficiency %", "published %",
-              "MFU % (published)", "published %")  # fmt: skip
+    header = ("nodes", "GPUs", "samples/s/GPU", "published", "on GPUs", "ratio", "efficiency %", "published %")
     for stem, facts in PUBLISHED_TABLES.items():
-        ours = [row for row in rows if row.model == facts["model"] and row.rate and row.state != "published"]
-        if ours:
-            published = efficiency.scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv"))
-            table = markdown_table(header, [_published_cells(row, published) for row in ours])
-            blocks += [f"### {facts['model'].replace('_', '-')}", table]
-            if devices := {row.device for row in ours} - {facts["device"]}:
+        published = efficiency.scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv"))
+        body, devices = [], set()
+        for row in rows:
+            if row.model == facts["model"] and row.rate and row.state != "published":
+                same = next((other for other in published if other.gpus == row.gpus), None)
+                other = same or published[0]
+                cells = [*other.cells("samples_per_s_per_gpu", "gpus"), f"{row.rate / (other.rate or 1):#.4g}"]
+                percents = [
+                    row.cell("scaling_efficiency_percent"),
+                    same.cell("scaling_efficiency_percent") if same else "",
+                ]
+                body.append([*row.cells("nodes", "gpus", "samples_per_s_per_gpu"), *cells, *percents])
+                devices.add(row.device)
+        if body:
+            blocks += [f"### {facts['model'].replace('_', '-')}", markdown_table(header, body)]
+            if devices - {facts["device"]}:
                 here = f"Published on {facts['device']}, here on {', '.join(sorted(devices))}"
                 blocks.append(f"{here}: the ratio compares machines as much as programs.")
-    if any(row.state == "published" for row in rows):
-        blocks.append("The published tables are among the inputs themselves.")
     return "\n\n".join(blocks) or f"Published are {', '.join(FORWARD_GFLOPS)}; none of these was measured here."
-
-
-def _published_cells(row: Row, published: Sequence[Row]) -> list[str]:
-    same = next((other for other in published if other.gpus == row.gpus), None)
-    other = same or published[0]
-    assert row.rate
-    assert other.rate
-    cells = row.cells("nodes", "gpus", "device", "samples_per_s_per_gpu")
-    cells += [*other.cells("samples_per_s_per_gpu", "gpus"), f"{row.rate / other.rate:#.4g}"]
-    cells += [row.cell("scaling_efficiency_percent"), same.cell("scaling_efficiency_percent") if same else ""]
-    return [*cells, row.cell("mfu_percent"), other.cell("mfu_percent")]
 
 
 def step_table(rows: Sequence[Row]) -> str:
@@ -195,20 +209,6 @@ def step_table(rows: Sequence[Row]) -> str:
     return text if parts else f"{text}\n\nNo breakdown was recorded."
 
 
-def changes_with_scale(rows: Sequence[Row]) -> str:
-    """Which part of the step grew most from the smallest scale to the largest; empty where that isn't known."""
-    known = sorted((row for row in rows if row.breakdown_s and row.rate), key=lambda row: row.gpus)
-    if not known or known[0].gpus == known[-1].gpus:
-        return ""
-    first, last = known[0], known[-1]
-    grown = {part: last.breakdown_s.get(part, 0.0) - seconds for part, seconds in first.breakdown_s.items()}
-    part = max(grown, key=lambda name: grown[name])
-    if grown[part] <= 0:
-        return f"No part of the step grew from {first.gpus} to {last.gpus} {last.unit}."
-    growth = f"{part.replace('_', ' ')} grew most: {1000 * grown[part]:+.1f} ms a step"
-    return f"From {first.gpus} to {last.gpus} {last.unit}, {growth}."
-
-
 def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
     """A series with the method that its runs' configuration says; UserError, saying why, if it can't be projected."""
     if rows[0].scaling == "strong":
@@ -220,7 +220,8 @@ def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
 def main() -> None:
     names = ("inputs", "--output", "--baseline_nodes", *COST_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS)
     description = "One page about some runs: efficiency, reasons, projection, provenance."
-    options = parse_options(description, *names, output=Path("report"))
+    told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
+    options = parse_options(description, *names, output={"default": Path("report"), "help": told, "metavar": "FOLDER"})
     runs = read_runs(options.inputs, options)
     options.output.mkdir(parents=True, exist_ok=True)
     rows = efficiency.scaling_table(runs, options.baseline_nodes)

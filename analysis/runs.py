@@ -1,185 +1,267 @@
 """Reads runs from what there is: this project's run directories, DeepSpeed logs, and tables of either.
 
-The one way to measured numbers, and the one place of options, for every other command here. As a command it lists what
-it found:
-
-    python analysis/runs.py runs/ slurm-*.out [--nodes 2 --gpus 8]
-
-A run directory's counts come from its record; a log's from the launcher's or the engine's lines, else from `--nodes`
-and `--gpus`.
+The one way to measured numbers, and the one place of options, for every command here. A run directory's counts come from its
+record; a log's from the launcher's or the engine's lines, else from `--nodes` and `--gpus`.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import os
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.deepspeed_log import read_log
 from clap_ds.analysis.record import is_record, read_record
 from clap_ds.analysis.table import Run, count_of, read_table_runs
+from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.errors import UserError, did_you_mean
+from clap_ds.config.model_names import preset_names, preset_of
+from clap_ds.record.schema import RECORD_FILES
 
 DEPTH = 4
 """Folders down to the runs of a sweep: sweeps/NAME/runs/RUN of `runs`."""
+TABLE_SUFFIXES = (".csv", ".tsv")
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
+"""Of files that are looked into where a folder is given."""
+NOTHING = "neither a run directory nor a log, or a folder of them"
+SAME_RATE = 0.05
+"""Difference up to which a log's rate can be its run directory's: earlier versions printed medians."""
 MOST_SHOWN = 5
 """Of inputs that come again."""
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
-    """Runs of run directories, folders of them (a sweep's, too), DeepSpeed logs (plain or gzip) and CSV tables.
+    """Runs of run directories, logs (plain or gzip), folders of them (a sweep's, too), `metrics.jsonl` alone, and CSV tables.
 
     `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
     on stderr and the rest goes on, but for a folder whose neighbour has runs: `runs/*` names the jobs' folder, too. An input
-    that comes again, as it is or as a copy, counts once, and that is said. UserError where none has a run.
+    that comes again, as it is, as a copy or as the log of a run directory, counts once, and that is said. UserError where none
+    has a run.
     """
-    runs: list[Run] = []
     problems: dict[Path, str] = {}
-    same: dict[object, list[Path]] = {}
+    found: dict[Path, list[Run]] = {}
+    runs: list[Run] = []
     fruitful: set[Path] = set()
-    without: set[Path] = set()
     for path in paths:
-        sources = [*_records_in(path, problems)] if os.path.isdir(path) and not is_record(path) else [path]
-        if not sources and path not in problems:
-            problems[path] = f"{path}: neither a run directory nor a folder of them"
-            without.add(path)
-        for source in sources:
+        is_folder = os.path.isdir(path) and not is_record(path)
+        count = len(runs) + len(problems)
+        for source in _inputs_in(path, problems) if is_folder else [_record_around(path)]:
             try:
-                group = same.get(source.resolve())
-                if group is None:
-                    found = [_complete(run, given) for run in _read(source, given)]
-                    group = same[source.resolve()] = same.setdefault(_content(source, found), [])
-                    runs += [] if group else found
-                group.append(source)
-                fruitful.add(path.absolute().parent)
+                if (place := source.resolve()) not in found:
+                    found[place] = _read(source, given, is_folder)
+                runs += found[place]
             except UserError as error:
                 problems[source] = str(error)
-    if not runs:
+        if len(runs) + len(problems) > count:
+            fruitful.add(path.absolute().parent)
+        else:
+            problems[path] = f"{path}: {NOTHING}"
+    _refuse_one_count(runs, given)
+    completed = []
+    for run in runs:
+        try:
+            completed.append(_complete(run, given))
+        except UserError as error:
+            problems[Path(run.source)] = str(error)
+    if not completed:
         raise UserError("; ".join(problems.values()))
     for path, problem in problems.items():
-        if not (path in without and path.absolute().parent in fruitful):
+        if not (problem.endswith(NOTHING) and path.absolute().parent in fruitful):
             print(f"warning: {problem}; going on without it", file=sys.stderr)
-    groups = list({id(group): group for group in same.values()}.values())
-    if any(len(group) > 1 for group in groups):
-        print(f"note: {_say_same(groups)}", file=sys.stderr)
-    return runs
+    return _each_once(completed)
 
 
-def _content(source: Path, runs: Sequence[Run]) -> object:
-    """What only copies of an input have in common: measured windows, or when it ended, with all that is known of it; else the
-    bytes of a file. A killed run without either is like no other."""
-    if all(run.windows or run.finished for run in runs):
-        return repr([replace(run, source="") for run in runs])
-    if source.is_dir() or not source.is_file():  # a pipe can't be read twice
-        return source.resolve()
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+def _refuse_one_count(runs: Sequence[Run], given: argparse.Namespace) -> None:
+    """One `--nodes` or `--gpus` for inputs of several scales, by what they state or their names, would put them all at one."""
+    for name, other in (("nodes", "gpus"), ("gpus", "nodes")):
+        lacking = [run for run in runs if getattr(given, name) and not getattr(run, name)]
+        for what in (other, name):
+            sizes = sorted({getattr(run, what) or _count_in_name(_IN_NAME[what], run.source) for run in lacking} - {0})
+            if len(sizes) > 1:
+                counts = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} {_WORDS[what]}"
+                lack = f"inputs that don't state their {_WORDS[name]} have {counts}"
+                raise UserError(f"--{name} {getattr(given, name)}: {lack}; give --gpus_per_node instead")
 
 
-def _say_same(groups: Sequence[Sequence[Path]]) -> str:
-    """`2 of 5 inputs are the same run: a, b; it counts once`, for as many as there are."""
-    again = [group for group in groups if len(group) > 1]
-    shown = [
-        ", ".join(f"{path} ({n} times)" if n > 1 else str(path) for path, n in Counter(group).items())
-        for group in again
-    ]
-    total, more = sum(map(len, groups)), f"; and {len(again) - MOST_SHOWN} more" if len(again) > MOST_SHOWN else ""
-    runs, each = ("the same run", "it") if len(again) == 1 else (f"{len(again)} runs", "each")
-    return f"{sum(map(len, again))} of {total} inputs are {runs}: {'; '.join(shown[:MOST_SHOWN])}{more}; {each} counts once"
+def _each_once(runs: Sequence[Run]) -> list[Run]:
+    """The runs without copies (the same windows, or end, and all else that is known), and without those of logs that name a run
+    directory which is there, too, or has another log. A killed run without windows is like no other."""
+    groups: dict[object, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.kind == "log"):
+        told = run.windows or run.finished or run.kind == "table"
+        key = next((key for key, group in groups.items() if run.directory and _is_log_of(run, group[0])), None)
+        groups.setdefault(key or repr(replace(run, source="" if told else run.source)), []).append(run)
+    again = dict.fromkeys(", ".join(run.source for run in group) for group in groups.values() if len(group) > 1)
+    if again:
+        more = f"; and {len(again) - MOST_SHOWN} more" if len(again) > MOST_SHOWN else ""
+        print(f"note: the same run, counted once: {'; '.join([*again][:MOST_SHOWN])}{more}", file=sys.stderr)
+    return [next((run for run in group if run.rate), group[0]) for group in groups.values()]
 
 
-def _read(path: Path, given: argparse.Namespace) -> list[Run]:
+def _is_log_of(log: Run, other: Run) -> bool:
+    """Whether both are of the run directory that the log names, and nothing says otherwise."""
+    alike = not (log.rate and other.rate) or abs(log.rate / other.rate - 1) < SAME_RATE
+    return Path(log.directory).name in (other.name, Path(other.directory).name) and log.gpus == other.gpus and alike
+
+
+def _record_around(path: Path) -> Path:
+    """The run directory that a file is part of, or the path itself."""
+    return path.parent if path.name in (*RECORD_FILES, "rank0.log") and _has_summary(path.parent) else path
+
+
+def _has_summary(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in RECORD_FILES if name.endswith(".json"))
+
+
+def _read(path: Path, given: argparse.Namespace, from_folder: bool) -> list[Run]:
+    """Runs of one input; of a log that only lies in a folder, those that have a rate or say their size."""
     if not os.path.lexists(path):
         raise UserError(f"{path}: no such file or directory")
-    if is_record(path):
-        return [read_record(path)]
-    return (
-        read_table_runs(path)
-        if path.suffix.lower() in (".csv", ".tsv")
-        else read_log(path, given.warmup_steps, given.gpus)
-    )
+    if is_record(path) or path.suffix == ".jsonl":
+        run = read_record(path, given.micro_batch)
+        if run.engine_samples_per_s_per_gpu is None and os.path.isfile(path / "rank0.log"):
+            with contextlib.suppress(UserError):
+                log = read_log(path / "rank0.log", given.warmup_steps)[-1]
+                engine = (log.engine_samples_per_s_per_gpu or 0) / (1 if log.gpus else run.gpus or 1)
+                run = replace(run, engine_samples_per_s_per_gpu=engine or None)
+        return [run]
+    if path.suffix.lower() in TABLE_SUFFIXES:
+        return read_table_runs(path)
+    if not from_folder:
+        return read_log(path, given.warmup_steps)
+    with contextlib.suppress(UserError):
+        return [run for run in read_log(path, given.warmup_steps) if run.rate or run.gpus]
+    return []
 
 
-def _records_in(folder: Path, problems: dict[Path, str], depth: int = DEPTH) -> Iterator[Path]:
-    """Run directories somewhere in a folder, in the order of their names; folders that can't be read go to the problems."""
+def _inputs_in(folder: Path, problems: dict[Path, str], depth: int = DEPTH) -> Iterator[Path]:
+    """Run directories and logs in a folder, in the order of their names; folders that can't be read go to the problems."""
     try:
-        inside = sorted(path for path in folder.iterdir() if os.path.isdir(path) and not path.is_symlink())
+        inside = sorted(path for path in folder.iterdir() if not path.is_symlink())
     except OSError as error:
         problems[folder] = f"{folder}: can't be read ({error.strerror})"
         return
     for path in inside:
-        if is_record(path):
+        if not os.path.isdir(path):
+            yield from [path] if path.suffix.lower() in LOG_SUFFIXES else []
+        elif is_record(path):
             yield path
         elif depth > 1:
-            yield from _records_in(path, problems, depth - 1)
+            yield from _inputs_in(path, problems, depth - 1)
+
+
+_IN_NAME = {
+    "nodes": re.compile(r"(?<![a-z0-9])(?:n(?:odes)?[-_=]?0*(\d+)|0*(\d+)[-_]?n(?:odes?)?)(?![a-z0-9])"),
+    "gpus": re.compile(r"(?<![a-z0-9])(?:gpus[-_=]?0*(\d+)|0*(\d+)[-_]?gpus?)(?![a-z0-9])"),
+}
+_WORDS = {"nodes": "nodes", "gpus": "GPUs"}
+
+
+def _count_in_name(pattern: re.Pattern[str], source: str) -> int:
+    """A count that a file's name, or else its folder's, says once: `n4.log`, `4nodes/`, `nodes-4_8gpus.out`; else 0."""
+    for part in (Path(source).name, Path(source).parent.name):
+        counts = {int(before or after) for before, after in pattern.findall(part.casefold())}
+        if counts:
+            return counts.pop() if len(counts) == 1 else 0
+    return 0
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
-    """Fill what the input left out from what the user gave, and insist on the counts."""
-    nodes, gpus = run.nodes or given.nodes, run.gpus or given.gpus
-    counts = {"number of nodes (--nodes)": nodes, "number of GPUs (--gpus)": gpus}
+    """Fill what the input left out from what the user gave, then from its name, and insist on the counts."""
+    per_node, notes = given.gpus_per_node or 0, [run.notes]
+    gpus = run.gpus or given.gpus or (run.nodes or given.nodes or 0) * per_node
+    if not gpus and (gpus := _count_in_name(_IN_NAME["gpus"], run.source)):
+        notes.append(f"{gpus} GPUs by its name")
+    named_nodes = _count_in_name(_IN_NAME["nodes"], run.source)
+    if not gpus and (gpus := named_nodes * per_node):
+        notes.append(f"{count_of(named_nodes, 'node')} by its name")
+    if run.kind == "log" and not run.gpus and gpus:
+        run = _per_gpu(run, gpus)
+    if per_node and gpus % per_node and not run.nodes:
+        raise UserError(f"{run.source}: {gpus} GPUs are no multiple of --gpus_per_node {per_node}")
+    nodes = run.nodes or (gpus // per_node if per_node else given.nodes) or int(gpus == 1)
+    if not nodes and (nodes := named_nodes):
+        notes.append(f"{count_of(nodes, 'node')} by its name")
+    counts = {"number of nodes (--nodes, --gpus_per_node)": nodes, "number of GPUs (--gpus)": gpus}
     if missing := [what for what, count in counts.items() if not count]:
         raise UserError(f"{run.source}: doesn't state the {' and the '.join(missing)}; give it")
     if gpus < nodes:
         raise UserError(f"{run.source}: {gpus} GPUs on {nodes} nodes; expected at least one per node")
     batch = run.batch_per_gpu or (given.micro_batch and given.micro_batch * run.accumulation)
-    step_s = batch / run.rate if run.kind == "log" and run.rate and batch else run.step_time_s
-    model, peak = run.model or given.model or "", run.peak_tflops or given.peak_tflops
-    return replace(run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, model=model, peak_tflops=peak)
+    step_s = run.step_time_s or (batch / run.rate if run.kind == "log" and run.rate and batch else None)
+    model, peak = preset_of(run.model or given.model or ""), run.peak_tflops or given.peak_tflops
+    return replace(
+        run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, model=model, peak_tflops=peak,
+        micro_batch=run.micro_batch or (batch and batch // run.accumulation), notes="; ".join(filter(None, notes)),
+    )  # fmt: skip
 
 
-PROJECTED_GPUS = (256, 512, 1024, 2048, 4096)
-FIT_NODES = 16
-INPUT_OPTIONS = ("--nodes", "--gpus", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
+def _per_gpu(run: Run, gpus: int) -> Run:
+    """A run whose rates and batch are those of all of its GPUs, as its log didn't say how many."""
+    rate, engine = (value and value / gpus for value in (run.rate, run.engine_samples_per_s_per_gpu))
+    return replace(
+        run, samples_per_s_per_gpu=rate, engine_samples_per_s_per_gpu=engine,
+        interval=run.interval and (run.interval[0] / gpus, run.interval[1] / gpus),
+        windows=tuple(value / gpus for value in run.windows), batch_per_gpu=(run.batch_per_gpu or 0) // gpus or None,
+    )  # fmt: skip
+
+
+def _model(name: str) -> str:
+    """A model's name, of others' models, too; one that is nearly a preset's is doubted on stderr."""
+    preset, known = preset_of(name), preset_names()
+    if preset not in known and (near := did_you_mean(name.casefold().replace("-", "_"), known, most_listed=0)):
+        print(f"warning: --model {name}: not a preset{near}", file=sys.stderr)
+    return preset
+
+
+INPUT_OPTIONS = ("--nodes", "--gpus", "--gpus_per_node", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
 MACHINE_OPTIONS = (
     "--node_gbytes_per_s", "--gpu_gbytes_per_s", "--latency_us", "--peak_tflops", "--memory_tbytes_per_s",
 )  # fmt: skip
 PRICE_OPTIONS = ("--samples", "--price_per_gpu_hour", "--currency", "--price_source")
 COST_OPTIONS = (*PRICE_OPTIONS, "--deadline_hours")
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "inputs": {"nargs": "+", "type": Path, "help": "run directories, folders of them, sweeps, DeepSpeed logs, tables"},
+    "inputs": {"nargs": "+", "type": Path, "help": "run directories, logs, folders of them, sweeps, tables"},
     "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
     "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
     "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
     "b": {"type": Path, "metavar": "B", "help": "another"},
-    "--run_spread": {
-        "type": positive,
-        "metavar": "PERCENT",
-        "help": "standard deviation of runs of one configuration, where there are no repeats to show it",
+    "--run_spread": {"type": positive, "metavar": "PERCENT", "help": "standard deviation of runs of one configuration"},
+    "--nodes": {"type": whole_number(), "help": "node count of inputs that don't state it"},
+    "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of inputs that don't state it"},
+    "--gpus_per_node": {"type": whole_number(), "help": "for inputs that don't state nodes or GPUs"},
+    "--model": {
+        "type": _model,
+        "help": "of logs that don't state it: a preset, or as published (HTSAT-tiny-Roberta-base)",
     },
-    "--nodes": {"type": whole_number(), "help": "node count of logs that don't state it"},
-    "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of logs that don't state it"},
-    "--model": {"help": "model preset of logs, which never state it (htsat_tiny_roberta_base, …)"},
     "--micro_batch": {"type": whole_number(), "help": "samples per GPU and micro-step where not stated"},
     "--warmup_steps": {"type": int, "default": 10, "help": "steps of a log to drop at each start (default 10)"},
     "--baseline_nodes": {"type": whole_number(), "help": "node count that is 100 %% (default: the smallest)"},
+    "--rate": {"choices": ("measured", "engine"), "default": "measured", "help": "engine: as DeepSpeed's timer counts"},
+    "--target": {"type": positive, "metavar": "PERCENT", "help": "mark scales whose efficiency is below it"},
     "--csv": {"type": Path, "help": "write the table here"},
     "--markdown": {"type": Path, "help": "write what is printed here"},
-    "--output": {"type": Path, "help": "picture to write: .png, .svg, .pdf or .html"},
+    "--output": {"type": Path, "help": "picture to write: .png, .svg or .pdf"},
     "--no_published": {"action": "store_true", "help": "leave the published curves out"},
     "--samples": {"type": positive, "help": "samples to train on, each pass counted"},
     "--price_per_gpu_hour": {"type": positive, "help": "money for an hour of one GPU"},
     "--currency": {"help": "of the price: EUR, …"},
     "--price_source": {"help": "whose price it is, and of when"},
     "--deadline_hours": {"type": positive, "help": "name the cheapest scale that meets it"},
-    "--series": {
-        "metavar": "NAME",
-        "help": "of the series in a table that holds several: its model, or part of its title",
-    },
-    "--fit_nodes": {
+    "--series": {"metavar": "NAME", "help": "of the series in a table of several: its model, or part of its title"},
+    "--project_gpus": {
         "type": whole_number(),
-        "default": FIT_NODES,
-        "help": "hold-out: largest scale fitted (default 16)",
+        "nargs": "+",
+        "default": (),
+        "metavar": "GPUS",
+        "help": "default: 4 × as far",
     },
-    "--project_gpus": {"type": whole_number(), "nargs": "+", "default": PROJECTED_GPUS, "metavar": "GPUS"},
-    "--faster_rate": {"type": positive, "help": "samples/s/GPU of a faster step (default: 5 times)"},
     "--num_parameters": {"type": positive, "help": "trained parameters, for models not published"},
     "--joint_dim": {"type": whole_number(), "help": "width of the joint embedding, for models not published"},
     "--gradient_bytes": {"type": int, "choices": (2, 4), "default": 4, "help": "per gradient on the network"},
@@ -194,32 +276,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """Every option of every command here."""
 
 
-def add_options(parser: argparse.ArgumentParser, *names: str, required: str = "") -> None:
-    """Options of those that all commands share."""
+def add_options(parser: argparse.ArgumentParser, *names: str, required: str = "", **changes: Mapping[str, Any]) -> None:
+    """Options of those that all commands share, with what a command changes of one by its name; the `required` one is in a
+    group of its own, called so."""
     for name in dict.fromkeys(names):
-        parser.add_argument(name, **(_OPTIONS[name] | ({"required": True} if name == required else {})))
+        settings = {**_OPTIONS[name], **changes.get(name.lstrip("-"), {})}
+        if name == required:
+            parser.add_argument_group("required").add_argument(name, **settings, required=True)
+        else:
+            parser.add_argument(name, **settings)
 
 
-def parse_options(description: str, *names: str, required: str = "", **defaults: object) -> argparse.Namespace:
-    """Options of a command, of those that all commands share; `defaults` are its own."""
+def parse_options(
+    description: str, *names: str, required: str = "", **changes: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Options of a command; arguments as of `add_options`."""
     parser = argparse.ArgumentParser(description=description)
-    add_options(parser, *names, required=required)
-    parser.set_defaults(**defaults)
+    add_options(parser, *names, required=required, **changes)
     return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_options("List the runs found in run directories, logs and tables.", "inputs", *INPUT_OPTIONS)
-    for run in read_runs(options.inputs, options):
-        size = f"{count_of(run.nodes, 'node')} × {run.gpus} {run.unit}"
-        print(f"{run.source}: {run.model or 'model not stated'}, {size}, {run.state}")
-        if run.rate is not None:
-            low, high = run.interval or (0.0, 0.0)
-            between = f" ({low:.5g}–{high:.5g}, {run.uncertainty_from})" if run.interval else ""
-            print(f"  {run.rate:.5g} samples/s/GPU{between}")
-        for note in filter(None, run.notes.split("; ")):
-            print(f"  {note}")
-
-
-if __name__ == "__main__":
-    run_alone(main)

@@ -88,6 +88,7 @@ def _facts(run: Run) -> dict[str, str]:
         versions = environment.get("versions")
         versions = versions if isinstance(versions, dict) else {}
         flat |= {name: versions[name] for name in PACKAGES if versions.get(name)}
+        flat |= {"cpu_kernels": kernels} if (kernels := environment.get("cpu_kernels")) else {}
         if commit := str(environment.get("git_commit") or ""):
             flat["commit"] = commit[:12] + "+" * commit.endswith("+")
         if isinstance(devices := environment.get("device_names"), list):

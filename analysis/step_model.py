@@ -1,15 +1,17 @@
 """The time of one data-parallel CLAP step as a sum of physical terms, two of which have a fitted size.
 
 Stated, not fitted: bytes and FLOPs follow from the model and the loss; bandwidths, latency and peaks are the machine's.
-Fitted: the time each rank works by itself, and the scale of the delay that waiting for the slowest rank adds.
+Fitted: the time each rank works by itself, and the scale of the delay that waiting for the slowest rank adds. Whatever else
+grows and isn't stated is counted there.
 
-How that delay grows with the ranks is in `clap_ds.analysis.growth`. Whatever else grows and isn't stated is counted there.
+Beside it stand laws without any physics (`clap_ds.analysis.growth`): what foretells measured scales best from smaller ones is
+what a projection goes by.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,8 +19,9 @@ from typing import Literal
 import numpy as np
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.growth import Floats, drawn_steps, growth, mean_shape, simple_step
-from clap_ds.analysis.table import Row, by_series, choose_series, read_table_runs
+from clap_ds.analysis.growth import LAWS, Measured, growth
+from clap_ds.analysis.repeats import ratio_uncertainty
+from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt, read_table_runs
 from clap_ds.config.errors import UserError
 
 BACKWARD_SHARE = 0.6
@@ -26,6 +29,13 @@ BACKWARD_SHARE = 0.6
 LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
 """Times that fp32 logits and everybody's features cross the GPU's memory, forward and backward (`benchmarks.loss_trace`)."""
 MATMUL_EFFICIENCY = 0.3
+
+STEP_MODEL = "step model"
+ALL_LAWS = (*LAWS, STEP_MODEL)
+FURTHEST = 4
+"""Times the largest measured scale that is projected to where nobody asks for more."""
+WORST_FIT = 10.0
+"""Points of efficiency by which the best law may miss what it is fitted to and still be projected."""
 
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
 
@@ -38,6 +48,11 @@ class Workload:
     joint_dim: int
     num_parameters: float
     gpus_per_node: int = 4
+
+    @property
+    def step_samples(self) -> int:
+        """Of a GPU; 1 where its batch isn't known (0), so that the seconds of a step are those of a sample."""
+        return self.batch_per_gpu or 1
 
 
 WORKLOADS = {
@@ -98,13 +113,17 @@ class StepModel:
     method: Method
     compute_s: float = 0.0
     delay_s: float = 0.0
-    """Scale of a rank's delay, and `shape` of its growth."""
+    """Scale of a rank's delay, and `shape` of its growth: as √ranks, which is between the laws without physics."""
     window_s: float = 0.0
     """Time of the backward pass under which gradients can travel."""
-    shape: float = 0.0
+    shape: float = 0.5
+    stated: bool = True
+    """Whether the stated terms cost what they are stated to; of a law without physics they cost nothing."""
 
     def known_terms_s(self, nodes: int) -> dict[str, float]:
         """Seconds a step of the terms that are not fitted, on all GPUs of the nodes."""
+        if not self.stated:
+            return dict.fromkeys(TERMS[1:-1], 0.0)
         workload, machine, method, gpus = self.workload, self.machine, self.method, self.workload.gpus_per_node
         gradients = workload.num_parameters * method.gradient_bytes
         reduce = all_reduce_s(gradients, nodes, gpus, machine)
@@ -135,7 +154,7 @@ class StepModel:
 
     def rate(self, nodes: int) -> float:
         """Samples/s/GPU."""
-        return self.workload.batch_per_gpu / self.step_s(nodes)
+        return self.workload.step_samples / self.step_s(nodes)
 
     def efficiency_percent(self, nodes: int, baseline_nodes: int = 1) -> float:
         return 100 * self.rate(nodes) / self.rate(baseline_nodes)
@@ -156,84 +175,119 @@ class Series:
     method: Method = Method()
     exposed: tuple[tuple[int, float], ...] = ()
     """(nodes, seconds a step) of exposed communication, where a breakdown was measured."""
+    errors: tuple[float, ...] = ()
+    """± of each rate (95 %) as a share of it; empty where none is known."""
 
     @property
     def name(self) -> str:
         """Of the model alone."""
         return self.title.partition(",")[0]
 
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """`ALL_LAWS`; where no batch is known, those that need none."""
+        return ALL_LAWS if self.workload.batch_per_gpu else tuple(LAWS)
+
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
 
-    def up_to(self, nodes: int) -> Series:
-        return replace(self, rates=tuple(point for point in self.rates if point[0] <= nodes))
-
-    def has_hold_out(self, nodes: int) -> bool:
-        """Whether it can be fitted on that many nodes and tried on more."""
-        return 2 <= len(self.up_to(nodes).rates) < len(self.rates)
+    def first(self, count: int) -> Series:
+        """Of its smallest scales."""
+        return replace(self, rates=self.rates[:count], errors=self.errors[:count])
 
     def errors_points(self, model: StepModel) -> list[float]:
         """Model minus measurement at every scale, percentage points of efficiency (both over the measured baseline)."""
         percent = self.efficiency_percent
         return [percent(model.rate(nodes)) - percent(rate) for nodes, rate in self.rates]
 
-    def fit(self, shape: float | None = None) -> StepModel:
-        """Least squares on relative step time over the rates, of two node counts or more; no parameter is negative.
+    def fit(self, law: str = STEP_MODEL) -> StepModel:
+        """One of `ALL_LAWS` through the rates, of two node counts or more: least squares on relative step time, in which rates
+        weigh by their ±; no parameter is negative."""
+        model, measured = self._measured()
+        shape, stated = LAWS.get(law, model.shape), law == STEP_MODEL
+        compute_s, delay_s = measured.fit(shape, float(stated))
+        return replace(model, compute_s=compute_s, delay_s=delay_s, shape=shape, stated=stated)
 
-        Delays grow with the `shape` given, else with the one to expect after these rates (`growth.mean_shape`).
-        """
-        model, times, ranks, stated = self._measured()
-        if shape is None:
-            shape = mean_shape(ranks, times, stated)
-        a, b, y = 1 / times, growth(ranks, shape) / times, 1 - stated / times
-        compute_s, delay_s = np.linalg.lstsq(np.stack([a, b], axis=1), y, rcond=None)[0]
-        if delay_s < 0:
-            compute_s, delay_s = a @ y / (a @ a), 0.0
-        if compute_s < 0:
-            compute_s, delay_s = 0.0, max(b @ y / (b @ b), 0.0)
-        return replace(model, compute_s=float(compute_s), delay_s=float(delay_s), shape=shape)
-
-    def _measured(self) -> tuple[StepModel, Floats, Floats, Floats]:
-        """The model without what is fitted; and of each scale seconds a step, ranks, and seconds of the stated terms."""
+    def _measured(self) -> tuple[StepModel, Measured]:
+        """The step model without what is fitted, and what its fit is to."""
         node_counts, rates = (np.array(values) for values in zip(*self.rates, strict=True))
-        times = self.workload.batch_per_gpu / rates
-        model = StepModel(self.workload, self.machine, self.method, window_s=BACKWARD_SHARE * float(times.min()))
-        stated = np.array([model.step_s(int(nodes)) for nodes in node_counts])
-        return model, times, node_counts * self.workload.gpus_per_node, stated
+        times = self.workload.step_samples / rates
+        window_s, stated = BACKWARD_SHARE * float(times.min()), STEP_MODEL in self.laws
+        model = StepModel(self.workload, self.machine, self.method, window_s=window_s, stated=stated)
+        stated_s = np.array([model.step_s(int(nodes)) for nodes in node_counts])
+        return model, Measured(node_counts * self.workload.gpus_per_node, times, stated_s, np.array(self.errors))
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """95 % bands of the efficiency that would be measured at each node count; empty under 3 scales, which are too few."""
         if len(self.rates) < 3:
             return {}
-        model, times, ranks, stated = self._measured()
-        at = np.array(node_counts) * self.workload.gpus_per_node
-        steps = drawn_steps(ranks, times, stated, at, np.array([model.step_s(nodes) for nodes in node_counts]))
-        low, high = np.percentile(100 * times[0] / steps, (2.5, 97.5), axis=0)
-        return {nodes: (float(a), float(b)) for nodes, a, b in zip(node_counts, low, high, strict=True)}
+        model, measured = self._measured()
+        found = {}
+        for nodes in node_counts:
+            steps = measured.drawn_steps(nodes * self.workload.gpus_per_node, model.step_s(nodes))
+            low, high = np.percentile(100 * measured.times[0] / steps, (2.5, 97.5))
+            found[nodes] = float(low), float(high)
+        return found
 
-    def simple_efficiency(self, name: str, nodes: int) -> float | None:
-        """Efficiency in percent at `nodes` by one of `growth.SIMPLE_FITS`; None where there are too few scales for it."""
-        node_counts, rates = zip(*self.rates, strict=True)
-        step_s = simple_step(name, node_counts, [1 / rate for rate in rates], nodes)
-        return self.efficiency_percent(1 / step_s) if step_s and step_s > 0 else None
+    def hold_outs(self) -> list[tuple[Series, int, float]]:
+        """Each scale beside what can foretell it: the series up to the scale before, and up to the one before that, where these
+        have two scales; with its node count and measured efficiency."""
+        return [
+            (self.first(place - back), nodes, self.efficiency_percent(rate))
+            for back in (0, 1)
+            for place, (nodes, rate) in enumerate(self.rates)
+            if place - back >= 2
+        ]
+
+    def foretold_points(self) -> dict[str, float]:
+        """Mean error of each law over the hold-outs, in points of efficiency without sign, smallest first; empty without."""
+        cases = self.hold_outs()
+        found = {
+            law: sum(
+                abs(small.efficiency_percent(small.fit(law).rate(nodes)) - actual) for small, nodes, actual in cases
+            )
+            for law in self.laws
+        }
+        return {law: found[law] / len(cases) for law in sorted(found, key=lambda law: found[law])} if cases else {}
+
+    def best_law(self) -> str:
+        """What foretold the scales best; where that can't be told the step model, or √n, as which its waiting grows."""
+        return next(iter(self.foretold_points()), STEP_MODEL if STEP_MODEL in self.laws else "a + b·√n")
+
+    def doubt(self) -> str:
+        """Why nothing is to be projected from these rates; empty where nothing speaks against it."""
+        largest = max(map(abs, self.errors_points(self.fit(self.best_law()))))
+        if largest > WORST_FIT:
+            return f"the best law, {self.best_law()}, misses what was measured by up to {largest:.1f} points"
+        errors = self.errors or (None,) * len(self.rates)
+        for (nodes, rate), error in zip(self.rates, errors, strict=True):
+            percent = self.efficiency_percent(rate)
+            around = ratio_uncertainty(percent, error and percent * error, 1.0, errors[0])
+            if in_doubt(percent, around):
+                return (
+                    f"{count_of(nodes, 'node')} have {percent:.1f} % of the smallest scale's rate per GPU, more than 100 by "
+                    "more than its ±: the smallest scale's runs are in doubt"
+                )
+        return ""
 
 
-def transfer(model: StepModel, series: Series) -> StepModel:
-    """Another series described with this model's delays: only its smallest scale's speed is its own."""
-    nodes, rate = series.rates[0]
-    step_s = series.workload.batch_per_gpu / rate
-    window_s = model.window_s * step_s / model.step_s(nodes)
-    moved = replace(model, workload=series.workload, machine=series.machine, method=series.method, window_s=window_s)
-    return moved.with_step(step_s, nodes)
+def band_text(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
+    return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
+
+
+def node_counts(series: Series, gpus: Sequence[int] = ()) -> list[int]:
+    """Measured node counts, and beyond them those that fill with so many `gpus`, or doublings to `FURTHEST` times as far; of a
+    series that is in doubt the measured ones. UserError where none of the `gpus` fills whole nodes."""
+    measured, per_node = [nodes for nodes, _ in series.rates], series.workload.gpus_per_node
+    wanted = gpus or [measured[-1] * per_node * 2**power for power in range(1, FURTHEST.bit_length())]
+    whole = [count // per_node for count in wanted if count >= per_node and count % per_node == 0]
+    if not whole:
+        raise UserError(f"--project_gpus {' '.join(map(str, gpus))}: none fills whole nodes of {per_node} GPUs")
+    return sorted({*measured, *whole}) if not series.doubt() else measured
 
 
 def read_series(
-    path: Path,
-    machine: Machine,
-    method: Method,
-    num_parameters: float = 0,
-    joint_dim: int = 0,
-    name: str | None = None,
+    path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0, name: str | None = None
 ) -> Series:
     """The weak-scaling series of a table, or that of this `name` where it holds several; errors as of `series_of`. Sizes are
     for models that are not published."""
@@ -258,12 +312,14 @@ def series_of(
     gpus_per_node = {row.gpus / row.nodes for row in rows}
     if not (num_parameters or known.num_parameters) or not (joint_dim or known.joint_dim):
         raise UserError(f"{name}: sizes of {first.model!r} are not known; give --num_parameters and --joint_dim")
-    if first.batch_per_gpu is None:
-        raise UserError(f"{name}: no batch_per_gpu; a step's time can't be told from its rate")
+    batches = {row.batch_per_gpu or row.micro_batch for row in rows}
+    batch = batches.pop() if len(batches) == 1 else None  # without, the plain laws alone
     if len(gpus_per_node) > 1 or not min(gpus_per_node).is_integer():
         raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
     sizes = joint_dim or known.joint_dim, num_parameters or known.num_parameters
-    workload = Workload(first.batch_per_gpu, *sizes, int(min(gpus_per_node)))
+    workload = Workload(batch or 0, *sizes, int(min(gpus_per_node)))
     rates = tuple((row.nodes, row.rate) for row in rows if row.rate)
     exposed = tuple((row.nodes, seconds) for row in rows if (seconds := row.exposed_communication_s) is not None)
-    return Series(first.title, workload, rates, machine, method, exposed)
+    errors = [half / row.rate for row in rows if (half := row.samples_per_s_per_gpu_2sigma) and row.rate]
+    errors = errors if len(errors) == len(rows) else []
+    return Series(first.title, workload, rates, machine, method, exposed, tuple(errors))

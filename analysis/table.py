@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.analysis.csv_cells import read_cells
+from clap_ds.analysis.csv_cells import nearest, read_cells
 from clap_ds.analysis.published import PUBLISHED_TABLES, rate_bounds, rounding_bounds
 from clap_ds.config.errors import UserError
+from clap_ds.config.model_names import preset_of
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -40,6 +42,10 @@ class Row:
     repeats: int = 0
     """Runs with a rate."""
     speedup: float | None = None
+    engine_samples_per_s_per_gpu: float | None = None
+    """By DeepSpeed's timer, which leaves out the wait for data."""
+    achieved_tflops: float | None = None
+    """Of one GPU, by the FLOPs of the work really done."""
     mfu_model_percent: float | None = None
     """By the FLOPs of the work really done."""
     model: str = ""
@@ -52,6 +58,8 @@ class Row:
     text_tokens: int | None = None
     variant: str = ""
     """What its runs have that others in the same table haven't: `gradient_sync=deepspeed, batch per GPU 64`."""
+    micro_batch: int | None = None
+    """Samples of one GPU in one forward pass."""
     batch_per_gpu: int | None = None
     """Samples each GPU contributes to one optimiser step."""
     global_batch: int | None = None
@@ -109,9 +117,15 @@ class Row:
         return {part: value for part, value in values.items() if value is not None}
 
     def cell(self, column: str, spread: str = "") -> str:
-        """A column's text, with that of its uncertainty's column after it; empty for None."""
-        cells = [format_cell(name, getattr(self, name)) for name in (column, spread) if name]
-        return " ± ".join(cells) if all(cells) else cells[0]
+        """A column's text, with that of its uncertainty's column after it, to as many decimals; empty for None."""
+        value, error = getattr(self, column), getattr(self, spread) if spread else None
+        if (
+            column == "samples_per_s_per_gpu_2sigma" and value and self.rate
+        ):  # two decimals more, as tables are read again
+            value = round(value, 2 + len(self.cell("samples_per_s_per_gpu").partition(".")[2]))
+        text = format_cell(column, value)
+        decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
+        return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
     def cells(self, *columns: str) -> list[str]:
         return [self.cell(column) for column in columns]
@@ -136,18 +150,29 @@ class Run(Row):
     interval: tuple[float, float] | None = None
     """Of the rate; `uncertainty_from` says what it is."""
     windows: tuple[float, ...] = ()
-    """Samples/s/GPU of each; the rate is their median."""
+    """Samples/s/GPU of each."""
+    window_s: tuple[float, ...] = ()
+    """Seconds of each, or in proportion to them; the rate is all samples over all of them."""
     accumulation: int = 1
     """Micro-batches per optimiser step."""
-    claims: Mapping[str, str] = field(default_factory=dict)
-    """Digits a table states about itself (`mfu_percent`, …), to be checked against its own samples/s."""
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
+    directory: str = ""
+    """The run directory that a log names."""
+    identity: str = ""
+    """What two copies of a log, or of a table's row, have in common, beside all that is known of it."""
 
     @property
     def name(self) -> str:
         return Path(self.source).name
+
+    def name_among(self, runs: Iterable[Run]) -> str:
+        """The last parts of its path, as many as tell it from the others'."""
+        own = Path(self.source).parts
+        others = {Path(run.source).parts for run in runs} - {own}
+        counts = (count for count in range(1, len(own)) if all(parts[-count:] != own[-count:] for parts in others))
+        return str(Path(*own[-next(counts, len(own)) :]))
 
     @property
     def interval_label(self) -> str:
@@ -173,7 +198,8 @@ def is_measurable(value: float) -> bool:
 
 
 COLUMNS = tuple(column.name for column in fields(Row))
-_INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "batch_per_gpu", "global_batch"}
+_INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
+_WHOLE_COLUMNS = _INT_COLUMNS | {"gpus_per_node"}
 _TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
@@ -246,6 +272,15 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
 
 
+ABOVE_ALL = 2.0
+"""Points above 100 % efficiency that are put down to chance where no ± is known."""
+
+
+def in_doubt(percent: float, error: float | None) -> bool:
+    """Whether an efficiency is above 100 % by more than its ±, so that its baseline's rate is in doubt."""
+    return percent - 100 > (ABOVE_ALL if error is None else error)
+
+
 def read_table(path: Path) -> list[Row]:
     """Rows of a table of this project or of `published/`; UserError, saying where, if it isn't as it should be."""
     return [row for row, _ in _read(path)]
@@ -253,12 +288,30 @@ def read_table(path: Path) -> list[Row]:
 
 def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
     """Rows, and their cells as printed."""
-    found = read_cells(path, _TEXT_COLUMNS, _INT_COLUMNS)
-    if missing := [column for column in COLUMNS[:3] if found and column not in found[0].texts]:
-        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins {','.join(COLUMNS[:3])},…")
+    found = read_cells(path, COLUMNS, _TEXT_COLUMNS, _WHOLE_COLUMNS)
     if not found:
         raise UserError(f"{path}: a header and no rows")
+    there = set(found[0].texts)
+    known = there | ({"nodes", "gpus"} if "gpus_per_node" in there and there & {"nodes", "gpus"} else set())
+    known |= {"samples_per_s_per_gpu"} if "samples_per_s" in there else set()
+    if missing := [column for column in COLUMNS[:3] if column not in known]:
+        near = nearest(there - set(COLUMNS), missing)
+        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins {','.join(COLUMNS[:3])},…{near}")
+    for cells in found:
+        _derive(cells.where, cells.texts)
     return [(_row(path, cells.where, cells.texts), cells.texts) for cells in found]
+
+
+def _derive(where: str, cells: dict[str, str]) -> None:
+    """Fill nodes from GPUs and GPUs from nodes, where a row has but one of them and the GPUs per node."""
+    names = ("gpus_per_node", "nodes", "gpus")
+    per_node, nodes, gpus = (_value(where, name, cells[name]) if cells.get(name) else 0 for name in names)
+    if per_node and nodes and not gpus:
+        cells["gpus"] = str(nodes * per_node)
+    elif per_node and gpus and not nodes:
+        if gpus % per_node:
+            raise UserError(f"{where}: gpus is {gpus}, no multiple of {per_node} GPUs per node")
+        cells["nodes"] = str(gpus // per_node)
 
 
 def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
@@ -269,12 +322,14 @@ def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
         values = {**facts, "global_batch": facts["batch_per_gpu"] * values["gpus"], **values}
     elif "model" not in cells:
         values["model"] = path.stem
+    if "samples_per_s" in values and "samples_per_s_per_gpu" not in values:
+        values["samples_per_s_per_gpu"] = values["samples_per_s"] / values["gpus"]
     return Row(**values)
 
 
 def _value(where: str, column: str, text: str) -> Any:
     if column in _TEXT_COLUMNS:
-        return text
+        return preset_of(text) if column == "model" else text
     try:
         value = float(text)
     except ValueError:
@@ -282,22 +337,23 @@ def _value(where: str, column: str, text: str) -> Any:
     may_be_zero = column != "samples_per_s" and ("sigma" in column or column.endswith(("_percent", "_s", "repeats")))
     if not (is_measurable(value) or (may_be_zero and 0 <= value < LEAST)):
         raise UserError(f"{where}: {column} is {text}; expected a number above zero that can be measured")
-    if column in _INT_COLUMNS and value != int(value):
+    if column in _WHOLE_COLUMNS and value != int(value):
         raise UserError(f"{where}: {column} is {text}; expected a whole number")
-    return int(value) if column in _INT_COLUMNS else value
+    return int(value) if column in _WHOLE_COLUMNS else value
 
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
-    runs: dict[Row, Run] = {}
+    runs: dict[tuple[Row, int], Run] = {}
+    again: Counter[tuple[Row, str, str]] = Counter()
     for row, cells in _read(path):
-        # A scale that serves weak and strong scaling has a row in each; it was measured once.
+        # A scale that serves weak and strong scaling has a row in each; it was measured once. Equal rows of one are repeats.
         identity = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
                            scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
         rate, spread, total = row.samples_per_s_per_gpu, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         if rate is not None and total is not None:
             # Both columns round one number: the middle of what agrees with both is nearer to it than either.
-            low, high = rate_bounds(cells["samples_per_s_per_gpu"], cells["samples_per_s"], row.gpus)
+            low, high = rate_bounds(cells.get("samples_per_s_per_gpu", ""), cells["samples_per_s"], row.gpus)
             total_low, total_high = rounding_bounds(cells["samples_per_s"])
             total = total if low * row.gpus <= total_high and total_low <= high * row.gpus else None
             rate = (low + high) / 2
@@ -305,6 +361,8 @@ def read_table_runs(path: Path) -> list[Run]:
                                  "state": row.state or "completed"}  # fmt: skip
         if rate is not None and spread is not None and spread < rate:
             known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
-        claims = {} if "scaling" in cells else cells
-        runs.setdefault(identity, Run(**{**vars(row), **known}, source=str(path), kind="table", claims=claims))
+        again[identity, row.scaling, row.variant] += 1
+        count = again[identity, row.scaling, row.variant]
+        run = Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {count} of its kind")
+        runs.setdefault((identity, count), run)
     return list(runs.values())
