@@ -48,8 +48,8 @@ needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Runs this project's CPU kernels, those that a run takes."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(name, marks=needs_kernels) for name in library.executable() or [""]],
+    [pytest.param(name, marks=needs_kernels) for name in [*library.executable(), EMULATED]],
     indirect=True,
     scope="module",
 )
-"""Runs them in every implementation that this processor can execute."""
+"""Runs them in every implementation that this processor can execute, and in AMX's with its instructions emulated."""

@@ -1,4 +1,4 @@
-"""Programs, libraries, recordings, rights and processors that some tests need beyond Python, make, git and g++; without them
+"""Programs, libraries, rights and processors that some tests need beyond Python, make, git and g++; without them
 those tests are skipped.
 
 The run's last lines say what was not tested and the one command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
@@ -23,14 +23,10 @@ PACKAGES = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
     **{"numactl": "numactl", "pkill": "procps", "chromium": "chromium", "g++": "g++"},
-    **{
-        "libmpg123.so.0": "libmpg123-0",
-        "/usr/share/sounds/alsa": "alsa-utils",
-        "/usr/share/sounds/freedesktop": "sound-theme-freedesktop",
-    },
+    "libmpg123.so.0": "libmpg123-0",
 }
-"""Debian's package of each program and library, and of each folder of recordings, by its path."""
-CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++", "libmpg123.so.0") and name[0] != "/")
+"""Debian's package of each program and library."""
+CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++", "libmpg123.so.0"))
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
 """Packages that another only recommends."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"
@@ -38,13 +34,11 @@ PREFIX = "needs "
 
 
 def where(program: str) -> str | None:
-    """Path of a program, also of one that only root's PATH has; or of a folder or a library."""
+    """Path of a program, also of one that only root's PATH has; or of a library."""
     if ".so" in program:
         with contextlib.suppress(OSError):
             return str(ctypes.CDLL(program)._name)
         return None
-    if program.startswith("/"):
-        return program if os.path.isdir(program) else None
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import distributions, packages_distributions
@@ -18,8 +19,8 @@ from packaging.utils import canonicalize_name
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs")
-FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs", "tests")
+FILES = ("setup.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
 pytestmark = pytest.mark.end_to_end
 
 
@@ -87,6 +88,10 @@ def test_source_archive_makes_the_same_wheel(installed: Installed, tmp_path: Pat
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=installed.source, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        named = {name.partition("/")[2] for name in files.getnames()}
+    in_tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
+    assert in_tests | {"tests/analysis/data/record_2ranks/summary.json"} <= named  # they can be collected
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(archive))
     (wheel,) = tmp_path.glob("*.whl")
     first, second = zipfile.ZipFile(installed.wheel), zipfile.ZipFile(wheel)
@@ -134,8 +139,12 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
         (["clap-submit", "--config", "htsat_tiny", "--gpus", "4", "--check"], 0, "#SBATCH --gres=gpu:4"),
         (["clap-plan", "--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxn"], 2, "did you mean 'h100-sxm'?"),
         (["clap-shards", "size", "--clips", "1000", "--kind", "mel"], 0, "mel: 128 + 2 × 1,001 × 64 bytes"),
+        (["clap-efficiency", "none"], 2, "none: no such file or directory"),
+        (["clap-compare", "none", "none"], 2, "none: no such file or directory"),
+        (["clap-project", "--help"], 0, "usage: clap-project "),
+        (["clap-cost", "--help"], 0, "required:\n  --samples SAMPLES"),
     ],
-    ids=["flops", "train", "evaluate", "misspelt", "unknown", "sites", "submit", "plan", "shards"],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_commands_find_what_is_packaged(installed: Installed, command: list[str], code: int, message: str) -> None:
     result = installed.call(*command)

@@ -42,14 +42,15 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Values of the options that say what inputs leave out."""
-    names = ("nodes", "gpus", "model", "micro_batch", "peak_tflops")
+    names = ("nodes", "gpus", "gpus_per_node", "model", "micro_batch", "peak_tflops")
     return Namespace(**{**dict.fromkeys(names), "warmup_steps": 10, **changes})
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:
     """A run of HTSAT-tiny on 4 GPUs a node unless told otherwise."""
-    fields = {"state": "completed", "model": "htsat_tiny_roberta_base", "batch_per_gpu": 8, "gpus": 4 * nodes} | changes
-    return Run(source="here", nodes=nodes, samples_per_s_per_gpu=rate, **fields)
+    fields = {"source": "here", "state": "completed", "model": "htsat_tiny_roberta_base", "batch_per_gpu": 8}
+    fields |= {"gpus": 4 * nodes} | changes
+    return Run(nodes=nodes, samples_per_s_per_gpu=rate, **fields)
 
 
 def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:

@@ -1,53 +1,18 @@
 """Scaling tables by hand: repeats, uncertainty, weak and strong, failures, gaps."""
 
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 import pytest
 
 from clap_ds.analysis import efficiency
 from clap_ds.analysis.efficiency import render, scaling_table
-from clap_ds.analysis.table import Run, read_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, read_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import DATA, command, run
-
-
-def test_repeats_are_their_median_with_two_sigma_carried_into_efficiency() -> None:
-    runs = [run(1, rate) for rate in (98.0, 100.0, 102.0)] + [run(2, rate) for rate in (89.0, 90.0, 91.0)]
-    base, row = scaling_table(runs)
-    assert (base.samples_per_s_per_gpu, base.samples_per_s_per_gpu_2sigma, base.repeats) == (100.0, 4.0, 3)
-    assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
-    assert (row.samples_per_s, row.samples_per_s_per_gpu_2sigma) == (720.0, 2.0)
-    assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
-    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * math.sqrt((2 / 90) ** 2 + (4 / 100) ** 2))
-    assert row.uncertainty_from == "2σ over 3 repeats"
-
-
-def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
-    base, row = scaling_table([run(1, 100.0, interval=(97.0, 101.0), uncertainty_from="windows"), run(2, 90.0)])
-    assert (base.samples_per_s_per_gpu_2sigma, base.uncertainty_from) == (2.0, "windows")
-    assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("rates", "outlier"),
-    [
-        ([100.0, 101.0, 99.0, 100.5, 80.0], "80.00"),
-        ([100.0, 101.0, 99.0, 100.5, 98.5], None),
-        ([100.0, 100.0, 100.0, 90.0], "90.00"),
-        ([1.0, 50.0, 99.0], None),
-    ],
-)
-def test_an_outlier_is_named_and_kept(rates: list[float], outlier: str | None) -> None:
-    (row,) = scaling_table([run(1, rate) for rate in rates])
-    assert row.repeats == len(rates)
-    assert row.samples_per_s_per_gpu_2sigma == pytest.approx(2 * stdev(rates))
-    assert row.notes.partition("; ")[0].startswith(f"outlier kept: {outlier} samples/s/GPU") == (outlier is not None)
+from tests.analysis.samples import DATA, command, run, running_log, write
 
 
 def test_failed_runs_stay_in_the_table_without_a_rate() -> None:
@@ -101,14 +66,14 @@ def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
     assert all("one scale only" in row.notes for row in rows)
 
 
-def test_baseline_is_the_fullest_of_the_fewest_nodes_with_a_rate_unless_given() -> None:
+def test_baseline_is_the_smallest_scale_with_a_rate_unless_given() -> None:
     def percents(runs: list[Run], baseline_nodes: int | None = None) -> list[float | None]:
         return [row.scaling_efficiency_percent for row in scaling_table(runs, baseline_nodes)]
 
     runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
-    assert percents(runs) == pytest.approx([110, 100, 90, 72])
+    assert percents(runs) == pytest.approx([100, 100 / 1.1, 90 / 1.1, 72 / 1.1])
+    assert percents(runs, 1) == pytest.approx([110, 100, 90, 72])
     assert percents(runs, 2)[2:] == pytest.approx([100, 80])
-    assert percents(runs[:2]) == pytest.approx([100, 100 / 1.1])
     assert percents([run(1, None, state="failed"), *runs[2:]]) == [None, 100.0, pytest.approx(80.0)]
     with pytest.raises(UserError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
         percents(runs, 3)
@@ -123,6 +88,8 @@ def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() 
     assert row.exposed_communication_percent == pytest.approx(30.0)
     assert row.breakdown_s == pytest.approx({name[:-2]: seconds for name, seconds in parts.items()})
     assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
+    twice = scaling_table([run(1, 9.0, **parts), run(1, 9.0, **{name: 3 * seconds for name, seconds in parts.items()})])
+    assert twice[0].breakdown_s == pytest.approx({name[:-2]: 2 * seconds for name, seconds in parts.items()})
 
 
 def test_a_utilisation_that_cannot_be_is_said_to_be_none() -> None:
@@ -131,6 +98,13 @@ def test_a_utilisation_that_cannot_be_is_said_to_be_none() -> None:
     assert "overstates by design" in row.notes
     assert "90.5 % of the work done is not possible" in row.notes
     assert scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes.count("MFU") == 0
+
+
+def test_an_efficiency_above_100_by_more_than_its_uncertainty_is_doubted() -> None:
+    for interval, rate, doubted in ((None, 103.0, True), (None, 101.0, False), ((90.0, 110.0), 103.0, False)):
+        rows = scaling_table([run(n, r, interval=interval) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
+        assert [("above 100 %" in row.notes) for row in rows] == [False, doubted, False]
+        assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
 def test_times_to_a_target_are_combined(tmp_path: Path) -> None:
@@ -201,6 +175,8 @@ def test_runs_of_other_settings_are_no_repeats_but_series_named_by_what_differs(
          ["clap_ds=1.0", "clap_ds=1.1"]),
         ({"environment": {"device_names": ["H100", "H100"]}}, {"environment": {"device_names": ["H100", "A100"]}},
          ["devices=A100 and H100", "devices=H100"]),
+        ({"environment": {"cpu_kernels": "AMX"}}, {"environment": {"cpu_kernels": "AVX-512"}},
+         ["cpu_kernels=AMX", "cpu_kernels=AVX-512"]),
         ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, []),
     ],
 )  # fmt: skip
@@ -279,5 +255,49 @@ def test_command_on_a_real_log_and_a_real_record(
     assert capsys.readouterr().out == markdown.read_text()
     _, recorded = read_table(csv)
     summary = json.loads((DATA / "record_2ranks" / "summary.json").read_text())
-    assert recorded.samples_per_s_per_gpu == pytest.approx(summary["samples_per_s_per_gpu"]["median"], rel=1e-3)
+    assert recorded.samples_per_s_per_gpu == pytest.approx(
+        6 / sum(1 / rate for rate in summary["samples_per_s_per_gpu"]["windows"]), rel=1e-3
+    )
     assert recorded.memory_peak_gib == pytest.approx(summary["memory_peak_bytes"] / 2**30, abs=0.01)
+
+
+def test_the_engines_rate_is_a_column_and_can_be_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = "[x] [INFO] nnodes={0}, num_local_procs=4\n[x] dist_world_size={1}\nrun directory: runs/x{0}\n"
+    table = "┌──┬──┐\n│ samples/s/GPU │ {:.2f} │\n│ TFLOPS achieved per device, 3 × forward │ 41.5 │\n└──┴──┘\n"
+    for nodes, measured, engine in ((1, 100.0, 110.0), (2, 90.0, 88.0)):
+        lines = running_log([1.0] * 30, batch=int(4 * nodes * engine))
+        write(tmp_path / f"{nodes}.log", log.format(nodes, 4 * nodes) + lines + table.format(measured))
+    for options, efficiency_percent, rate in (((), 90.0, "100.0"), (("--rate", "engine"), 80.0, "110.0")):
+        command(monkeypatch, efficiency.main, tmp_path, "--csv", tmp_path / "t.csv", *options)
+        printed = capsys.readouterr().out
+        assert [row.engine_samples_per_s_per_gpu for row in read_table(tmp_path / "t.csv")] == [110.0, 88.0]
+        assert read_table(tmp_path / "t.csv")[1].scaling_efficiency_percent == efficiency_percent
+        lines = ([cell.strip() for cell in printed.splitlines()[line].split("|")] for line in (2, 4))
+        first = dict(zip(*lines, strict=True))
+        assert (first["samples/s/GPU ±"], first["engine's"]) == (rate, "110.0")
+        assert first.get("TFLOPS/GPU") == (None if options else "41.50")
+        assert printed.count("by DeepSpeed's timer, which leaves out the wait for data") == 1
+    with pytest.raises(UserError, match="no input has a rate of DeepSpeed's timer"):
+        efficiency.by_engine([run(1, 100.0)])
+    told = run(2, 90.0, samples_per_s=720.0, engine_samples_per_s_per_gpu=80.0)
+    (row,) = scaling_table(efficiency.by_engine([run(1, 100.0), told]))
+    assert row.samples_per_s == 640.0
+    assert "left out: here" in capsys.readouterr().err
+
+
+def test_scales_below_the_target_are_marked() -> None:
+    text = render(scaling_table([run(1, 100.0, micro_batch=8), run(2, 90.0), run(4, 89.9)]), target=90)
+    assert re.findall(r"(\d+\.\d+) ▼", text) == ["89.9"]
+    assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
+    assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
+    assert "▼" not in render(scaling_table([run(1, 100.0), run(2, 90.0)]))
+    assert "| micro-batch |" in text
+
+
+def test_an_error_has_the_decimals_of_its_value() -> None:
+    text = render(scaling_table([run(1, 623.71, interval=(623.71 - 1e-12, 623.71 + 1e-12), uncertainty_from="x")]))
+    assert " 623.7 ± 0.0 " in text
+    tiny, usual = (Row(samples_per_s_per_gpu=492.31, samples_per_s_per_gpu_2sigma=half) for half in (5e-12, 3.2154))
+    assert [row.cell("samples_per_s_per_gpu_2sigma") for row in (tiny, usual)] == ["0", "3.215"]

@@ -1,44 +1,12 @@
-"""How delays grow, against exact expectations; and bands, against sweeps of many kinds that none of it was made for."""
-
-import math
-from dataclasses import replace
+"""Bands, against sweeps of many kinds that none of it was made for."""
 
 import numpy as np
 import pytest
 
-from clap_ds.analysis.growth import SIMPLE_FITS, growth, simple_step
 from clap_ds.analysis.step_model import WORKLOADS, Series
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 WORK = WORKLOADS["htsat_tiny_roberta_base"]
-
-
-def pareto(ranks: int, index: float) -> float:
-    """E[max of P Pareto(a)] = Γ(P + 1)·Γ(1 - 1/a) / Γ(P + 1 - 1/a), exactly."""
-    return math.exp(math.lgamma(ranks + 1) - math.lgamma(ranks + 1 - 1 / index)) * math.gamma(1 - 1 / index)
-
-
-@pytest.mark.parametrize(
-    ("shape", "slowest"),
-    [
-        (1 / 1.6, lambda ranks: pareto(ranks, 1.6)),
-        (1 / 3.0, lambda ranks: pareto(ranks, 3.0)),
-        (0.0, lambda ranks: sum(1 / number for number in range(1, ranks + 1))),  # exponential delays
-        (-1.0, lambda ranks: ranks / (ranks + 1)),  # uniform ones
-    ],
-)
-def test_growth_is_that_of_the_largest_of_many_delays(shape: float, slowest) -> None:  # type: ignore[no-untyped-def]
-    exact = (slowest(4096) - slowest(512)) / (slowest(512) - slowest(64))
-    found = (growth(4096, shape) - growth(512, shape)) / (growth(512, shape) - growth(64, shape))
-    assert found == pytest.approx(exact, rel=0.02)
-
-
-def test_simple_fits_find_what_they_are_made_of_and_want_enough_scales() -> None:
-    for name, columns in SIMPLE_FITS.items():
-        nodes = np.array([1.0, 2.0, 4.0, 8.0, 64.0])
-        times = sum((2.0 + place) * column for place, column in enumerate(columns(nodes)))
-        assert simple_step(name, [1, 2, 4, 8], list(times[:4]), 64) == pytest.approx(times[4])
-        assert simple_step(name, [1], [1.0], 64) is None
 
 
 KINDS = {
@@ -69,7 +37,7 @@ def test_bands_hold_nine_in_ten_of_what_is_held_out(kind: str) -> None:
             rates = tuple((nodes, WORK.batch_per_gpu / time) for nodes, time in zip(NODES, times, strict=True))
             sweep = Series("", WORK, rates)
             for scales in (3, 5, 7):
-                bands = replace(sweep, rates=rates[:scales]).bands(NODES[scales:])
+                bands = sweep.first(scales).bands(NODES[scales:])
                 percents = {nodes: sweep.efficiency_percent(rate) for nodes, rate in rates[scales:]}
                 held += [low <= percents[nodes] <= high for nodes, (low, high) in bands.items()]
     assert len(held) == 9 * (5 + 3 + 1)

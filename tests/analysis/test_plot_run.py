@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import plot_run
-from clap_ds.analysis.plot_run import draw_runs, draw_training, percents
+from clap_ds.analysis.plot_run import draw_breakdown, draw_runs, draw_training, percents
+from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import command, record
 
@@ -21,7 +22,9 @@ def benchmark(folder: Path, **changes: Any) -> Path:
     steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "text_tokens": 16, "data_wait_percent": 0.5,
-        "samples_per_s_per_gpu": {"median": 10.0, "windows": [9.0, 11.0, 10.0]}, "memory_peak_bytes": 2**30,
+        "schema": 3,
+        "samples_per_s_per_gpu": {"mean": 10.0, "low": 9.0, "high": 11.0, "windows": [9.0, 11.0, 10.1]},
+        "memory_peak_bytes": 2**30,
         "step_time_s": {"median": 0.4, "p95": 0.5, "slowest_rank_median": 0.45},
         "breakdown_s": {"forward": 0.1, "backward": 0.2},
     }  # fmt: skip
@@ -45,11 +48,10 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     draw_runs([benchmark(tmp_path / "run")], tmp_path / "run.svg")
     picture = (tmp_path / "run.svg").read_text()
     words = " ".join(" ".join(re.findall(r"<!--(.*?)-->", picture, re.DOTALL)).split())
-    for text in ("10.00", "75 % interval", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB",
+    for text in ("10.00", "range", "9.00 – 11.00", "20.00", "485 ms", "450 ms", "0.50 %", "1.00 GiB",
                  "backward 66.7 %", "ranks",
                  "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"):  # fmt: skip
         assert text in words, text
-    assert "1 node, 2 ranks\nforward 100 ms, 33.3 %" in picture
 
 
 def test_a_killed_benchmark_is_drawn_from_its_windows(tmp_path: Path) -> None:
@@ -76,14 +78,23 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert (len(mean), [len(line.get_xydata()) for line in rate.lines]) == (46, [50])
     assert norm.get_yscale() == "log"
     drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
-    assert drawn == {"zero_shot_top1": [[25, 0.5]], "retrieval_audio_to_text_r1": [[25, 0.1]]}
+    assert drawn == {"zero shot top1 (chance 0.25)": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
-    assert {text.get_text().replace("\n", " ") for text in evaluation.texts} == {
-        "zero shot top1 (chance 0.25)", "retrieval audio to text R@1",
-    }  # fmt: skip
+    (legend,) = picture.figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(drawn)
     assert (rate.get_ylim()[0], speed.get_ylim()[0], evaluation.get_ylim()[0]) == (0, 0, 0)
     assert speed.lines[0].get_xydata()[0].tolist() == [2, 20.0]
     assert picture.figure.get_suptitle().replace("\n", " ").endswith("0 samples, failed, target reached after 12 s")
+
+
+def test_parts_of_a_step_are_areas_over_scales_in_milliseconds() -> None:
+    rows = [Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)]
+    (axes,) = draw_breakdown(rows).panels
+    forward, backward = (area.get_paths()[0].get_extents() for area in axes.collections)
+    assert (forward.y1, backward.y1, forward.x0, forward.x1) == pytest.approx((100, 900, 4, 16))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["backward 88.9\xa0%", "forward 11.1\xa0%"]
+    (axes,) = draw_breakdown(rows[:1]).panels  # one scale is one lying bar
+    assert [(bar[0].get_x(), bar[0].get_width()) for bar in axes.containers] == [(0, 100), (100, 200)]
 
 
 def test_shares_add_up_to_100() -> None:

@@ -8,125 +8,119 @@ import pytest
 
 from clap_ds.analysis import project
 from clap_ds.analysis.plot_scaling import draw_projection
-from clap_ds.analysis.project import at_rate, engine_methods, render, what_ifs
-from clap_ds.analysis.step_model import TERMS, Machine, Method, read_series
+from clap_ds.analysis.project import answer, headline, render
+from clap_ds.analysis.step_model import ALL_LAWS, Machine, Method, read_series
 from clap_ds.config.errors import UserError
-from clap_ds.config.settings import ClapSettings
 from tests.analysis import samples
 
 TINY = read_series(samples.TINY, Machine(), Method())
 
 
-def test_what_ifs_go_the_way_physics_says() -> None:
-    found = what_ifs(TINY.fit())
-    rates = {name: model.rate(256) for name, model in found.items()}
-    percents = {name: model.efficiency_percent(256) for name, model in found.items()}
-    assert max(rates["without overlap of the all-reduce"], rates["links a quarter as fast"]) < rates["as fitted"]
-    assert min(rates["exact local loss"], rates["compute twice as fast"]) > rates["as fitted"]
-    assert percents["compute twice as fast"] < percents["as fitted"] < percents["a quarter of the delays"]
-    assert found["links a quarter as fast"].rate(1) == found["as fitted"].rate(1)
-    exposed = what_ifs(replace(TINY, method=Method(overlap=False)).fit())
-    rates = {name: model.rate(256) for name, model in exposed.items()}
-    assert min(rates["bf16 all-reduce"], rates["with overlap of the all-reduce"]) > rates["as fitted"]
+def cells(text: str, heading: str) -> list[list[str]]:
+    """Of the table under a heading."""
+    table = text[text.index(f"### {heading}") :].partition("\n\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
-@pytest.mark.parametrize("nodes", [128, 1024])
-def test_exact_loss_and_overlap_each_help_and_both_help_most(nodes: int) -> None:
-    model = TINY.fit()
-    for step in (model, at_rate(model, 3300.0, 1, False), at_rate(model, 3300.0, 1, True)):
-        rates = {name: replace(step, method=method).rate(nodes) for name, method in engine_methods().items()}
-        assert rates["neither"] < min(rates["exact local loss"], rates["overlapped all-reduce"])
-        assert rates["both"] > max(rates["exact local loss"], rates["overlapped all-reduce"])
-
-
-def test_a_faster_step_has_the_rate_asked_for_and_scales_worse() -> None:
-    model = TINY.fit()
-    same, shrunk = (at_rate(model, 3300.0, 1, delays_shrink) for delays_shrink in (False, True))
-    assert [same.rate(1), shrunk.rate(1)] == pytest.approx([3300, 3300])
-    assert [same.delay_s, shrunk.delay_s] == pytest.approx([model.delay_s, model.delay_s * model.rate(1) / 3300])
-    assert same.efficiency_percent(128) < shrunk.efficiency_percent(128) < model.efficiency_percent(128)
-    with pytest.raises(UserError, match="alone take longer"):
-        at_rate(model, 1e6, 1, False)
-
-
-def test_command_prints_every_part_and_writes_what_it_prints(
+def test_command_answers_for_each_table_and_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    markdown, page = tmp_path / "p.md", tmp_path / "p.html"
+    markdown, page = tmp_path / "p.md", tmp_path / "p.svg"
     samples.command(monkeypatch, project.main, samples.TINY, samples.BASE, "--markdown", markdown, "--output", page)
     printed = capsys.readouterr().out
     assert printed == markdown.read_text()
     headings = re.findall(r"^#+ (.*)$", printed, re.MULTILINE)
-    held_out = "Hold-outs: each scale from all smaller ones, and from up to 16 nodes"
-    other = "htsat-base-roberta-base, GH200, amp_bf16, weak scaling"
-    assert headings[1:4] == ["Fit", held_out, f"Same model on {other}"]
-    calculated = [f"{what} (calculated, not measured)" for what in ("What if", "This project's loss and all-reduce")]
-    assert headings[4:] == [held_out, "Projection", *calculated]
+    held_out = "Hold-outs: each scale from those up to the one before, and up to the one before that"
+    parts = ["Scaling", held_out]
+    titles = [f"Projection of htsat-{size}-roberta-base, GH200, amp_bf16, weak scaling" for size in ("tiny", "base")]
+    assert headings == [titles[0], *parts, titles[1], *parts]
     assert "nan" not in printed.lower()
-    found = re.findall(r"\| +\d+ \| +(\d+) \| +(\S+) \| +([\d.]+) \|", printed[printed.index("### Projection") :])
-    assert [(gpus, known) for gpus, known, _ in found[:3]] == [("256", "91.9"), ("512", "87.3"), ("1024", "–")]
-    rows = {gpus: projected for gpus, _, projected in found}
-    assert list(rows) == ["256", "512", "1024", "2048", "4096"]
-    assert float(rows["4096"]) == pytest.approx(TINY.efficiency_percent(TINY.fit().rate(1024)), abs=0.05)
-    assert page.read_text().count("<title>") > 30
-    assert "http" not in re.sub(r'xmlns[^=]*="[^"]*"', "", page.read_text())
+    assert page.read_text().startswith("<svg")
+
+
+def test_what_is_printed_is_what_was_fitted() -> None:
+    """Every number of the tables from the model's own time of a step."""
+    text, model, first = render(TINY), TINY.fit(), TINY.rates[0][1]
+    assert TINY.best_law() == "step model"
+    rows = cells(text, "Scaling")
+    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
+    for row in rows:
+        nodes, gpus = int(row[0]), int(row[1])
+        percent = 100 * 616 / first / model.step_s(nodes)
+        assert gpus == 4 * nodes
+        assert float(row[4]) == pytest.approx(percent, abs=0.051)
+        if rate := dict(TINY.rates).get(nodes):
+            assert (float(row[2]), float(row[3])) == pytest.approx((rate, 100 * rate / first), abs=0.051)
+            assert float(row[5]) == pytest.approx(percent - 100 * rate / first, abs=0.006)
+        else:
+            assert [row[2], row[3], row[5]] == ["–"] * 3
+        assert row[6] == "{:.1f}–{:.1f}".format(*TINY.bands([nodes])[nodes])
+        assert float(row[7]) == pytest.approx(gpus * 616 / model.step_s(nodes), abs=0.6)
+        others = [TINY.efficiency_percent(TINY.fit(law).rate(nodes)) for law in ALL_LAWS[:3]]
+        assert list(map(float, row[8:])) == pytest.approx(others, abs=0.051)
+    noisy = cells(render(replace(TINY, errors=(0.01,) * 8)), "Scaling")
+    assert noisy[0][2] == "623.7 ± 6.2"
+
+
+def test_this_projects_loss_and_all_reduce_are_projected_beside() -> None:
+    slow = replace(TINY, machine=Machine(node_bytes_per_s=5e9), method=Method(overlap=False))
+    model, ours = slow.fit(), replace(slow.fit(), method=project.THIS_PROJECTS)
+    assert ours.efficiency_percent(512) > model.efficiency_percent(512)
+    told = [f"{100 * each.step_s(1) / each.step_s(512):.1f} % ({616 / each.step_s(512):.1f})" for each in (ours, model)]
+    assert (
+        f"efficiency on 2048 GPUs of {told[0]} in place of {told[1]} (samples/s/GPU), each over its own on 1 node."
+        in render(slow)
+    )
+
+
+def test_the_answer_names_the_law_that_foretold_best_its_error_and_its_band() -> None:
+    low, high = TINY.bands([512])[512]
+    percent = TINY.efficiency_percent(TINY.fit().rate(512))
+    assert headline(TINY) == f"{percent:.1f} % efficiency on 2048 GPUs (95 % band {low:.1f}–{high:.1f})"
+    errors = TINY.foretold_points()
+    assert f"step model: it missed by {errors['step model']:.2f} points on average (a + b·√n" in answer(TINY)
+    logarithmic = replace(TINY, rates=tuple((2**k, 616 / (1 + 0.02 * k)) for k in range(6)))
+    assert "smaller ones, a + b·log n: it missed by 0.00 points on average (" in answer(logarithmic)
+    assert headline(logarithmic).startswith(f"{100 / (1 + 0.02 * 7):.1f} % efficiency on 512 GPUs (95 % band ")
+    (efficiency,) = draw_projection([logarithmic], headline(logarithmic)).panels  # title and line are of one law
+    (dashed,) = (line for line in efficiency.lines if line.get_linestyle() == "--" and len(line.get_xdata()) > 2)
+    assert dashed.get_xydata()[-1].tolist() == pytest.approx([512, 100 / (1 + 0.02 * 7)])
+    assert answer(TINY.first(2)).endswith("8 GPUs, without a band, which needs three scales.".replace("8", "32"))
+
+
+def test_what_cannot_be_believed_is_said_and_not_projected() -> None:
+    jagged = replace(TINY, rates=((1, 600.0), (2, 300.0), (4, 590.0), (8, 310.0)))
+    text = render(jagged)
+    assert "**Nothing is projected: the best law".lower() in text.lower()
+    assert [row[0] for row in cells(text, "Scaling")] == ["1", "2", "4", "8"]
+    assert "Assumed" not in text
+    (efficiency,) = draw_projection([jagged], headline(jagged)).panels
+    assert not efficiency.collections[1:]
+    assert not [line for line in efficiency.lines if line.get_linestyle() == "--"]
 
 
 def test_options_change_what_is_assumed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--fit_nodes 16 --no_overlap --gradient_bytes 2 --loss exact_local --project_gpus 6 1024 --latency_us 5"
-    machine = "--node_gbytes_per_s 20 --gpu_gbytes_per_s 100 --faster_rate 2000"
+    arguments = "--no_overlap --gradient_bytes 2 --loss exact_local --project_gpus 6 1024 --latency_us 5"
+    machine = "--node_gbytes_per_s 20 --gpu_gbytes_per_s 100"
     samples.command(monkeypatch, project.main, samples.TINY, *arguments.split(), *machine.split())
     printed = capsys.readouterr().out
-    for part in (f"buckets of {ClapSettings().gradient_bucket_mb:g} MB", "up to 16 nodes", "loss exact_local", "5 µs",
-                 "20 GB/s into a node, 100 GB/s", "of 2 bytes, not overlapped", "2000 samples/s/GPU, delays"):  # fmt: skip
+    for part in ("loss exact_local", "5 µs",
+                 "20 GB/s into a node, 100 GB/s", "of 2 bytes, not overlapped"):  # fmt: skip
         assert part in printed
-    assert re.findall(r"(\d+) GPUs \|", printed) == ["1024", "1024"]  # 6 fill no whole node
+    assert [row[1] for row in cells(printed, "Scaling")][-2:] == ["512", "1024"]  # 6 fill no whole node
     with pytest.raises(UserError, match="--project_gpus 7: none fills whole nodes of 4 GPUs"):
         samples.command(monkeypatch, project.main, samples.TINY, "--project_gpus", "7")
 
 
-def test_every_scale_is_predicted_from_smaller_ones_alone_beside_simple_fits() -> None:
-    text = render(TINY)
-    table = text[text.index("### Hold-outs") : text.index("### Projection")]
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if re.match(r"\| +\d", line)
-    ]
-    scales = [(row[0], row[1]) for row in rows]
-    assert scales == [
-        ("2", "4"),
-        ("4", "8"),
-        ("8", "16"),
-        ("16", "32"),
-        ("32", "64"),
-        ("64", "128"),
-        ("16", "64"),
-        ("16", "128"),
-    ]
-    for largest, nodes, measured, predicted, _, error, _, root, _ in rows:
-        small = TINY.up_to(int(largest))
-        actual = TINY.efficiency_percent(dict(TINY.rates)[int(nodes)])
-        assert (float(measured), float(predicted)) == pytest.approx(
-            (actual, small.efficiency_percent(small.fit().rate(int(nodes)))), abs=0.05
-        )
-        assert float(error) == pytest.approx(float(predicted) - float(measured), abs=0.11)
-        if largest == "2":  # a + b·√n through two points, by hand
-            a, b = (1 / rate for _, rate in small.rates)
-            step = a + (b - a) * (4**0.5 - 1) / (2**0.5 - 1)
-            assert float(root) == pytest.approx(100 * a / step - actual, abs=0.006)
-    assert "The band held 7 of 7" in table  # of two scales there is none
-    assert "Mean absolute (and signed) error" in table
-
-
-def test_a_table_that_scales_poorly_is_projected_and_what_cannot_be_is_named_in_its_place() -> None:
-    poor = replace(
-        TINY, workload=replace(TINY.workload, batch_per_gpu=64), rates=((1, 600.0), (2, 480.0), (4, 400.0), (8, 330.0))
-    )
-    text = render(poor)
-    (row,) = [line for line in text.splitlines() if "can't be" in line]
-    assert "3000 samples/s/GPU, delays unchanged" in row
-    assert "communication and delays alone take longer" in row
-    assert "3000 samples/s/GPU, delays in proportion" in text
-    assert "1 nodes" not in text
+def test_every_scale_is_predicted_from_smaller_ones_alone_by_every_law() -> None:
+    text, printed = render(TINY), cells(render(TINY), "Hold-outs")
+    for row, (small, nodes, actual) in zip(printed, TINY.hold_outs(), strict=True):
+        assert row[:3] == [str(small.rates[-1][0]), str(nodes), f"{actual:.1f}"]
+        errors = [small.efficiency_percent(small.fit(law).rate(nodes)) - actual for law in ALL_LAWS]
+        assert list(map(float, row[4:])) == pytest.approx(errors, abs=0.006)
+    assert "The band held 9 of 9" in text  # of two scales there is none
+    means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.foretold_points().items())
+    assert f"Mean error in points, whatever its sign: {means}." in text
 
 
 def test_a_breakdown_that_names_another_cause_than_the_fit_is_said() -> None:
@@ -155,31 +149,40 @@ def test_results_are_what_the_command_in_the_docs_gives(monkeypatch: pytest.Monk
     readme = (samples.ROOT / "README.md").read_text()
     claims = readme[readme.index("## How far") :].partition("![")[0]
     text = "".join(kept)
-    means = re.findall(r"model (\S+) .*?log n (\S+) .*?√n (\S+) ", text)
-    assert [tuple(pair) for pair in re.findall(r"(\d\.\d\d).*?(\d\.\d\d)", claims, re.DOTALL)] == [
-        (means[0][place], means[1][place]) for place in (0, 2, 1)
+    means = [
+        dict(re.findall(r"(step model|a \+ b\S+ ?n?) (\d\.\d\d)", line))
+        for line in re.findall(r"^Mean error.*", text, re.M)
     ]
-    assert text.count("The band held 7 of 7") == claims.count("7 of 7 times each") * 2 == 2
-    low, high = re.search(r"\| 4096 \| +– \| +\S+ \| (\S+)–(\S+) \|", text).groups()  # type: ignore[union-attr]
-    assert f"{float(high) - float(low):.0f} points wide" in claims
+    assert re.findall(r"\d\.\d\d", claims) == [means[0]["step model"], means[1]["step model"], *(
+        mean[law] for law in ("a + b·√n", "a + b·log n") for mean in means
+    )]  # fmt: skip
+    assert text.count("The band held 9 of 9") == claims.count("9 of 9 times each") * 2 == 2
+    for low, high in re.findall(r"\| 2048 \|.*\| (\S+)–(\S+) \|", text):
+        assert f"{float(low):.0f} to {float(high):.0f} %" in claims
 
 
-def test_figure_holds_the_measurements_and_the_band_reaches_the_largest_scale() -> None:
-    efficiency, losses = draw_projection([TINY]).panels
-    points = next(line for line in efficiency.lines if line.get_linestyle() == "None" and line.get_alpha() is None)
-    assert points.get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
-    band = efficiency.collections[0].get_paths()[0].get_extents()
-    assert (band.x0, band.x1) == (512, 4096)
-    solid = [
-        line.get_xydata()[:, 0]
-        for line in efficiency.lines
-        if line.get_linestyle() == "-" and len(line.get_xydata()) > 1
-    ]
-    dashed = [
-        line.get_xydata()[:, 0] for line in efficiency.lines if line.get_linestyle() == "--" and len(line.get_xydata())
-    ]
-    assert (max(map(max, solid)), min(map(min, dashed))) == (512, 512)  # what is measured ends where it is extrapolated
-    assert [text.get_text().replace("-\n", "-").replace("\n", " ") for text in losses.texts] == sorted(
-        TERMS[1:], key=lambda term: TINY.fit().terms_s(1024)[term]
-    )
-    assert (efficiency.get_ylim()[0], losses.get_ylim()[0]) == (0, 0)
+def test_figure_holds_the_measurements_and_the_band_reaches_four_times_as_far() -> None:
+    series = replace(TINY, errors=tuple(0.001 * nodes for nodes, _ in TINY.rates))
+    picture = draw_projection([series], "The answer")
+    (efficiency,) = picture.panels
+    assert picture.figure.get_suptitle() == "The answer"
+    (points,) = efficiency.containers
+    assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
+    (low, high) = points.lines[2][0].get_segments()[-1]
+    assert high[1] - low[1] == pytest.approx(2 * 0.128 * 87.3, abs=0.05)
+    band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
+    assert (band.x0, band.x1) == (512, 2048)
+    lines = {
+        style: [
+            line.get_xydata()[:, 0]
+            for line in efficiency.lines
+            if line.get_linestyle() == style and len(line.get_xydata()) > 2
+        ]
+        for style in ("-", "--")
+    }
+    assert (max(map(max, lines["-"])), min(map(min, lines["--"]))) == (
+        512,
+        512,
+    )  # measured ends where extrapolated begins
+    assert [text.get_text().strip() for text in efficiency.texts] == ["measured", "extrapolated"]
+    assert any(list(line.get_xdata()) == [512, 512] for line in efficiency.lines)

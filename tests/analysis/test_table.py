@@ -1,9 +1,11 @@
 """Tables: what is written is what is read, and nothing that isn't a table is taken for one."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import (
     COLUMNS,
     Row,
@@ -16,7 +18,7 @@ from clap_ds.analysis.table import (
     write_csv,
 )
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import TINY, write
+from tests.analysis.samples import TINY, given, write
 
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
@@ -40,6 +42,8 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
         ("", "empty"),
         (HEADER, "no rows"),
         ("a,b\n1,2\n", "no column nodes, gpus, samples_per_s_per_gpu"),
+        ("Knotten,gpus,samples/s\n1,2,3\n", "no column nodes;.*; did you mean nodes by 'knotten'"),
+        ("gpus_per_node,gpus,samples/s\n4,6,3\n", "line 2: gpus is 6, no multiple of 4 GPUs per node"),
         (HEADER + "1,4,fast,2,3,4\n", "line 2: samples_per_s_per_gpu is 'fast'"),
         (HEADER + "1,4,10,40,3,100\n2,8,0,0,0,0\n", "line 3: samples_per_s_per_gpu is 0"),
         (HEADER + "1,4,nan,40,3,100\n", "line 2: samples_per_s_per_gpu is nan"),
@@ -110,14 +114,49 @@ m;256;1.024;544,6;557.670,4;18,4
 )
 def test_tables_as_spreadsheets_and_people_write_them(tmp_path: Path, content: bytes) -> None:
     assert read_table(write(tmp_path / "t.csv", content)) == read_table(write(tmp_path / "plain.csv", PLAIN))
-    (_, run) = read_table_runs(tmp_path / "t.csv")
-    assert (run.gpus, run.claims["mfu_percent"]) == (1024, "18.4")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Knoten;GPUs;Samples/s/GPU\n2;8;61,5\n", "Anzahl Knoten;Anzahl GPUs;Durchsatz pro GPU (Samples/s)\n2;8;61,5\n",
+     "GPUs je Knoten;GPUs;Durchsatz gesamt [Samples/s]\n4;8;492,0\n", "Nodes,GPUs per node,Throughput\n2,4,492.0\n",
+     "No. of nodes,GPU count,total samples/s\n2,8,492\n", "nodes\tgpus\tSamples per second per GPU [1/s]\n2\t8\t61.5\n"],
+)  # fmt: skip
+def test_columns_as_people_name_them(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "t.csv", text)
+    (run,) = read_table_runs(path)
+    assert (run.nodes, run.gpus, run.rate) == (2, 8, pytest.approx(61.5, rel=1e-3))
+    assert run.samples_per_s in (None, 492.0)
+    assert read_table(path)[0].rate == pytest.approx(61.5)
 
 
 def test_units_of_headings_become_this_projects(tmp_path: Path) -> None:
     text = "nodes,gpus,samples/sec/GPU,Step time [ms],Memory peak (MiB),step_time_s (s)\n1,4,10,250,2048,\n"
     (row,) = read_table(write(tmp_path / "t.csv", text))
     assert (row.rate, row.step_time_s, row.memory_peak_gib) == (10.0, 0.25, 2.0)
+    (row,) = read_table(write(tmp_path / "g.csv", "nodes,gpus,samples/s/GPU,memory peak [GB]\n1,4,10,2.147483648\n"))
+    assert row.memory_peak_gib == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("heading", "cell"),
+    [("Throughput (ksamples/s)", "2.4948"), ("kSamples/s/GPU", "0.6237"), ("Throughput (samples/min)", "149688"),
+     ("Throughput per GPU (Msamples/h)", "2.24532"), ("Throughput (tokens/s)", ""), ("samples/s/node", "")],
+)  # fmt: skip
+def test_a_rates_unit_is_converted_or_refused(tmp_path: Path, heading: str, cell: str) -> None:
+    path = write(tmp_path / "t.csv", f"Nodes,GPUs,{heading}\n1,4,{cell or 2494.8}\n")
+    if cell:
+        assert read_table(path)[0].rate == pytest.approx(623.7)
+    else:
+        with pytest.raises(UserError, match=rf"t\.csv: no column samples.*{re.escape(heading)}' is not in"):
+            read_table(path)
+
+
+def test_equal_rows_are_repeats_and_a_scale_of_two_series_is_measured_once(tmp_path: Path) -> None:
+    text = "nodes,gpus,samples_per_s_per_gpu,model,scaling\n"
+    table = write(tmp_path / "t.csv", text + 3 * "1,4,600,m,weak\n" + "2,8,577,m,weak\n2,8,577,m,strong\n")
+    copy = write(tmp_path / "copy.csv", table.read_text())
+    assert [run.nodes for run in read_runs([table, copy, table], given())] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path
 
 
 def test_report_has_a_row_for_every_step_with_its_figures() -> None:
-    rate = {"median": 3456.7, "low": 3400.0, "high": 3500.0, "coverage": 0.9785}
+    rate = {"mean": 3456.7, "low": 3400.0, "high": 3500.0, "coverage": 0.9785}
     row = {"step": "tiny", "state": "completed", "seconds": 30, "samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9}
     row |= {"world_size": 1, "memory_reserved_peak_bytes": 1.26e9}
     rows = [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.log_speed import KINDS, read, write_log
-from clap_ds.analysis.deepspeed_log import scan_log
+from clap_ds.analysis.training_log import scan_log
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +16,7 @@ def test_every_line_of_a_log_is_of_use(tmp_path: Path, kind: str) -> None:
         write_log(file, kind, 1e5)
     scan = scan_log(path)
     (attempt,) = scan.attempts
-    assert (scan.damaged, scan.unusable, attempt.last_step % 1000) == (0, 0, 2)
-    assert scan.repeated == (3 * (attempt.last_step - 2) if kind == "four ranks" else 0)
-    assert bool(attempt.breakdown_steps) == (kind == "with the breakdown")
+    last_step = int(attempt.positions[-1])
+    assert (last_step % 1000, len(attempt.positions)) == (2, last_step - 2)
+    assert scan.left_out == (3 * (last_step - 2) if kind == "four ranks" else 0)
     assert read(str(path))["gb"] == scan.file.num_bytes / 1e9 > 1e-4

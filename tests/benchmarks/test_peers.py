@@ -1,19 +1,20 @@
-"""Peers and the cost table on the micro preset: the same function on both sides, honest ratios, every FLOP accounted for."""
+"""Peers on the micro preset: the same function on both sides, honest ratios, a least time that follows from its rates."""
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 
-from benchmarks import cost_table, peers, products, sides
+from benchmarks import peers, sides
 from clap_ds.config.model import load_preset
+from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 from clap_ds.model.mel import LogMel
 from tests.kernels import needs_kernels
 
@@ -42,17 +43,15 @@ def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
 
 
 def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "limit_s", partial(products.limit_s, seconds_each=0.0))
-    monkeypatch.setattr(products, "memory_rate", partial(products.memory_rate, 2**16))
+    monkeypatch.setattr(peers, "limit_s", partial(peers.limit_s, seconds_each=0.0, num_floats=2**16))
     path = tmp_path / "peers.md"
     assert peers.main([*SMALL, "--rounds", "1", "--precision", "bf16", "--output", str(path)]) == 0
     (result,) = json.loads(path.with_suffix(".json").read_text())
     losses = result["first_loss"]
     assert {"ours, engine", "ours, bare", "open_clip's loop", "LAION-CLAP's loop"} <= losses.keys()
     assert max(losses.values()) - min(losses.values()) < 0.02 * min(losses.values())
-    limit = result["limit"]
-    assert limit["limit_s"] == limit["products_s"] + limit["adamw_s"]
-    assert f"Reached: {result['ours']} " in path.read_text()
+    share = result["limit"]["limit_s"] / result["median_s"][result["ours"]]["step"]
+    assert f"Reached: {result['ours']} {share:.0%}," in path.read_text()
 
 
 def test_laions_front_end_gives_the_same_features() -> None:
@@ -61,17 +60,23 @@ def test_laions_front_end_gives_the_same_features() -> None:
     torch.testing.assert_close(sides.ConvolutionMel(config)(waveforms), LogMel(config)(waveforms), rtol=1e-3, atol=1e-3)
 
 
-def test_products_are_all_of_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "products.md"
-    small = ["--preset", "micro", "--text_tokens", "12", "--micro_batches", "2", "--seconds", "0"]
-    products.main([*small, "--output", str(path)])
-    (rows,) = json.loads(path.with_suffix(".json").read_text()).values()
-    config = load_preset("micro")
+def test_the_least_time_follows_from_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product and every sum takes 1 ms."""
+    config, cpu, lengths = load_preset("micro"), torch.device("cpu"), TextLengths.fixed(12)
+    options = Namespace(text_tokens=12, caption_lengths=None, text="padded", micro_batch=2)
+    model, batch = sides.our_model(config, cpu, low="cast").train(), sides.make_batch(options, config, cpu)
+    monkeypatch.setattr(peers, "seconds", lambda *_: 1e-3)
+    shapes, flops = peers.linears_of(model, batch)
     of_blocks = 4 * sum(config.audio.depths)  # qkv, output, and two of the MLP
-    of_merging = config.audio.num_stages - 1
-    of_text = 6 * config.text.num_layers
-    assert sum(row["count"] for row in rows) >= of_blocks + of_merging + of_text
-    assert all(row["output_onednn"] > 0 for row in rows)
+    assert sum(shapes.values()) >= of_blocks + config.audio.num_stages - 1 + 6 * config.text.num_layers
+    forward = 2 * sum(rows * inputs * outputs * number for (rows, inputs, outputs), number in shapes.items())
+    limit = peers.limit_s(model, batch, 0.0, 1000)
+    sample = forward_flops(config, lengths, "model") + backward_flops(config, lengths)
+    assert flops == pytest.approx(2 * sample, rel=1e-3)  # and the loss
+    assert limit["products_s"] == pytest.approx(flops * sum(shapes.values()) * 1e-3 / forward)
+    assert limit["memory_bytes_per_s"] == pytest.approx(12e6)
+    assert limit["adamw_s"] == pytest.approx(28 * sum(p.numel() for p in model.parameters()) / 12e6)
+    assert limit["limit_s"] == limit["products_s"] + limit["adamw_s"]
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,21 +107,3 @@ def test_masters_step_as_adamw_in_fp32(natively: bool, dtype: torch.dtype) -> No
     held = optimizer.masters[0] if dtype == torch.bfloat16 else ours
     torch.testing.assert_close(held, reference, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(ours, held.to(dtype), rtol=0, atol=0)
-
-
-def test_the_cost_table_accounts_for_the_whole_step(tmp_path: Path) -> None:
-    """Oracle of the text layers' FLOPs: the analytic count of their matrix products, three times over for a step."""
-    path = tmp_path / "cost.md"
-    cost_table.main([*SMALL, "--output", str(path)])
-    assert "audio stage 1" in path.read_text()
-    rows: dict[str, Any] = {row["part"]: row for row in json.loads(path.with_suffix(".json").read_text())}
-    whole = rows.pop("whole step")
-    assert sum(row["share"] for row in rows.values()) >= 0.99
-    assert sum(row["gflops"] for row in rows.values()) == pytest.approx(whole["gflops"])
-    text = load_preset("micro").text
-    qkv = 3 * text.hidden_size**2
-    rest = text.hidden_size**2 + 2 * text.hidden_size * text.intermediate_size
-    # The last layer takes only each caption's first token past its attention.
-    linears = 2 * 3 * (12 * text.num_layers * (qkv + rest) - 11 * rest)
-    attention = 2 * 3 * text.num_layers * 2 * 12 * 12 * text.hidden_size
-    assert rows["text layers"]["gflops"] == pytest.approx(3 * (linears + attention) / 1e9, rel=1e-9)

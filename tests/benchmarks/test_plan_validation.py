@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import plan_validation
 from benchmarks.common import allocated_peak
-from clap_ds.config.model import load_preset
-from clap_ds.model.clap import ClapModel
-from clap_ds.planning.trace import trace
+from clap_ds.config.settings import RunSettings
+from clap_ds.planning.step import trace_step
+from tests.ranks import RankPool
 
 
 def test_the_allocators_peak_is_of_the_window_alone() -> None:
@@ -22,26 +22,18 @@ def test_the_allocators_peak_is_of_the_window_alone() -> None:
     assert allocated_peak(prepare) == pytest.approx(3 * 4 << 20, rel=1e-3)
 
 
-def test_the_tracers_peak_is_the_allocators() -> None:
-    """Of forward and backward, with and without recomputation, within the 5 % that plans promise."""
+def _engines_peak(*case: str) -> int:
+    return allocated_peak(partial(plan_validation.second_step, _run(*case)))
 
-    config = load_preset("demo")
 
-    def make(device: str) -> tuple[ClapModel, torch.Tensor, torch.Tensor]:
-        with torch.device(device):
-            model = ClapModel(config, attention="matmul", checkpoint_activations=("audio",)).train()
-            return model, torch.zeros(4, config.audio.num_samples), torch.zeros(4, 32, dtype=torch.long)
+def _run(preset: str, precision: str, way: str) -> RunSettings:
+    return plan_validation.make_run(preset, "matmul", precision, **plan_validation.WAYS[way])
 
-    def step(model: ClapModel, waveforms: torch.Tensor, ids: torch.Tensor) -> None:
-        audio, text, scale = model(waveforms, ids, None)
-        (audio * text * scale).sum().backward()
 
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    model, *inputs = make("meta")
-    with fakes:
-        model, inputs = model.to_empty(device="cpu"), [torch.empty_like(each, device="cpu") for each in inputs]
-    with fakes, trace() as recorded:
-        recorded.hold([*model.parameters(), *model.buffers(), *inputs], "there before")
-        step(model, *inputs)
-    allocated = allocated_peak(lambda: partial(step, *make("cpu")))
-    assert recorded.peak_bytes == pytest.approx(allocated, rel=0.05)
+@pytest.mark.parametrize(
+    "case", [("micro", "bf16", "padded"), ("demo", "autocast", "recomputed"), ("demo", "bf16", "packed")]
+)
+def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, case: tuple[str, str, str]) -> None:
+    (allocated,) = one_rank.run(_engines_peak, *case)
+    planned = trace_step(_run(*case), plan_validation.SIZES[case[0]][0], cuda=False).recorded.peak_bytes
+    assert planned == pytest.approx(allocated, rel=0.005)

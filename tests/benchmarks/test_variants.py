@@ -24,7 +24,7 @@ if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()
 rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
-summary = {"state": "completed", "samples_per_s_per_gpu": {"median": rate, "low": rate - 1, "high": rate + 1, "coverage": 0.75}}
+summary = {"state": "completed", "samples_per_s_per_gpu": {"mean": rate, "low": rate - 1, "high": rate + 1, "coverage": 0.75}}
 ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
 (folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
 time.sleep(60 * (kind == "slow"))
@@ -51,7 +51,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
     options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
     assert run(*options, "--set", "clap.bench.windows=3") == 0
-    assert [row["samples_per_s_per_gpu"]["median"] for row in rows(tmp_path)] == [108.0, 116.0, 158.0, 166.0]
+    assert [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)] == [108.0, 116.0, 158.0, 166.0]
     assert [row["settings"]["clap.compile"] for row in rows(tmp_path)] == ["off", "off", "step", "step"]
     written = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
     assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
@@ -114,6 +114,6 @@ def test_real_runs(write_run: Callable[..., Path], tmp_path: Path) -> None:
     assert main([str(write_run()), "--folder", str(tmp_path / "out"), *options, "--", *command]) == 0
     packed, wrong = rows(tmp_path)
     assert packed["state"] == "completed"
-    assert packed["samples_per_s_per_gpu"]["median"] > 0
+    assert packed["samples_per_s_per_gpu"]["mean"] > 0
     assert wrong["state"] == "failed"
     assert "clap.text" in wrong["note"]

@@ -219,5 +219,5 @@ class SlurmCluster:
         )  # fmt: skip
         self.run("ctl", "slurmctld", "-c")
 
-    def start_sshd(self, host: str, *options: str) -> None:
-        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"), *options)
+    def start_sshd(self, host: str) -> None:
+        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))

@@ -19,7 +19,7 @@ def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
     """Opens the batches of a rank: of the shards named, or synthetic ones. More settings are those of `clap.data`."""
 
     def open_data(shards: Any = None, state: dict[str, Any] | None = None, **settings: Any) -> BatchSource:
-        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "seed": 0}
+        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "seed": 0, "needs_epochs": False}
         spec |= {name: settings.pop(name) for name in spec.keys() & settings.keys()}
         if shards is None:
             data: Any = SyntheticData(source="synthetic", **settings)

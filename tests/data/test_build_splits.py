@@ -144,17 +144,3 @@ def test_the_report_counts_classes_and_groups(tmp_path: Path, capsys: pytest.Cap
     assert train + held_out == 9
     assert run(path, tmp_path / "groups", "--held_out", 0.3, "--group_column", "kind") == 0
     assert "kind: 2 in train, 1 held out, 0 in both" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--split_column split --held_out 0.1", "--split_column says which items are held out"),
-        ("--split_column split --group_column kind", "--split_column says which items are held out"),
-        ("--group_column kind", "expected --held_out SHARE"),
-        ("--stratify_column kind", "expected --held_out SHARE"),
-    ],
-)
-def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    assert run("list.csv", "out", *options.split()) == 2
-    assert message in capsys.readouterr().err

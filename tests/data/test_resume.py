@@ -106,7 +106,7 @@ def test_passing_over_decodes_nothing(shards: Path, open_source: OpenSource, mon
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"world_size": 2}, "other ranks (then 1, now 2)"),
+        ({"world_size": 1}, "other ranks (then 2, now 1)"),
         ({"num_workers": 2}, "other workers per rank (then 1, now 2)"),
         ({"shuffle_buffer": 3}, "other clap.data.shuffle_buffer (then 9, now 3)"),
     ],
@@ -115,8 +115,9 @@ def test_another_setup_resumes_in_a_new_order(
     tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str], changes: Any, difference: str
 ) -> None:
     pattern = marked_tars(tmp_path, 4, 10)
-    changed = {"shuffle_buffer": 9, **changes}
-    with open_source(pattern, shuffle_buffer=9) as source:
+    before = {"shuffle_buffer": 9, "world_size": 2}
+    changed = before | changes
+    with open_source(pattern, **before) as source:
         first, state = numbers_in(source, 5), source.state()
     with open_source(pattern, **changed) as source:
         afresh = numbers_in(source, 5)
@@ -124,7 +125,7 @@ def test_another_setup_resumes_in_a_new_order(
     with open_source(pattern, state, **changed) as source:
         resumed, later, after = numbers_in(source, 5), source.state(), numbers_in(source, 1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"clap.data.shards: resuming after 20 samples in a new order, because of {difference}"
+    assert line == f"clap.data.shards: resuming after 40 samples in a new order, because of {difference}"
     assert resumed not in (first, afresh)
     with open_source(pattern, later, **changed) as source:
         assert numbers_in(source, 1) == after

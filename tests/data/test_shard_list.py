@@ -84,39 +84,22 @@ def numbered(count: int, name: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "world_size", "num_workers", "used"),
-    [(12, 2, 3, 3), (13, 2, 3, 3), (7, 7, 1, 1), (5, 2, 2, 2), (9, 4, 0, 1), (7, 3, 8, 2)],
+    ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (7, 7, 1), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
 )
 def test_every_shard_goes_to_one_worker(
-    capsys: pytest.CaptureFixture[str], num_shards: int, world_size: int, num_workers: int, used: int
+    capsys: pytest.CaptureFixture[str], num_shards: int, world_size: int, num_workers: int
 ) -> None:
-    """And where they are too few for all workers, all ranks use fewer, and rank 0 says so."""
-    sources = [Source(numbered(num_shards), 1.0)]
+    """And where they are too few for all workers, none goes without, and rank 0 says so."""
+    sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
     shared = [share_out(sources, "epochs", rank, world_size, num_workers) for rank in range(world_size)]
-    assert [len(workers) for workers in shared] == [used] * world_size
-    given = [source.shards for workers in shared for (source,) in workers]
-    assert sorted(chain(*given)) == sources[0].shards
-    assert min(map(len, given)) >= 1
-    note = f"{num_shards} shards for {world_size} rank(s) × {num_workers} workers: using {used} worker(s) per rank"
-    assert capsys.readouterr().err.count(note) == (used < num_workers)
-
-
-def test_fewer_shards_than_ranks_is_refused_on_every_rank() -> None:
-    for rank in (0, 3):
-        with pytest.raises(ValueError, match=r"clap\.data\.shards: 3 shard\(s\) for 4 ranks.*at least 4, and 32"):
-            share_out([Source(numbered(3), 1.0)], "epochs", rank, world_size=4, num_workers=8)
-
-
-def test_mixtures_use_as_many_workers_as_the_smallest_source_feeds(tmp_path: Path) -> None:
-    for name in (*numbered(12, "a"), *numbered(4, "b")):
-        write_tar(tmp_path / name, marked_item(0))
-    sources = expand_sources({str(tmp_path / "a*.tar"): 1, str(tmp_path / "b*.tar"): 3})
-    assert [source.weight for source in sources] == [0.25, 0.75]
-    shared = [share_out(sources, "epochs", rank, world_size=2, num_workers=4) for rank in range(2)]
-    assert [len(workers) for workers in shared] == [2, 2]
-    for number, source in enumerate(sources):
-        given = [shard for workers in shared for own in workers for shard in own[number].shards]
-        assert sorted(given) == source.shards
+    assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
+    for source, given in zip(sources, zip(*chain(*shared), strict=True), strict=True):
+        sizes = [len(each.shards) for each in given]
+        assert max(sizes) - 1 <= min(sizes) >= 1
+        assert sorted(set(chain(*(each.shards for each in given)))) == source.shards
+        assert sum(sizes) == max(readers, len(source.shards))
+    note = f"{num_shards} shards for {world_size} rank(s) × {num_workers} workers: several workers read the same ones"
+    assert capsys.readouterr().err.count(note) == (num_shards < readers)
 
 
 def test_with_replacement_every_worker_draws_from_all_shards() -> None:

@@ -6,28 +6,28 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData
 from clap_ds.data import shard_files
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import expand_sources
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, epoch_samples, kind_of, read_manifest, write_manifest
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
-def test_epoch_samples(tmp_path: Path) -> None:
+def test_samples_of(tmp_path: Path) -> None:
     """By the manifest where there is one, else by the items of local tars that have audio and what a caption can be in."""
-    pattern = marked_tars(tmp_path, 2, 5)
+    marked_tars(tmp_path, 2, 5)
     partial = [("x.wav", b"no caption"), ("y.txt", b"no audio"), ("z.jpg", b""), ("e.FLAC", b""), ("e.json", b"")]
     write_tar(tmp_path / "002.tar", [*marked_item(1), *partial])
-    data = ShardData(source="shards", shards={pattern: 2.0, str(tmp_path / "002.tar"): 1.0}, tokenizer="x")
-    assert epoch_samples(data) == 12
+    tars = [str(tmp_path / f"{tar:03d}.tar") for tar in range(3)]
+    assert samples_of(tars) == [5, 5, 2]
     write_manifest(tmp_path, Manifest({"000.tar": ShardRecord(items=700, bytes=0, seconds=0.0, sha256="")}))
-    assert epoch_samples(data) == 707
+    assert samples_of(tars) == [700, 5, 2]
+    unknown = sum(Path(tar).stat().st_size for tar in tars[1:])
+    assert (samples_of(tars, unknown), samples_of(tars, unknown - 1)) == ([700, 5, 2], None)
     url = put("memory://unknown/a.tar", (tmp_path / "000.tar").read_bytes())
-    remote = ShardData(source="shards", shards=url, tokenizer="x")
-    assert epoch_samples(remote) is None
+    assert samples_of([url]) is None
     put("memory://unknown/manifest.json", (tmp_path / "manifest.json").read_bytes().replace(b"000.tar", b"a.tar"))
-    assert epoch_samples(remote) == 700
+    assert samples_of([url]) == [700]
 
 
 def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:

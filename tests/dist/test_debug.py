@@ -37,7 +37,7 @@ def test_stalled_rank_is_found_by_its_stack(tmp_path: Path) -> None:
     first, _ = processes.ranks(["-c", STALLED, tmp_path], 2, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert first.wait() == 1, first.stderr
     assert "Timed out" in first.stderr
-    stacks = [(tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in range(2)]
+    stacks = [(tmp_path / "stacks" / f"rank{rank}-failing.txt").read_text() for rank in range(2)]
     assert all("because rank 0: RuntimeError: " in stack for stack in stacks)
     assert ["in waits_elsewhere" in stack for stack in stacks] == [False, True]
 

@@ -1,9 +1,7 @@
-"""A rank's note says what it does, in place and in words; SIGUSR2 has it write its stacks and go on."""
+"""A rank's note says what it does, in place and in words."""
 
-import contextlib
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 
 from clap_ds.dist import progress
 from clap_ds.engine import compiled
-from tests.training.training_commands import RunningRanks, wait_until, write_training
 
 
 @pytest.fixture
@@ -99,34 +96,3 @@ def test_a_folder_that_fails_ends_no_run_and_leaves_no_old_note(
     monkeypatch.setenv("CLAP_PROGRESS", str(folder / "nowhere"))
     progress.start(3)
     assert "nowhere can't be written: No such file or directory" in capfd.readouterr().err
-
-
-def _stacks(folder: Path, rank: int) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / f"{rank}.stacks").read_text()
-    return ""
-
-
-@pytest.mark.end_to_end
-def test_ranks_that_train_are_seen_from_their_start_to_their_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 is stopped, so that rank 0 waits for it; its stacks show where, and both go on."""
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    monkeypatch.setenv("CLAP_PROGRESS", str(notes))
-    ranks = RunningRanks(write_training(tmp_path, clap={"train": {"samples": 4000}}), 2)
-    wait_until(lambda: (notes / "0").exists() and (notes / "0").stat().st_size)
-    assert _note(notes, 0)["doing"] == "starting"
-    ranks.wait_for_step(3)
-    note = _note(notes, 1)
-    assert (note["doing"], note["step"] >= 2) == ("step", True)
-    ranks.signal(1, signal.SIGSTOP)
-    os.kill(_note(notes, 0)["pid"], signal.SIGUSR2)
-    wait_until(lambda: "in main" in _stacks(notes, 0))
-    assert "Current thread" in _stacks(notes, 0)
-    assert _stacks(notes, 1) == ""
-    ranks.signal(1, signal.SIGCONT)
-    ranks.signal(0, signal.SIGTERM)
-    assert ranks.wait() == [143, 143], ranks.outputs
-    assert [_note(notes, rank)["doing"] for rank in range(2)] == ["ending", "ending"]

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.loss import SoftmaxLoss
 from clap_ds.engine.wrapping import parameter_groups
@@ -16,14 +15,14 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Trains `model`, which is on its device, as `run` says; `precision` is fp32, bf16 or autocast, and `options` AdamW's.
+    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, and `options` AdamW's.
 
     Attributes:
         masters: fp32 weights by name; in bf16 the model's are their roundings.
     """
 
-    def __init__(self, run: RunSettings, model: ClapModel, precision: str, options: dict[str, Any]) -> None:
-        self.precision, self.accumulation = precision, run.gradient_accumulation_steps
+    def __init__(self, model: ClapModel, accumulation: int, precision: str, options: dict[str, Any]) -> None:
+        self.precision, self.accumulation = precision, accumulation
         self.model = model
         if precision == "bf16":
             self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast

@@ -146,6 +146,37 @@ def test_running_statistics_see_each_micro_batch_once(one_rank: RankPool) -> Non
     assert one_rank.run(_statistics) == [(3, 3)]
 
 
+def _rate_by_deepspeeds_timer(accumulation: str) -> tuple[float, int]:
+    """Samples/s, and micro-batches counted, in four steps, of which the timer leaves out two. A forward pass takes 1 s, a loss
+    10 s, a backward pass 100 s."""
+    run, engine, _ = _engine(accumulation)
+    now = [1000.0]
+
+    def lasting(seconds: float, action: Any) -> Any:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return action(*args, **kwargs)
+
+        return act
+
+    engine.model.forward = lasting(1, engine.model.forward)  # type: ignore[method-assign]
+    engine.loss = lasting(10, engine.loss)
+    engine.deepspeed.backward = lasting(100, engine.deepspeed.backward)
+    batches = iter(lasting(1000, iter(reference.micro_batches(run, 0, 1, 12)).__next__), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.time", lambda: now[0])
+        for _ in range(4):
+            engine.step(batches, TIMER)
+    timer = engine.deepspeed.tput_timer
+    return timer.avg_samples_per_sec(), timer.micro_step_count
+
+
+def test_deepspeeds_timer_counts_the_whole_of_a_cached_step(one_rank: RankPool) -> None:
+    samples = 3 * 3
+    assert one_rank.run(_rate_by_deepspeeds_timer, "independent") == [(pytest.approx(samples / (3 * 111)), 12)]
+    assert one_rank.run(_rate_by_deepspeeds_timer, "cached") == [(pytest.approx(samples / (6 * 1 + 10 + 3 * 100)), 12)]
+
+
 class _Unrepeatable(nn.Module):
     """Noise from a generator that nobody puts back."""
 

@@ -4,7 +4,6 @@ import copy
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def _settings(
     precision: str,
-    accumulation: int,
+    accumulation: int | None,
     sync: str = "overlapped",
     *,
     bucket_mb: float = 0.05,
@@ -51,6 +50,7 @@ def _settings(
             **PRECISIONS[precision],
             "optimizer": OPTIMIZER,
             "gradient_accumulation_steps": accumulation,
+            "train_batch_size": None if accumulation else 12,
             "train_micro_batch_size_per_gpu": 3,
             "clap": {"gradient_sync": sync, "gradient_bucket_mb": bucket_mb, "fused_adam": fused_adam},
             **changes,
@@ -59,7 +59,7 @@ def _settings(
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(content, file)
         file.flush()
-        return load_run(file.name)
+        return load_run(file.name, dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _batches(run: RunSettings) -> Any:
@@ -79,26 +79,10 @@ def _model(run: RunSettings) -> ClapModel:
     return model
 
 
-def _engine(run: RunSettings, mutation: str) -> ClapEngine:
-    """The engine, with the fault planted that `mutation` names."""
-    if mutation == "parameter by parameter":
+def _engine(run: RunSettings, stepping: str) -> ClapEngine:
+    if stepping == "parameter by parameter":
         run.deepspeed["optimizer"]["params"]["torch_adam"] = True
-    engine = ClapEngine(run, _model(run), DEVICE)
-    deepspeed, kept_open = engine.deepspeed, ExitStack()
-    factor = {"half a gradient": lambda: 0.5, "only the last micro-batch": deepspeed.is_gradient_accumulation_boundary}
-    if mutation in factor:
-        for parameter in engine.model.parameters():
-            parameter.register_hook(lambda gradient: gradient * float(factor[mutation]()))
-    if mutation == "no all-reduce":
-        engine.sync.before_forward = lambda: kept_open.enter_context(engine.sync.off())  # type: ignore[method-assign]
-    if mutation == "sum in place of mean":
-        deepspeed.gradient_average = False
-    if mutation == "no zero_grad":
-        deepspeed.zero_grad = deepspeed.optimizer.zero_grad = lambda *args, **kwargs: None
-    if mutation == "learning rate 1 % off":
-        for group in deepspeed.optimizer.param_groups:
-            group["lr"] *= 1.01
-    return engine
+    return ClapEngine(run, _model(run), DEVICE)
 
 
 def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
@@ -106,16 +90,17 @@ def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
     return float(((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max())
 
 
-def _difference(precision: str, accumulation: int, sync: str, mutation: str = "", steps: int = 10) -> float:
+def _difference(precision: str, accumulation: int | None, sync: str, stepping: str = "", steps: int = 10) -> float:
     """Largest difference of any step's loss or of any weight it makes, on this rank, in fp32 roundings.
 
     Both sides start each step from the same weights, the engine's; moments, gradients and batches are their own. Left to run
     apart, weights that differ in fp32's last bit (as torch's fused and plain AdamW make them) would be cast to different
     bf16 numbers sooner or later, a difference 2¹⁶ times as large, which no bound on rounding follows through the next step.
     """
-    fused_adam = "deepspeed" if "FusedAdam" in mutation else "torch"
+    fused_adam = "deepspeed" if "FusedAdam" in stepping else "torch"
     run = _settings(precision, accumulation, sync, fused_adam=fused_adam)
-    engine, plain = _engine(run, mutation), PlainDDP(run, _model(run).to(DEVICE), precision, OPTIMIZER["params"])
+    model, params = _model(run).to(DEVICE), OPTIMIZER["params"]
+    engine, plain = _engine(run, stepping), PlainDDP(model, accumulation or 2, precision, params)
     batches, plain_batches = _batches(run), _batches(run)
     timer = PhaseTimer(DEVICE, instrumented=False)
     found = []
@@ -146,12 +131,13 @@ ROUNDINGS = 64
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "sync", "steps"), [(2, "overlapped", 4), (1, "overlapped", 2), (2, "deepspeed", 2)]
+    ("accumulation", "sync", "steps"), [(2, "overlapped", 4), (1, "overlapped", 2), (None, "deepspeed", 2)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
 def test_steps_agree_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int, sync: str, steps: int
+    two_ranks: RankPool, precision: str, accumulation: int | None, sync: str, steps: int
 ) -> None:
+    """With accumulation None the global batch of 12 is given: twice 3 pairs on each of two ranks."""
     differences = two_ranks.run(_difference, precision, accumulation, sync, "", steps)
     assert all(difference <= ROUNDINGS for difference in differences), differences
 
@@ -168,18 +154,6 @@ def test_deepspeeds_wrapper_of_torchs_adamw_agrees_too(two_ranks: RankPool, prec
 def test_ten_steps_agree_with_plain_torch_on_a_gpu(one_gpu: RankPool, precision: str, stepping: str) -> None:
     # Here the gradients differ, by the order of atomic additions: four roundings of a bf16 gradient, each 2¹⁶ of fp32's.
     assert one_gpu.run(_difference, precision, 2, "overlapped", stepping)[0] <= 2**18
-
-
-FAULTS = (
-    *("no all-reduce", "sum in place of mean", "half a gradient", "no zero_grad", "only the last micro-batch"),
-    "learning rate 1 % off",
-)
-
-
-@pytest.mark.parametrize(("fault", "precision"), [*zip(FAULTS, ("fp32", "bf16") * 3, strict=True)])
-def test_agreement_notices_a_fault(two_ranks: RankPool, precision: str, fault: str) -> None:
-    differences = two_ranks.run(_difference, precision, 2, "overlapped", fault, 2)
-    assert all(difference > 1000 * ROUNDINGS for difference in differences), differences
 
 
 def _dtypes_after_a_step() -> tuple[dict[str, torch.dtype], float]:
@@ -228,23 +202,10 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield poisoned
 
 
-def _loss_with_a_nan_on_rank_1() -> str:
-    run = _settings("bf16", 1)
-    engine = ClapEngine(run, _model(run), DEVICE)
-    timer = PhaseTimer(DEVICE, instrumented=False)
-    batches = _batches(run)
-    engine.step(batches, timer)
-    engine.check_loss()
-    engine.step(_poisoned_on_rank_1(batches), timer)
-    with pytest.raises(NonFiniteError) as caught:
-        engine.check_loss()
-    return str(caught.value)
-
-
-def _skipped_steps(sync: str, mutation: str) -> tuple[list[str], int, int, str]:
+def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], int, int, str]:
     """Names of what a skipped step changes, how many are counted, also after a good step, and the end after too many."""
     run = _settings("bf16", 1, sync)
-    engine = _engine(run, mutation)
+    engine = _engine(run, stepping)
     engine.norm_wanted = True
     timer = PhaseTimer(DEVICE, instrumented=False)
     batches = _batches(run)
@@ -266,12 +227,12 @@ def _skipped_steps(sync: str, mutation: str) -> tuple[list[str], int, int, str]:
 
 
 @pytest.mark.parametrize(
-    ("sync", "mutation"), [("overlapped", ""), ("deepspeed", ""), ("overlapped", "parameter by parameter")]
+    ("sync", "stepping"), [("overlapped", ""), ("deepspeed", ""), ("overlapped", "parameter by parameter")]
 )
 def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
-    two_ranks: RankPool, sync: str, mutation: str
+    two_ranks: RankPool, sync: str, stepping: str
 ) -> None:
-    for changed, in_a_row, skipped, end in two_ranks.run(_skipped_steps, sync, mutation):
+    for changed, in_a_row, skipped, end in two_ranks.run(_skipped_steps, sync, stepping):
         assert changed == []
         assert (in_a_row, skipped) == (1, 3)
         assert end == "the loss or its gradient is NaN or infinite in every step from step 4 on"
@@ -320,22 +281,6 @@ def test_clipping_is_deepspeeds(two_ranks: RankPool, precision: str) -> None:
     for ours, theirs in zip(by_us, by_deepspeed, strict=True):
         differences = {name: _roundings(ours[name], theirs[name], LEARNING_RATE) for name in theirs}
         assert max(differences.values()) <= ROUNDINGS, differences
-
-
-def test_nan_on_one_rank_stops_all_with_the_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_loss_with_a_nan_on_rank_1) == ["the loss is NaN or infinite at step 2"] * 2
-
-
-def _unknown_optimizer() -> str:
-    run = _settings("fp32", 1)
-    run.deepspeed["optimizer"] = {"type": "AdamWW", "params": {"lr": 1e-3}}
-    with pytest.raises(ValueError, match="AdamWW") as caught:
-        ClapEngine(run, _model(run), DEVICE)
-    return str(caught.value)
-
-
-def test_deepspeed_errors_name_the_file(two_ranks: RankPool) -> None:
-    assert all("DeepSpeed refuses the configuration" in message for message in two_ranks.run(_unknown_optimizer))
 
 
 def test_files_of_published_runs_differ_only_where_they_should() -> None:

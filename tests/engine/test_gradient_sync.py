@@ -1,16 +1,15 @@
 """The overlapped all-reduce does what DeepSpeed's own does, whatever the configuration, and does it under the backward pass."""
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from clap_ds.data.batch import Batch
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
@@ -73,39 +72,9 @@ def test_same_weights_as_deepspeeds_own_reduction(two_ranks: RankPool, name: str
     assert two_ranks.run(_largest_difference, *CASES[name]) == [0.0, 0.0]
 
 
-def _resumed() -> tuple[list[float], list[float], bool]:
-    """Losses of four steps in one go, and of the last two after saving and loading a checkpoint; same batches for both."""
-    run = _settings("bf16", 1)
-    batches = _batches(run)
-    stored = [next(batches) for _ in range(4)]
-    folder: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    assert folder[0]
-
-    def steps(engine: ClapEngine, source: Iterator[Batch], number: int) -> list[float]:
-        return [float(engine.step(source, TIMER)) for _ in range(number)]
-
-    first = ClapEngine(run, _model(run), DEVICE)
-    steps(first, iter(stored[:2]), 2)
-    first.deepspeed.save_checkpoint(folder[0], tag="two")
-    uninterrupted = steps(first, iter(stored[2:]), 2)
-    torch.manual_seed(99)
-    second = ClapEngine(run, ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False), DEVICE)
-    second.deepspeed.load_checkpoint(folder[0], tag="two")
-    resumed = steps(second, iter(stored[2:]), 2)
-    saved = torch.load(next(Path(folder[0]).glob("two/*model_states.pt")), weights_only=False)["module"]
-    return uninterrupted, resumed, set(saved) == set(first.model.state_dict())
-
-
-def test_checkpoint_keeps_names_and_resumes_to_the_same_losses(two_ranks: RankPool) -> None:
-    for uninterrupted, resumed, same_names in two_ranks.run(_resumed):
-        assert resumed == uninterrupted
-        assert same_names
-
-
-def _order_of_events(sync: str, accumulation: int) -> list[str]:
+def _order_of_events(sync: str) -> list[str]:
     """What happens in one step after the first two: gradients getting ready ("ready"), all-reduces ("send")."""
-    run = _settings("fp32", accumulation, sync)
+    run = _settings("fp32", 1, sync)
     engine = ClapEngine(run, _model(run), DEVICE)
     batches = _batches(run)
     for _ in range(2):
@@ -129,17 +98,44 @@ def _order_of_events(sync: str, accumulation: int) -> list[str]:
 
 
 def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: RankPool) -> None:
-    for events in two_ranks.run(_order_of_events, "overlapped", 1):
+    for events in two_ranks.run(_order_of_events, "overlapped"):
         first_send, last_ready = events.index("send"), len(events) - 1 - events[::-1].index("ready")
         assert events.count("send") > 3
         assert first_send < last_ready / 3
-    for events in two_ranks.run(_order_of_events, "deepspeed", 1):
+    for events in two_ranks.run(_order_of_events, "deepspeed"):
         assert "ready" not in events[events.index("send") :]
 
 
-def test_accumulated_gradients_are_sent_once(two_ranks: RankPool) -> None:
-    once, accumulated = (two_ranks.run(_order_of_events, "overlapped", steps) for steps in (1, 3))
-    for single, triple in zip(once, accumulated, strict=True):
-        assert triple.count("ready") == 3 * single.count("ready")
-        assert triple.count("send") == single.count("send")
-        assert "send" not in triple[: 2 * single.count("ready")]
+def _sent(sync: str, accumulation: str) -> list[float]:
+    """How often every gradient is reduced, as torch's profiler sees all-reduces of the process group, by what is called."""
+    run = _settings("fp32", 1, clap={"gradient_sync": sync, "train": {"accumulation": accumulation}})
+    engine = ClapEngine(run, _model(run), DEVICE)
+    batches, found = _batches(run), []
+
+    def note(action: Callable[..., object], *arguments: Any, off: bool) -> None:
+        with (
+            profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen,
+            engine.sync.off() if off else nullcontext(),
+        ):
+            action(*arguments, TIMER)
+        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "gloo:all_reduce"]
+        elements = sum(torch.Size(event.shapes()[0]).numel() for event in events)
+        found.append(elements / sum(parameter.numel() for parameter in engine.model.parameters()))
+
+    for number in (1, 3):
+        engine.set_accumulation_steps(number)
+        for off in (True, False, True):  # in the very first step, too, which attaches the reducer
+            note(engine.step, batches, off=off)
+        note(engine.accumulate, batches, off=True)
+        note(engine.forward_backward, next(batches), off=True)
+        engine.deepspeed.zero_grad()
+        note(engine.step, batches, off=False)
+    return found
+
+
+@pytest.mark.parametrize("accumulation", ["independent", "cached"])
+@pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
+def test_gradients_travel_once_a_step_and_never_where_they_are_off(
+    two_ranks: RankPool, sync: str, accumulation: str
+) -> None:
+    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 0, 0, 1] * 2] * 2

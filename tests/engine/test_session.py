@@ -1,13 +1,25 @@
-"""How a run's end is told from the exception that ended it, and which kernels a model isn't built with."""
+"""How a run's end is told from the exception that ended it, and what is said before it begins."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from clap_ds.config.settings import load_run
-from clap_ds.engine.session import build_model, is_out_of_memory
+from clap_ds.data.supply import Supply
+from clap_ds.dist.distributed import Ranks
+from clap_ds.engine.session import (
+    Session,
+    _check_deepspeed_sections,
+    build_model,
+    is_out_of_memory,
+    times_host_alone,
+)
+from clap_ds.engine.wrapping import wrap
 
 
 @pytest.mark.parametrize(
@@ -29,6 +41,12 @@ def test_exhausted_memory_is_told_from_other_errors(error: Exception, expected: 
     assert is_out_of_memory(error) == expected
 
 
+def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path]) -> None:
+    run: Any = load_run(write_run(train_batch_size=24, gradient_accumulation_steps=None), 2)
+    session = Session(run, Ranks(0, 2, 0, 2), *[None] * 5)  # type: ignore[arg-type]
+    assert (session.samples_per_step, run.micro_batch) == (12, 4)
+
+
 @pytest.mark.parametrize("field", ["attention", "mlp"])
 def test_a_triton_kernel_asked_for_on_a_cpu_is_refused(field: str, write_run: Callable[..., Path]) -> None:
     run = load_run(write_run(clap={"model": {"preset": "micro", field: "triton"}}))
@@ -43,3 +61,54 @@ def test_an_environment_where_nothing_could_be_linked_is_told_before_compiling(
     monkeypatch.setattr(torch, "__file__", "/home/new comer/torch/__init__.py")
     with pytest.raises(ValueError, match=rf"{path}: clap\.compile: .*path has a space"):
         build_model(load_run(path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed; pip install wandb"),
+        ({"comet": {"enabled": True}}, r"comet\.enabled: comet_ml is not installed"),
+        ({"tensorboard": {"enabled": True, "output_path": "/proc/x"}}, r"tensorboard\.output_path: .*'/proc/x'"),
+        ({"csv_monitor": {"enabled": True, "output_path": "/proc/x"}}, r"csv_monitor\.output_path: .*'/proc/x'"),
+        ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed refuses the configuration"),
+    ],
+)
+def test_what_one_rank_would_find_while_others_wait_is_told_before(
+    write_run: Callable[..., Path], section: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _check_deepspeed_sections(load_run(write_run(**section)))
+
+
+def test_an_optimizer_that_cannot_be_compiled_is_one_line(
+    write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError("Error building extension 'fused_adam'\nand more")
+
+    monkeypatch.setattr(FusedAdamBuilder, "load", load)
+    run = load_run(write_run(clap={"fused_adam": "deepspeed"}))
+    with pytest.raises(ValueError, match=r"clap\.fused_adam: Error building extension 'fused_adam'; 'torch' needs no"):
+        wrap(build_model(run, torch.device("cpu")), run)
+
+
+def test_rates_of_the_host_alone_are_deepspeeds_on_a_gpu_without_synchronising() -> None:
+    def said(device: str, synchronized: bool, enabled: bool = True) -> bool:
+        timer: Any = SimpleNamespace(config=SimpleNamespace(synchronized=synchronized, enabled=enabled))
+        return times_host_alone(timer, torch.device(device))
+
+    assert said("cuda", synchronized=False)
+    assert not any((said("cuda", True), said("cpu", False), said("cuda", False, enabled=False)))
+
+
+def test_the_loader_is_compared_with_steps_that_have_warmed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """A first step, which may have compiled for a minute, isn't one even where it is logged alone."""
+    parts: dict[str, Any] = dict.fromkeys(("run", "device", "record", "engine", "scalars"))
+    ranks: Any = SimpleNamespace(is_first=True, local_world_size=1)
+    batches: Any = SimpleNamespace(supply=lambda: Supply(100.0, 1, "mel"))
+    session = Session(**parts, ranks=ranks, batches=batches)
+    session.tell_supply([0.1])
+    assert not capsys.readouterr().out
+    session.tell_supply([200.0])
+    session.tell_supply([300.0])
+    assert capsys.readouterr().out.count("the step of their rank takes 200: it will wait") == 1

@@ -1,10 +1,14 @@
 """The closed form against the published table's every row, what differs in what this engine executes, and recomputation."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from clap_ds.config.model import load_preset, preset_names
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import Convention, TextLengths, forward_components
 from clap_ds.model.clap import ClapModel
@@ -84,21 +88,43 @@ def test_packed_captions_cost_their_own_length() -> None:
         assert value == pytest.approx((3 * alone[10][name] + alone[50][name]) / 4, rel=1e-12), name
 
 
-def _step_flops(checkpointed: tuple[str, ...], text_tokens: int) -> int:
+def _counted(config: ClapConfig, **options: Any) -> tuple[int, int]:
     """Of one sample's forward and backward pass, as torch's counter sees them."""
-    torch.manual_seed(0)
-    config = load_preset("micro")
-    model = ClapModel(config, attention="matmul", text_dropout=0.0, checkpoint_activations=checkpointed).train()
-    with FlopCounterMode(display=False) as counter:
-        audio, text, scale = model(torch.rand(2, config.audio.num_samples), torch.full((2, text_tokens), 5), None)
+    frozen, shape = options.pop("frozen", ()), options.pop("audio", (config.audio.num_samples,))
+    model = ClapModel(config, attention="matmul", **options).train()
+    for tower in frozen:
+        model.get_submodule(tower).requires_grad_(False)
+        model.get_submodule(f"{tower}_projection").requires_grad_(False)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        audio, text, scale = model(torch.rand(2, *shape), torch.full((2, 12), 5), None)
+        forward = counter.get_total_flops()
         (scale * audio * text).sum().backward()
-    return counter.get_total_flops() // 2
+    return forward // 2, (counter.get_total_flops() - forward) // 2
 
 
+LENGTHS = TextLengths.fixed(12)
+
+
+@pytest.mark.parametrize("preset", ["micro", "demo"])
+@pytest.mark.parametrize("trained", [("audio", "text"), ("audio",), ("text",)])
+def test_the_backward_pass_that_there_is(preset: str, trained: tuple[str, ...]) -> None:
+    config = load_preset(preset)
+    expected = analytic.backward_flops(config, LENGTHS, trained=trained)
+    frozen = {"audio", "text"} - set(trained)
+    for shape in ((config.audio.num_samples,), config.audio.feature_shape):
+        forward, backward = _counted(config, frozen=frozen, audio=shape)
+        components = forward_components(config, LENGTHS, "model", front_end=len(shape) == 1)
+        assert (forward, backward) == (components["forward"] - components["fft"], expected)
+
+
+@pytest.mark.parametrize("preset", ["micro", "demo"])
+@pytest.mark.parametrize("drop_path", [0.0, 0.1])
 @pytest.mark.parametrize("checkpointed", [("audio",), ("text",), ("audio", "text")])
-def test_recomputed_flops_are_what_checkpointing_adds(checkpointed: tuple[str, ...]) -> None:
-    added = _step_flops(checkpointed, 12) - _step_flops((), 12)
-    expected = analytic.recomputed_flops(load_preset("micro"), TextLengths.fixed(12), checkpointed)
-    # torch stops recomputing a block once what its backward pass needs is there: the last product isn't done again.
-    assert 0.75 * expected < added <= expected
-    assert expected < analytic.forward_flops(load_preset("micro"), TextLengths.fixed(12), "model")
+def test_recomputed_flops_are_what_checkpointing_adds(
+    preset: str, drop_path: float, checkpointed: tuple[str, ...]
+) -> None:
+    config = load_preset(preset)
+    (_, less), (_, more) = (
+        _counted(config, drop_path=drop_path, checkpoint_activations=towers) for towers in ((), checkpointed)
+    )
+    assert more - less == analytic.recomputed_flops(config, LENGTHS, checkpointed, drop_path=drop_path)

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 
 from clap_ds import flops
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.data.batch import Batch
-from clap_ds.flop_count.analytic import TextLengths, forward_components, forward_flops, published_flops
-from clap_ds.flop_count.counters import Count
-from clap_ds.measuring.flops_profile import disagreement_warnings, measure_flops
+from clap_ds.flop_count import analytic
+from clap_ds.flop_count.analytic import CONVENTIONS, TextLengths, forward_components, forward_flops, published_flops
+from clap_ds.flop_count.counters import Count, build, parameter_counts, run_one_sample
+from clap_ds.measuring.flops_profile import disagreement_warnings, measure_flops, unknown_kernels
+from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
-from tests.training.training_commands import RunningRanks
 
 WriteRun = Callable[..., Path]
 
@@ -33,9 +35,10 @@ def test_warning_above_half_a_percent() -> None:
 def test_a_model_that_does_more_than_the_closed_form_knows_is_reported() -> None:
     report = flops.make_report(load_preset("micro"), 8, {})
     exact = report["model"]["analytic"] * 1e9
-    agreeing, off = Count(exact - 7, {"FFT": 7.0}), Count(exact * 1.01)
-    assert "agrees with the closed form" in flops.agreement(report, {"deepspeed": agreeing})
-    assert "NOT EXPLAINED" in flops.agreement(report, {"deepspeed": agreeing, "torch": off})
+    agreeing, off = Count(exact - 7, {"FFT": 7.0}), Count(report["published"]["analytic"] * 1e9 * 1.01)
+    assert "agrees with the closed form" in flops.agreement(report, {"model": {"deepspeed": agreeing}})
+    both: flops.Counts = {"published": {"torch": off}, "model": {"deepspeed": agreeing}}
+    assert "NOT EXPLAINED: counters and the closed form are 1.0000 % apart" in flops.agreement(report, both)
 
 
 def test_json_report(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,21 +46,51 @@ def test_json_report(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) ->
     report = json.loads(capsys.readouterr().out)
     assert (report["preset"], report["text_tokens"]) == ("micro", 9)
     assert set(report["parameters"]) == {"audio", "text", "total", "trainable"}
-    for convention, names in (("published", ["analytic"]), ("model", ["analytic", "deepspeed", "torch"])):
+    config, lengths = load_preset("micro"), TextLengths.fixed(9)
+    for convention in CONVENTIONS:
         section = report[convention]
-        assert list(section) == [*names, "components"]
-        expected = forward_flops(load_preset("micro"), TextLengths.fixed(9), convention) / 1e9
-        assert [section[name] for name in names] == pytest.approx([expected] * len(names), rel=1e-12)
+        expected = forward_flops(config, lengths, convention) / 1e9
+        assert [section[name] for name in ("analytic", "deepspeed", "torch")] == pytest.approx(
+            [expected] * 3, rel=1e-12
+        )
         assert section["components"]["forward"] == section["analytic"]
+        training = (
+            3 * expected if convention == "published" else expected + analytic.backward_flops(config, lengths) / 1e9
+        )
+        assert section["training"] == pytest.approx(training)
 
 
 def test_tables_at_the_length_of_the_run(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every figure of the table, and of the line on parameters."""
     flops.main(["--deepspeed_config", str(write_run())])
     printed = capsys.readouterr().out
     assert "16 text tokens" in printed
     assert "agrees with the closed form to the last FLOP" in printed
-    assert f"{forward_flops(load_preset('micro'), TextLengths.fixed(16), 'published') / 1e9:.4f}" in printed
-    assert printed.count("FFT, which it can't see") == 2
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "│" in line]
+    config, lengths, model = load_preset("micro"), TextLengths.fixed(16), build(load_preset("micro"))
+    published, done = (forward_components(config, lengths, convention) for convention in CONVENTIONS)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    run_one_sample(model, 16)
+    own = profiler.get_total_flops()
+    profiler.end_profile()
+    whole = published["forward"], done["forward"]
+    seen = whole[0], whole[1] - done["fft"]
+    expected = [
+        ("DeepSpeed's profiler, 2 × MACs, by itself", seen), ("torch's FlopCounterMode, by itself", seen),
+        *[("+ FFT, which it can't see", (0, done["fft"])), ("in all", whole)] * 2,
+        ("closed form, from the settings", whole),
+        ("with the backward pass", (3 * whole[0], whole[1] + analytic.backward_flops(config, lengths))),
+        *((("of the stages: " if name in analytic.STAGE_VIEWS else "") + name.replace("_", " "), (published[name], done[name]))
+          for name in done),
+    ]  # fmt: skip
+    shown = [(name, *(f"{value / 1e9:.4f}" if value else "–" for value in values)) for name, values in expected]
+    (by_its_own,) = [row for row in rows if row[0].startswith('(its "flops"')]
+    assert by_its_own[2] == f"{own / 1e9:.4f}" != f"{seen[1] / 1e9:.4f}"
+    assert sorted(tuple(row) for row in rows if len(row[-1]) > 0 and row is not by_its_own) == sorted(shown)
+    counts = {name: f"{number / 1e6:.2f}" for name, number in parameter_counts(model).items()}
+    assert "audio {audio}, text {text}, total {total} as".format(**counts) in printed
+    assert f"trained {sum(p.numel() for p in ClapModel(config).parameters()) / 1e6:.2f}" in printed
 
 
 def test_fed_features(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,16 +103,51 @@ def test_fed_features(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -
     assert f"{expected / 1e9:.4f}" in printed
 
 
-def test_a_run_counts_what_its_batches_hold(write_run: WriteRun) -> None:
-    run, audio = load_run(write_run()), load_preset("micro").audio
-    ids = torch.ones(2, 16, dtype=torch.long)
-    for front_end, shape in ((True, (audio.num_samples,)), (False, audio.feature_shape)):
-        session: Any = SimpleNamespace(run=run, batches=iter([Batch(torch.zeros(2, *shape), ids, ids)]))
-        found, warnings = measure_flops(session)
-        counts = load_preset("micro"), TextLengths.fixed(16), "model"
-        assert found["model_gflops"] == forward_flops(*counts, front_end=front_end) / 1e9
-        assert found["published_gflops"] == published_flops(counts[0], front_end=front_end) / 1e9
-        assert warnings == []
+@pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
+def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...]) -> None:
+    """Of waveforms and of features, with frozen towers, recomputation and a second forward pass."""
+    config, lengths, ids = load_preset("micro"), TextLengths.fixed(16), torch.ones(2, 16, dtype=torch.long)
+    model = ClapModel(config)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    recompute = {"preset": "micro", "checkpoint_activations": ["audio"], "drop_path": 0.2}
+    settings = {"model": recompute, "train": {"accumulation": "cached"}}
+    run, plain = load_run(write_run(clap=settings)), load_run(write_run())
+    trained = [name for name in ("audio", "text") if name not in frozen]
+    again = analytic.recomputed_flops(config, lengths, ("audio",), drop_path=0.2) if "audio" in trained else 0
+    for front_end, shape in ((True, (config.audio.num_samples,)), (False, config.audio.feature_shape)):
+        forward = forward_flops(config, lengths, "model", front_end=front_end)
+        expected = {
+            "model_gflops": forward / 1e9,
+            "published_gflops": published_flops(config, front_end=front_end) / 1e9,
+            "training_gflops": (forward + analytic.backward_flops(config, lengths, trained=trained)) / 1e9,
+        }
+        for own, repeated in ((run, forward + again), (plain, 0)):
+            engine, batches = SimpleNamespace(model=model), iter([Batch(torch.zeros(2, *shape), ids, ids)])
+            session: Any = SimpleNamespace(run=own, engine=engine, batches=batches)
+            found, warnings = measure_flops(session)
+            assert found | expected | {"recomputed_gflops": pytest.approx(repeated / 1e9)} == found
+            assert warnings == []
+
+
+def test_what_the_profiler_cannot_see_is_said(write_run: WriteRun) -> None:
+    profiler = {"enabled": True, "profile_step": 9}
+    model = ClapModel(load_preset("micro"))
+    ids, audio = torch.ones(2, 16, dtype=torch.long), torch.zeros(2, load_preset("micro").audio.num_samples)
+    for steps, clap, said in (
+        (8, {}, "profile_step is 9, the run has 8 steps"),
+        (9, {"compile": "towers"}, "'towers'"),
+    ):
+        run, engine = load_run(write_run(flops_profiler=profiler, clap=clap)), SimpleNamespace(steps=steps, model=model)
+        session: Any = SimpleNamespace(run=run, engine=engine, batches=iter([Batch(audio, ids, ids)]))
+        (warning,) = measure_flops(session)[1]
+        assert said in warning
+        assert "not profiled" in warning
+    assert unknown_kernels(model) == []
+    for part in model.modules():
+        if hasattr(part, "kernel"):
+            part.kernel = "triton"
+    assert unknown_kernels(model) == ["clap.model.attention 'triton'", "clap.model.mlp 'triton'"]
 
 
 def test_text_lengths_beyond_the_model(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +166,10 @@ def test_utilization_of_a_rate(write_run: WriteRun, capsys: pytest.CaptureFixtur
         flops.main(["--deepspeed_config", str(path), "--counters", "analytic", "--samples_per_s", rate])
         return capsys.readouterr().out
 
-    percent = 100 * 3 * published_flops(load_preset("micro")) * 1000 / 3e12
-    assert f"MFU {percent:.1f} % published" in shown(3.0, "1000")
+    config, lengths = load_preset("micro"), TextLengths.fixed(16)
+    done = forward_flops(config, lengths, "model") + analytic.backward_flops(config, lengths)
+    percents = [100 * each * 1000 / 3e12 for each in (3 * published_flops(config), done)]
+    assert "MFU {:.1f} % published, {:.1f} % model, of 3 TFLOPS".format(*percents) in shown(3.0, "1000")
     assert "no MFU: the peak of" in shown(None, "1000")
     assert "overstates by design" not in shown(3.0, "1000")
     impossible = shown(0.01, "1000")
@@ -127,33 +197,3 @@ def test_picture_has_the_whole_forward(tmp_path: Path) -> None:
     assert sum(found[part] for parts in flops.GROUPS.values() for part in parts) == pytest.approx(found["forward"])
     flops.main(["--plot", str(tmp_path / "new" / "picture.png")])
     assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.end_to_end
-def test_profiler_section_in_a_bench_run(write_run: WriteRun, tmp_path: Path) -> None:
-    """Two ranks, accumulation, DeepSpeed's own section: report once, agreement, MFU by hand, no timers in the windows."""
-    elsewhere = tmp_path / "deep" / "copy.txt"
-    profiler = {"enabled": True, "module_depth": 1, "detailed": False, "output_file": str(elsewhere)}
-    bench = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
-    clap = {"bench": bench, "hardware": {"peak_tflops": 3.0, "measure_peak": True}}
-    path = write_run(flops_profiler=profiler, gradient_accumulation_steps=2, log_level="info", clap=clap)
-    ranks = RunningRanks(path, 2, file="clap_ds/bench.py")
-    assert ranks.wait() == [0, 0], ranks.outputs
-    (directory,) = (tmp_path / "runs").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
-    report = (directory / "flops_profile.txt").read_text()
-    assert report.count("DeepSpeed Flops Profiler ----") == 1
-    assert "Detailed Profile" not in report
-    assert elsewhere.read_text() == report
-    assert summary["flops"]["deepspeed_gflops"] == pytest.approx(summary["flops"]["model_gflops"], rel=1e-9)
-    assert summary["warnings"] == []
-    done_tflops = 3 * summary["flops"]["model_gflops"] * summary["samples_per_s_per_gpu"]["median"] / 1e3
-    published = published_flops(load_preset("micro")) / 1e9 / summary["flops"]["model_gflops"]
-    assert summary["achieved_tflops"] == pytest.approx(done_tflops)
-    assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
-    assert summary["mfu_published_percent"] == pytest.approx(100 * done_tflops * published / 3.0)
-    assert summary["achievable_percent"] == pytest.approx(100 * done_tflops / summary["matmul_tflops"])
-    assert "MFU, work really done" in ranks.outputs[0]
-    assert "no MFU" not in ranks.outputs[0]
-    # The engine itself doesn't profile: that would print every step's phases.
-    assert "time (ms)" not in (directory / "rank0.log").read_text()

@@ -65,36 +65,40 @@ def test_unknown_device_has_no_mfu_and_says_what_to_set() -> None:
     found = utilization(4e9, 2e9, 500, "Some CPU", None)
     absent = {name for name, value in found.items() if value is None}
     assert absent == {"mfu_published_percent", "mfu_model_percent", "hfu_percent", "peak_tflops"}
-    assert found["achieved_tflops"] == pytest.approx(3.0)
+    assert found["achieved_tflops"] == pytest.approx(1.0)
     assert "'Some CPU' is not known; set clap.hardware.peak_tflops" in found["peak_source"]
 
 
 def test_each_mfu_by_hand_and_in_the_table() -> None:
-    # 2 GFLOPs forward, 6 with backward, 500 samples/s: 3 TFLOPS, of 12: a quarter. 1.5 GFLOPs done again: 0.75 TFLOPS more.
-    found = utilization(4e9, 2e9, 500, "NVIDIA H200", 12.0, recomputed_flops=1.5e9)
+    # 5 GFLOPs forward and backward, 500 samples/s: 2.5 TFLOPS, of 10 a quarter. 1.5 GFLOPs done again: 0.75 TFLOPS more.
+    found = utilization(4e9, 5e9, 500, "NVIDIA H200", 10.0, recomputed_flops=1.5e9)
     names = ("mfu_published_percent", "mfu_model_percent", "hfu_percent", "achieved_tflops", "hardware_tflops")
-    assert [found[name] for name in names] == pytest.approx([50, 25, 31.25, 3, 3.75])
-    flops = {"published_gflops": 4.0, "model_gflops": 2.0, "recomputed_gflops": 1.5, "deepspeed_gflops": 2.1}
+    assert [found[name] for name in names] == pytest.approx([60, 25, 32.5, 2.5, 3.25])
+    flops = {"published_gflops": 4.0, "model_gflops": 2.0, "training_gflops": 5.0, "recomputed_gflops": 1.5}
+    flops["deepspeed_gflops"] = 2.1
     summary: Any = {
-        "device_type": "cuda", "samples_per_s_per_gpu": rates([490.0, 510.0]),
+        "device_type": "cuda", "samples_per_s_per_gpu": rates([490.0, 510.0], [1.0, 1.0]),
         "step_time_s": {"median": 1.0, "p95": 1.0, "slowest_rank_median": 1.0}, "samples_per_s": 500.0,
-        "deepspeed_samples_per_s": None, "audio_hours_per_s": 1.0, "data_wait_percent": 0.0, "memory_peak_bytes": 2**30,
+        "deepspeed_samples_per_s": None, "data_wait_percent": 0.0, "memory_peak_bytes": 2**30,
         "memory_reserved_peak_bytes": 3 * 2**29,
-        "breakdown_s": None, "flops": {**flops, "deepspeed_unseen_gflops": {}}, "warnings": ["they differ"], **found,
+        "breakdown_s": None, "flops": {**flops, "deepspeed_unseen_gflops": {"FFT": 0.1}}, "warnings": ["they differ"], **found,
     }  # fmt: skip
     shown = {
-        "peak memory per rank": "1.00 GiB of tensors, 1.50 GiB reserved",
-        "  50 % interval of 2 windows": "490.00 – 510.00",
-        "  with recomputation": "3.750 (1.5000 GFLOPs a sample done twice)",
-        "  with recomputation (HFU)": "31.25 % of 12 TFLOPS",
-        "MFU, published convention (4.00 GFLOPs)": "50.00 % of 12 TFLOPS",
-        "MFU, work really done": "25.00 % of 12 TFLOPS",
-        "  by DeepSpeed's profiler": "2.1000",
+        "peak memory per rank (largest)": "1.00 GiB of tensors, 1.50 GiB reserved",
+        "  range of 2 windows": "490.00 – 510.00",
+        "TFLOPS achieved per device, forward and backward": "2.500",
+        "  with what is done twice": "3.250 (1.5000 GFLOPs a sample done twice)",
+        "GFLOPs a sample, forward and backward": "5.0000",
+        "GFLOPs a sample, forward": "2.0000",
+        "  with what is done twice (HFU)": "32.50 % of 10 TFLOPS",
+        "MFU, published convention (3 × 4.00 GFLOPs)": "60.00 % of 10 TFLOPS",
+        "MFU, work really done": "25.00 % of 10 TFLOPS",
+        "  by DeepSpeed's profiler": "2.1000 (0.1000 of it unseen by it)",
         "warning": "they differ",
     }
     lines = dict(rows(summary))
     assert {name: lines[name] for name in shown} == shown
-    summary |= utilization(4e9, 2e9, 500, "Some CPU", None)
+    summary |= utilization(4e9, 5e9, 500, "Some CPU", None)
     assert not any("%" in value for name, value in rows(summary) if name.startswith("MFU"))
 
 

@@ -206,12 +206,6 @@ def test_when_all_refuse_nobody_is_waited_for(network: Network) -> None:
     assert len(network.agents().connect(_names(3), 600)) == 3
 
 
-def test_waiting_is_stopped(network: Network) -> None:
-    network.write("hangs", "n000")
-    agents = network.agents()
-    assert len(agents.connect(["n000"], 600, stopped=lambda: bool(network.started()))) == 1
-
-
 @pytest.mark.end_to_end
 def test_those_who_answered_hear_of_the_job_while_others_are_awaited(
     network: Network, monkeypatch: pytest.MonkeyPatch
@@ -227,21 +221,6 @@ def test_those_who_answered_hear_of_the_job_while_others_are_awaited(
 
 
 # --- who is lost
-
-
-@pytest.mark.end_to_end
-def test_silence(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PING_S", 0.3)
-    agents = network.agents(lost_after_s=6.0)
-    assert agents.connect(_names(2), 60) == []
-    (pid,) = (pid for _, pid, host in network.started() if host == "n001")
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: agents.lost(_names(2)))
-    assert [*agents.lost(_names(2))] == ["n001"]
-    assert agents.lost(["n001"])["n001"].startswith("no sign of life for ")
-    assert agents.hosts["n001"].is_silent
-    os.kill(pid, signal.SIGCONT)
-    assert agents.stop(60) == []
 
 
 @pytest.mark.end_to_end

@@ -12,39 +12,33 @@ import pytest
 from clap_ds.launch import attempt as module
 from clap_ds.launch.agents import Agents, Host
 from clap_ds.launch.attempt import Attempt
-from clap_ds.launch.connection import Message
+from clap_ds.launch.connection import MARK, Message, to_line
 from clap_ds.launch.recovery import Ending
 
-PLAY = Callable[["FakeAgents", Message], None]
+PLAY = Callable[["PlayedAgents", Message], None]
 NUM_RANKS = 2
+HALF = "half a record"
 
 
-class FakeAgents:
-    """Hosts whose answers to the job's messages are played by a function of the test."""
-
-    short_of_ranks = Agents.short_of_ranks
+class PlayedAgents(Agents):
+    """Hosts whose answers to the job's messages are played by a function of the test; they confirm an attempt's end."""
 
     def __init__(self, names: list[str], play: PLAY) -> None:
-        self.hosts = {name: Host(name, heard=0.0) for name in names}
+        super().__init__("j", None, 60.0, lambda message: self.attempt.hear(message))
+        self._stopped.set()  # nobody is to be pinged
+        self.hosts = {name: Host(name, heard=self.clock.now()) for name in names}
         self.said: list[Message] = []
-        self.attempt: Attempt | None = None
+        self.attempt: Any = None
         self._play = play
-        self.clock = self
-        self.unconfirmed: list[str] = []
-
-    def now(self) -> float:
-        return 0.0
 
     def say(self, **message: Any) -> None:
         self.said.append(message)
         self._play(self, message)
+        if message["do"] == "end":
+            [self.tell(name, clear=0) for name, host in self.hosts.items() if host.lost is None]
 
     def tell(self, name: str, **message: Any) -> None:
-        """As `Agents._hear` does."""
-        self.hosts[name].hear({"host": name, **message}, 1.0)
-        if not {"ranks", "clear", "gone"} & set(message):
-            assert self.attempt
-            self.attempt.hear({"host": name, **message})
+        self._hear(MARK + to_line({"host": name, **message}))
 
     def end(self, name: str, code: int, why: str = "") -> None:
         self.tell(name, attempt="j.0", ended=code, why=why)
@@ -52,15 +46,6 @@ class FakeAgents:
     def ranks(self, name: str, number: int = NUM_RANKS, **note: Any) -> None:
         first = NUM_RANKS * list(self.hosts).index(name)
         self.tell(name, ranks=[{"rank": first + index, "state": "S", **note} for index in range(number)])
-
-    def lost(self, names: list[str]) -> dict[str, str]:
-        return {name: str(self.hosts[name].lost) for name in names if self.hosts[name].lost is not None}
-
-    def end_attempt(self, names: list[str], timeout_s: float) -> list[str]:
-        return self.unconfirmed
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"not played: {name}")
 
 
 @pytest.fixture
@@ -71,10 +56,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 
     def run(play: PLAY, *, hosts: int = 2, signals: list[signal.Signals] | None = None) -> tuple[Ending, Attempt]:
         names = [f"n{number}" for number in range(1, hosts + 1)]
-        agents = FakeAgents(names, play)
+        agents = PlayedAgents(names, play)
         start = {"do": "start", "attempt": "j.0", "slots": dict.fromkeys(names, NUM_RANKS)}
         received = [] if signals is None else signals
-        attempt = Attempt(agents, start, lambda: received[0] if received else None, 0.05, tmp_path)  # type: ignore[arg-type]
+        attempt = Attempt(agents, start, lambda: received[0] if received else None, 0.05, tmp_path)
         agents.attempt = attempt
         return attempt.run(), attempt
 
@@ -94,7 +79,7 @@ def _recorded(tmp_path: Path) -> tuple[str, str | None]:
     return summary["state"], summary.get("error")
 
 
-def _tells_run(tmp_path: Path, agents: FakeAgents, *codes: int, why: str = "") -> None:
+def _tells_run(tmp_path: Path, agents: PlayedAgents, *codes: int, why: str = "") -> None:
     agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
     for name, code in zip(agents.hosts, codes, strict=True):
         agents.end(name, code, why if code else "")
@@ -105,6 +90,7 @@ def _tells_run(tmp_path: Path, agents: FakeAgents, *codes: int, why: str = "") -
     [
         ("completed", (0, 0), ("completed", 0)),
         ("completed", (0, 1), ("failed", 1)),
+        (HALF, (0, 0), ("failed", 1)),
         ("running", (0, 0), ("failed", 1)),  # launchers that say all is well although the run never said so
         ("out_of_memory", (0, 1), ("out_of_memory", 1)),
         ("failed", (3, 0), ("failed", 3)),
@@ -114,10 +100,12 @@ def _tells_run(tmp_path: Path, agents: FakeAgents, *codes: int, why: str = "") -
     ],
 )
 def test_state_and_code(run: Any, tmp_path: Path, state: str | None, codes: tuple[int, int], expected: Any) -> None:
-    if state:
+    if state == HALF:
+        (tmp_path / "run" / "summary.json").write_text('{"state": "comp')
+    elif state:
         _summary(tmp_path, state=state, error="why" if state == "failed" else None)
 
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         if state:
             _tells_run(tmp_path, agents, *codes)
         else:
@@ -128,102 +116,78 @@ def test_state_and_code(run: Any, tmp_path: Path, state: str | None, codes: tupl
     assert ending.hosts == []
     if state:
         assert attempt.run_directory == tmp_path / "run"
-        assert _recorded(tmp_path)[0] == ending.state
+        assert ("summary.json can't be read" in ending.message) == (state == HALF)
+        assert state == HALF or _recorded(tmp_path)[0] == ending.state
         assert {"do": "monitor", "run_directory": str(tmp_path / "run")} in attempt.agents.said
 
 
-def test_the_first_error_of_a_rank_is_why(run: Any) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
-        agents.tell("n2", err="Traceback (most recent call last):")
-        agents.tell("n2", err="torch.cuda.CudaError: CUDA error: uncorrectable ECC error encountered")
-        agents.tell("n1", err="RuntimeError: the other is gone")
-        agents.end("n2", 1, "last line")
-        agents.end("n1", 0)
-
-    ending, _ = run(_on_start(play))
-    why = "n2: its ranks ended with code 1: last line; torch.cuda.CudaError: CUDA error: uncorrectable ECC error encountered"
-    assert (ending.message, ending.hosts, ending.lost) == (why, ["n2"], False)
+ECC = "torch.cuda.CudaError: CUDA error: uncorrectable ECC error encountered"
+GPU = "torch.AcceleratorError: CUDA error: {}".format
+ENDED_1 = "n1: its ranks ended with code 1; "
 
 
 @pytest.mark.parametrize(
-    ("error", "hosts"),
+    ("script", "message", "hosts"),
     [
-        ("an illegal memory access was encountered", ["n1"]),
-        ("invalid configuration argument", []),
-        ("out of memory", []),
+        # The first error of a rank is why.
+        (
+            "n2 err Traceback (most recent call last):|n2 err " + ECC + "|n1 err RuntimeError: the other is gone"
+            "|n2 ended 1 last line|n1 ended 0",
+            "n2: its ranks ended with code 1: last line; " + ECC, "n2",
+        ),
+        ("n1 err " + GPU("an illegal memory access was encountered") + "|n1 ended 1|n2 ended 0", ENDED_1 + GPU("an ill"), "n1"),
+        # A size that a GPU can't do is no fault of the host's, and neither is a mistake of the user's.
+        ("n1 err " + GPU("invalid configuration argument") + "|n1 ended 1|n2 ended 0", ENDED_1 + GPU("invalid"), ""),
+        ("n1 err " + GPU("out of memory") + "|n1 ended 1|n2 ended 0", ENDED_1 + GPU("out of memory"), ""),
+        ("n1 ended 2 error: NCCL_ALGO: no such|n2 ended 2 error: NCCL_ALGO: no such", "n1: its ranks ended with code 2", ""),
+        ("n1 ended 247|n2 ended 0", "n1: its ranks ended with code 247 (killed by SIGKILL)", "n1"),
+        ("n1 ended 137|n2 ended 0", "n1: its ranks ended with code 137 (killed by SIGKILL)", "n1"),
+        ("n1 ended 139|n2 ended 0", "n1: its ranks ended with code 139 (killed by SIGSEGV)", "n1"),
+        # The others wait for a host that has failed, or lost ranks.
+        ("n1 ranks 2|n2 ended 7 its words", "n2: its ranks ended with code 7: its words; the other hosts went", "n2"),
+        ("n1 ranks 2|n2 ranks 2|n2 ranks 1", "ranks ended while others went on: n2 has 1 of 2 ranks left", "n2"),
     ],
-)
-def test_a_size_that_a_gpu_cannot_do_is_no_fault_of_the_host(run: Any, error: str, hosts: list[str]) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
-        agents.tell("n1", err=f"torch.AcceleratorError: CUDA error: {error}")
-        agents.end("n1", 1)
+)  # fmt: skip
+def test_why_it_failed_and_whose_fault_that_is(run: Any, script: str, message: str, hosts: str) -> None:
+    def play(agents: PlayedAgents, _: Message) -> None:
+        for name, what, *rest in (line.split(" ", 2) for line in script.split("|")):
+            if what == "err":
+                agents.tell(name, err=rest[0])
+            elif what == "ranks":
+                agents.ranks(name, int(rest[0]))
+            else:
+                code, _, why = rest[0].partition(" ")
+                agents.end(name, int(code), why)
 
-    ending, _ = run(_on_start(play), hosts=1)
-    assert (ending.state, ending.hosts) == ("failed", hosts)
+    ending, _ = run(_on_start(play))
+    assert ending.message.startswith(message)
+    assert (ending.state, ending.hosts, ending.lost) == ("failed", hosts.split(), False)
 
 
-@pytest.mark.parametrize(("code", "name"), [(247, "SIGKILL"), (137, "SIGKILL"), (139, "SIGSEGV")])
-def test_killed_by(run: Any, code: int, name: str) -> None:
-    ending, _ = run(_on_start(lambda agents, _: agents.end("n1", code)), hosts=1)
-    assert f"(killed by {name})" in ending.message
-    assert ending.hosts == ["n1"]
-
-
-def test_host_that_lost_a_rank_first_is_named(run: Any, tmp_path: Path) -> None:
+def test_record_names_the_host_that_lost_a_rank_first(run: Any, tmp_path: Path) -> None:
     _summary(tmp_path, state="failed", error="Gloo: connection reset by peer")
 
-    def play(agents: FakeAgents, message: Message) -> None:
-        agents.ranks("n1")
-        agents.ranks("n2")
-        agents.ranks("n2", 1)  # rank 3 goes first, and then the others on finding that it has
-        agents.ranks("n1", 0)
+    def play(agents: PlayedAgents, message: Message) -> None:
+        [agents.ranks(*each) for each in (("n1", 2), ("n2", 2), ("n2", 1), ("n1", 0))]
         _tells_run(tmp_path, agents, 1, 1)
 
     ending, _ = run(_on_start(play))
-    assert ending.message == "rank 3 on n2 ended first; Gloo: connection reset by peer"
-    assert ending.hosts == ["n2"]
-    assert _recorded(tmp_path) == ("failed", ending.message)
-
-
-def test_a_mistake_of_the_users_is_no_hosts_fault(run: Any) -> None:
-    ending, _ = run(
-        _on_start(lambda agents, _: [agents.end(name, 2, "error: NCCL_ALGO: no such") for name in agents.hosts])
-    )
-    assert (ending.code, ending.hosts) == (2, [])
+    assert _recorded(tmp_path) == ("failed", "rank 3 on n2 ended first; Gloo: connection reset by peer")
+    assert (ending.message, ending.hosts) == (_recorded(tmp_path)[1], ["n2"])
 
 
 def test_lost_host_ends_the_others(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         agents.ranks("n1")
         agents.hosts["n2"].lost = "no sign of life for 61 s"
-        agents.unconfirmed = ["n2"]
 
     ending, _ = run(_on_start(play))
     assert ending == Ending("failed", "lost n2: no sign of life for 61 s", 1, ["n2"], lost=True)
     assert "didn't confirm" not in capsys.readouterr().err, "nobody expects a lost host to"
 
 
-def test_others_wait_for_a_host_that_failed_or_lost_ranks(run: Any) -> None:
-    def fails(agents: FakeAgents, message: Message) -> None:
-        agents.ranks("n1")
-        agents.end("n2", 7, "its words")
-
-    ending, _ = run(_on_start(fails))
-    assert ending.message == "n2: its ranks ended with code 7: its words; the other hosts went on waiting for it"
-    assert ending.hosts == ["n2"]
-
-    def loses(agents: FakeAgents, message: Message) -> None:
-        agents.ranks("n1")
-        agents.ranks("n2")
-        agents.ranks("n2", 1)
-
-    ending, _ = run(_on_start(loses))
-    assert ending.message == "ranks ended while others went on: n2 has 1 of 2 ranks left"
-    assert ending.hosts == ["n2"]
-
-
 def test_late_end_of_the_attempt_before_is_not_this_ones(run: Any) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         agents.end("n1", 0)
         agents.tell("n1", attempt="j.00", ended=137, why="")
         agents.end("n2", 0)
@@ -249,7 +213,7 @@ def test_signal_is_passed_on(run: Any, tmp_path: Path, number: signal.Signals, s
     received: list[signal.Signals] = []
     _summary(tmp_path, state="running")
 
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         if message["do"] == "start":
             agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
             [agents.ranks(name) for name in agents.hosts]
@@ -267,11 +231,11 @@ def test_signal_is_passed_on(run: Any, tmp_path: Path, number: signal.Signals, s
 def test_ranks_that_save_are_waited_for(run: Any, tmp_path: Path) -> None:
     received: list[signal.Signals] = []
 
-    def ends(agents: FakeAgents) -> None:
+    def ends(agents: PlayedAgents) -> None:
         _summary(tmp_path, state="timeout", step=40, checkpoints=[{"saved": True}])
         [agents.end(name, 0) for name in agents.hosts]
 
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         if message["do"] == "start":
             agents.tell("n1", out=f"run directory: {tmp_path / 'run'}")
             [agents.ranks(name) for name in agents.hosts]
@@ -288,13 +252,13 @@ def test_ranks_that_do_not_end_are_given_their_time(run: Any, monkeypatch: pytes
     monkeypatch.setattr(module, "GRACE_S", dict.fromkeys(signal.Signals, 0.0))
     received: list[signal.Signals] = []
 
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         [agents.ranks(name) for name in agents.hosts]
         received.append(signal.SIGTERM)
 
     ending, attempt = run(play, signals=received)
     assert (ending.state, ending.code) == ("terminated", 143)
-    assert [message["do"] for message in attempt.agents.said] == ["start", "signal"]
+    assert [message["do"] for message in attempt.agents.said] == ["start", "signal", "end"]
 
 
 # --- a run that stands still
@@ -304,9 +268,13 @@ def test_ranks_that_do_not_end_are_given_their_time(run: Any, monkeypatch: pytes
 def test_stall_names_the_rank_and_keeps_stacks(run: Any, tmp_path: Path, monkeypatch: Any, keeps: bool) -> None:
     if not keeps:
         (tmp_path / "stacks").write_text("a file is in the way")
+    own = tmp_path / "stacks" / "rank2-failing.txt"  # as `clap.debug` has the rank itself write it
+    if keeps:
+        own.parent.mkdir()
+        own.write_text("its own")
     waits, reads = (f'Current thread 0x1:\n  File "a.py", line 3 in {name}\n' for name in ("wait", "read"))
 
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         if message["do"] == "start":
             for name in agents.hosts:
                 agents.ranks(name, step=5, made=5, doing="step", age=601.0)
@@ -323,13 +291,13 @@ def test_stall_names_the_rank_and_keeps_stacks(run: Any, tmp_path: Path, monkeyp
         kept = (tmp_path / "stacks" / "rank2.txt").read_text()
         assert kept.startswith("# rank 2 on n2, ")
         assert kept.endswith(reads)
-        assert len([*(tmp_path / "stacks").iterdir()]) == 4
+        assert (len([*own.parent.iterdir()]), own.read_text()) == (5, "its own")
     else:
         assert "the stacks can't be kept" in ending.message
 
 
 def test_not_all_ranks_are_up_yet(run: Any) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         if message["do"] == "start":
             agents.ranks("n1", step=5, made=5, doing="step", age=601.0)
             threading.Timer(0.1, lambda: [agents.end(name, 0) for name in agents.hosts]).start()
@@ -339,7 +307,7 @@ def test_not_all_ranks_are_up_yet(run: Any) -> None:
 
 
 def test_output_is_passed_on_with_its_host(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def play(agents: FakeAgents, message: Message) -> None:
+    def play(agents: PlayedAgents, message: Message) -> None:
         agents.tell("n1", out="a line")
         agents.tell("n1", err="a word")
         agents.tell("n1", waits="for /f to be visible there")

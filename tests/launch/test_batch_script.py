@@ -35,15 +35,6 @@ def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, 
     assert bool(request.notes(site, 1)) == (warning < (300 if train else 60))
 
 
-def test_the_sites_own_gpu_options_win(tmp_path: Path) -> None:
-    for own in ("--gres=gpu:h100:4", "--gpus-per-node=h100:4"):
-        request = Request(_site(tmp_path, sbatch=[own]), 4, "gpu:4")
-        text = script(request, 2, "name", "log", [tmp_path])
-        assert f"#SBATCH {own}" in text
-        assert "#SBATCH --gres=gpu:4" not in text
-    assert "--gres" not in script(Request(_site(tmp_path), 4, None), 2, "name", "log", [tmp_path])
-
-
 def test_paths_with_spaces_quotes_and_percents(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("it's 50%", "b c")]
     request = Request(_site(tmp_path), 4, None)

@@ -81,12 +81,6 @@ def test_threads_are_the_users_then_the_sites_then_slurms(batch: Batch) -> None:
         assert seen.startswith(f"OMP={threads} ")
 
 
-def test_micro_batches(batch: Batch) -> None:
-    done = batch.call(LAUNCH / "bench.sbatch", "--micro_batch", "2:4:2", "--folder", f"{batch.folder}/job")
-    assert "micro-batch 2" in done.stdout
-    assert f"{batch.folder}/job/micro_batch-2/run.json" in done.stdout.splitlines()
-
-
 def test_train_by_plain_sbatch_runs_from_a_copy(batch: Batch, tmp_path: Path) -> None:
     """sbatch copies the script to its spool folder, and starts it in the checkout."""
     copy = tmp_path / "slurm_script"
@@ -142,22 +136,3 @@ def test_mistakes_end_with_2(batch: Batch, site: dict[str, object], options: tup
     assert message in done.stderr
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-def test_script_that_submit_writes_runs(batch: Batch, tmp_path: Path) -> None:
-    from clap_ds.launch.submit import main
-
-    assert main(["--site", str(batch.folder / "site.json"), "--config", str(batch.folder / "tiny.json")]) == 0
-    (job,) = (batch.folder / "runs" / "jobs").iterdir()
-    text = (
-        (job / "job.sbatch")
-        .read_text()
-        .replace(f"--python {shlex.quote(sys.executable)}", f"--python {shlex.quote(str(batch.python))}")
-    )
-    copy = tmp_path / "slurm_script"
-    copy.write_text(text)
-    shown = subprocess.run(["bash", str(copy)], capture_output=True, text=True, cwd="/")
-    assert shown.returncode == 0, shown.stderr
-    words = shown.stdout.splitlines()[2:]
-    assert words[2:6] == ["--folder", str(job), "--slots", "4"]
-    assert words[-1] == str(job / "run.json")

@@ -23,6 +23,9 @@ from clap_ds.launch.job_states import figures_of, state_of
         ({}, "7", "CANCELLED", False, ("terminated", "cancelled before it began")),
         ({}, "7", None, False, ("terminated", "cancelled before it began")),
         ({}, "7", "NODE_FAIL", False, ("failed", "a node failed, before it began")),
+        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL: a node failed; see ")),
+        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED: ")),
+        ({"state": "running"}, "7", "OUT_OF_MEMORY", True, ("failed", "SLURM: OUT_OF_MEMORY: ")),
         ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT: its time was over")),
         ({"state": "running"}, "7", None, True, ("failed", "SLURM no longer knows the job: it recorded no end; see ")),
     ],
@@ -47,5 +50,5 @@ def test_figures_of_rubbish_are_none(tmp_path: Path) -> None:
         (tmp_path / "job.json").write_text(text)
         assert figures_of(tmp_path) == ""
     (tmp_path / "job.json").write_text(json.dumps({"run_directory": str(tmp_path)}))
-    (tmp_path / "summary.json").write_text('{"samples_per_s_per_gpu": {"median": 2.5}}')
+    (tmp_path / "summary.json").write_text('{"samples_per_s_per_gpu": {"mean": 2.5}}')
     assert figures_of(tmp_path) == "2.50 samples/s/GPU"

@@ -31,14 +31,15 @@ STAND_IN = """
 import json, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
-size = json.loads((folder / "run.json").read_text())["train_micro_batch_size_per_gpu"]
+run = json.loads((folder / "run.json").read_text())
+size = run["train_micro_batch_size_per_gpu"] if "train_batch_size" not in run else 0
 kind = sys.argv[2] if len(sys.argv) > 2 else ""
 if size == 40 and kind == "fail":
     sys.exit(7)
 larger = {"launch": "failed", "stop": "timeout"}.get(kind, "out_of_memory")
 state = "completed" if size <= 43 else larger
 (folder / "run").mkdir(exist_ok=True)
-summary = {"samples_per_s_per_gpu": {"median": size * 2.0}, "memory_peak_bytes": size * 10**9, "achieved_tflops": 5.5}
+summary = {"samples_per_s_per_gpu": {"mean": size * 2.0}, "memory_peak_bytes": size * 10**9, "achieved_tflops": 5.5}
 (folder / "run" / "summary.json").write_text(json.dumps(summary))
 (folder / "job.json").write_text(json.dumps({"state": state, "error": "why", "run_directory": str(folder / "run")}))
 sys.exit(state != "completed")
@@ -47,7 +48,7 @@ sys.exit(state != "completed")
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    (tmp_path / "run.json").write_text(json.dumps(micro_run()))
+    (tmp_path / "run.json").write_text(json.dumps(micro_run(train_batch_size=8)))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     options = ["--config", str(tmp_path / "run.json"), "--folder", str(tmp_path)]
     return [*options, "--", sys.executable, str(tmp_path / "stand_in.py"), "{folder}"]

@@ -80,11 +80,12 @@ def test_everything_of_the_site_is_in_the_script(
 def test_ranks_are_as_many_as_the_gpus_that_the_site_asks_for(
     submission: Submission, slurm: FakeSlurm, own: str
 ) -> None:
-    submission.site["sbatch"] = [own]
+    submission.site["sbatch"], submission.run["train_batch_size"] = [own], 8
     assert submission.call() == submission.call("--gpus", "2") == 0
+    assert submission.call("--nodes", "2") == 2, "on 4 ranks the batch is twice as large"
     for job in submission.jobs:
         assert "--slots 2" in (job / "job.sbatch").read_text()
-        assert f"#SBATCH {own}" in _lines(job)
+        assert [line for line in _lines(job) if "gpu" in line and line.startswith("#SBATCH --g")] == [f"#SBATCH {own}"]
 
 
 def test_spare_nodes_and_training(submission: Submission, capsys: pytest.CaptureFixture[str]) -> None:

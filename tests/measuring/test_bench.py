@@ -1,6 +1,7 @@
 """The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clap_ds.config.model import load_preset
+from clap_ds.flop_count.analytic import published_flops
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.ranks import free_port
 from tests.training.training_commands import (
     RunningRanks,
     deepspeed_launcher,
     environment,
-    make_sounds,
-    shard_data,
     wait_until,
 )
 
@@ -61,6 +63,14 @@ def _summary(config: Path) -> dict[str, Any]:
     return dict(json.loads((_run_directory(config) / "summary.json").read_text()))
 
 
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Samples and value by tag of the one file there."""
+    assert len(list(folder.iterdir())) == 1
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 @pytest.mark.parametrize(("launcher", "world_size"), [("deepspeed", 2), ("torchrun", 2), ("python", 1)])
 def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, world_size: int) -> None:
     config = write_run(log_level="info", steps_per_print=1)
@@ -75,35 +85,83 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     summary = _summary(config)
     assert summary["state"] == "completed"
     assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
-    windows = summary["samples_per_s_per_gpu"]["windows"]
+    windows, window_s = (summary["samples_per_s_per_gpu"][name] for name in ("windows", "window_s"))
     assert len(windows) == 2
-    assert summary["samples_per_s"] == pytest.approx(world_size * sum(windows) / 2)
+    assert summary["samples_per_s"] == pytest.approx(2 * 8 * world_size / sum(window_s))
 
     directory = _run_directory(config)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["phase"] for line in lines] == ["warmup"] + ["window"] * 4
     assert all(line["slowest_rank_time_s"] >= line["time_s"] > 0 for line in lines)
-    # The rate follows from the step times on record, up to what lies between the last step and the window's end, which may be
-    # long on a busy machine. Ranks held up in different steps make the slowest steps together longer than any rank's window.
-    shortest_s, longest_s = (sum(line[name] for line in lines[1:3]) for name in ("time_s", "slowest_rank_time_s"))
-    assert 0.55 * 8 / longest_s <= windows[0] <= 1.01 * 8 / shortest_s
-    assert "SamplesPerSec=" in (directory / "rank0.log").read_text()
+    for text in (result.stdout, (directory / "rank0.log").read_text()):
+        assert len(re.findall(r"global_step=\d+, RunningAvgSamplesPerSec=", text)) == 3  # of 5 its timer leaves 2 out
+        assert ("zero_optimization_stage" in text) == (text != result.stdout)  # DeepSpeed's configuration
     environment = json.loads((directory / "environment.json").read_text())
     assert environment["gpus_per_node"] == [world_size]
-    events = EventAccumulator(str(directory / "tensorboard"))
-    events.Reload()
-    assert {"bench/loss", "bench/samples_per_s"} <= set(events.Tags()["scalars"])
+    events = _scalars(directory / "tensorboard")
+    assert events.keys() == {"bench/loss", "bench/samples_per_s"}
+    assert events["bench/loss"] == [(4 * world_size * line["step"], pytest.approx(line["loss"])) for line in lines]
+    assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx([world_size * rate for rate in windows])
 
 
 def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
-    config = write_run(gradient_accumulation_steps=3)
+    config = write_run(gradient_accumulation_steps=None, train_batch_size=12)
     assert _bench(config).returncode == 0
     summary = _summary(config)
     lines = [json.loads(line) for line in (_run_directory(config) / "metrics.jsonl").read_text().splitlines()]
-    assert summary["global_batch"] == 12
+    assert [summary[name] for name in ("micro_batch_per_gpu", "gradient_accumulation_steps", "global_batch")] == [
+        4,
+        3,
+        12,
+    ]
     rate = 24 / sum(line["time_s"] for line in lines[1:3])  # a third of it, were one micro-batch counted
     assert 0.4 * rate < summary["samples_per_s_per_gpu"]["windows"][0] < 1.01 * rate
+
+
+def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
+    """The packaged configuration with a smaller model, as said in docs/numbers.md: its optimiser, all-reduce, timers, monitor
+    and profiler."""
+    run = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
+    run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
+    run["clap"]["model"]["preset"], run["clap"]["text_tokens"] = "micro", 16
+    run["clap"]["bench"] = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
+    run["clap"] |= {"output": {"root": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0, "measure_peak": True}}
+    optimizer = "FusedAdam"
+    if " " in torch.__file__:  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
+        optimizer, run["clap"]["fused_adam"] = "FlatAdamW", "torch"
+    (config := tmp_path / "run.json").write_text(json.dumps(run | {"comms_logger": {"enabled": True}}))
+    result = _bench(config, "deepspeed")
+    assert result.returncode == 0, result.stdout + result.stderr
+    directory, summary = _run_directory(config), _summary(config)
+    assert summary["global_batch"] == 16
+    log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
+    assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
+    for text in (result.stdout, log):
+        assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
+        assert text.count("time (ms) | fwd: ") == 6  # of every step, that which is profiled included
+        assert len(re.findall(r"all_reduce\s+", text)) == 1
+    assert "Profile Summary at step 6" in report
+    assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)
+    assert float(re.search(r"fwd MACs per GPU: +([\d.]+) MMACs", report)[1]) > 0  # type: ignore[index]
+
+    flops = summary["flops"]
+    assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
+    assert not any("in doubt" in text or "doesn't know" in text for text in summary["warnings"])
+    done_tflops = flops["training_gflops"] * summary["samples_per_s_per_gpu"]["mean"] / 1e3
+    assert summary["achieved_tflops"] == pytest.approx(done_tflops)
+    assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
+    published_tflops = 3 * published_flops(load_preset("micro")) * summary["samples_per_s_per_gpu"]["mean"] / 1e12
+    assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
+    assert summary["achievable_percent"] == pytest.approx(100 * done_tflops / summary["matmul_tflops"])
+    assert "MFU, work really done" in result.stdout
+    assert "no MFU" not in result.stdout
+
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    events = _scalars(directory / "tensorboard")
+    assert events["bench/loss"] == [(16 * line["step"], pytest.approx(line["loss"])) for line in lines]
+    assert [samples for samples, _ in events["Train/Samples/lr"]] == [16, 32, 48, 64, 80, 96]
+    assert "Train/Samples/elapsed_time_ms_forward" in events
 
 
 @pytest.mark.parametrize(
@@ -112,6 +170,7 @@ def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
         ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
         ("python", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
         ("two ranks", {"bf16": {"enabled": "perhaps"}}, REFUSED),
+        ("two ranks", {"train_batch_size": 4}, "train_batch_size: 4 is not"),
         ("two ranks", {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, REFUSED),
     ],
 )
@@ -167,30 +226,3 @@ def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.
     process.send_signal(number)
     assert process.wait(timeout=180) == 128 + number
     assert _summary(config)["state"] == state
-
-
-@pytest.fixture(scope="module")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of real encoded audio with captions and their tokenizer."""
-    folder = tmp_path_factory.mktemp("sounds") / "data"
-    return make_sounds(folder, "--clips", "24", "--shards", "4", "--seconds", "1-2")
-
-
-def test_trains_on_real_audio(write_run: WriteRun, sounds: Path) -> None:
-    config = write_run(clap={"data": shard_data(sounds)})
-    result = _bench(config, "two ranks")
-    assert result.returncode == 0, result.stderr
-    summary = _summary(config)
-    assert summary["state"] == "completed"
-    assert summary["data"]["num_broken_items"] == 0
-
-
-def test_shards_that_are_all_broken_end_the_run(write_run: WriteRun, sounds: Path, tmp_path: Path) -> None:
-    broken = [tmp_path / f"broken-{number}.tar" for number in range(2)]
-    for path in broken:
-        path.write_bytes(b"this is not a tar file" * 100)
-    data = shard_data(sounds) | {"shards": list(map(str, broken))}
-    result = _bench(write_run(clap={"data": data}), "two ranks")
-    assert result.returncode in (1, 2)
-    assert "broken-" in result.stderr
-    assert "Traceback" not in result.stderr

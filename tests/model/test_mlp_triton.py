@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="Triton is installed with torch on Linux")
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.kernel_choice import KernelChoice
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.swin import Mlp
 from clap_ds.native.convert import NativeSwinBlock
@@ -50,7 +49,7 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
     mlp = Mlp(96, 4).bfloat16()
     totals = {}
     for kernel in ("torch", "triton"):
-        mlp.kernel = KernelChoice(kernel)
+        mlp.kernel = kernel
         with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
             tokens = torch.randn(2, 8, 8, 96, dtype=torch.bfloat16, requires_grad=True)
             output = mlp(tokens)
@@ -72,7 +71,7 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
 def test_the_model_takes_it_where_asked_and_fitting(mlp: str) -> None:
     with torch.device("meta"):
         model = ClapModel(load_preset("htsat_tiny_roberta_base"), attention="auto", mlp=mlp)
-    fused = [[block.mlp.kernel.name == "triton" for block in stage.blocks] for stage in model.audio.stages]
+    fused = [[block.mlp.kernel == "triton" for block in stage.blocks] for stage in model.audio.stages]
     narrow = mlp == "triton"
     assert fused == [[narrow] * 2, [narrow] * 2, [False] * 6, [False] * 2]
     # CPU kernels, where they run, leave such a block alone.

@@ -1,13 +1,9 @@
 """The tracer against the closed form of the model's FLOPs, sizes worked out by hand, and a real run of the same code."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import ClapConfig, load_preset
@@ -16,6 +12,7 @@ from clap_ds.flop_count.analytic import TextLengths, forward_components
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import Kernel
 from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.fake_ranks import rank_of
 from clap_ds.planning.trace import Recorded, trace
 
 BATCH, TOKENS = 3, 20
@@ -49,8 +46,6 @@ def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: Kernel) ->
     backward = 2 * forward["forward"] - 2 * (forward["fft"] + forward["mel"]) - forward["stretch"]
     backward += 0.5 * forward["text_attention"] + 0.5 * forward["window_attention"] * (kernel != "matmul")
     assert recorded.total("flops", backward=True) == pytest.approx(BATCH * backward, rel=1e-12)
-    assert recorded.host_reads == 0
-    assert not recorded.uncounted
 
 
 def _work() -> None:
@@ -83,13 +78,14 @@ def test_bytes_and_kernels_of_operations() -> None:
         _ = a @ b.T.T
         _ = a.expand(7, 6, 4) + a
         a.mul_(a)
+        a.transpose_(0, 1)
         torch.empty(0, 3).add_(1)
     found = {op.name: (op.launches, _sum(op.read), _sum(op.written)) for op in recorded.operations}
     assert found["aten.mm"] == (True, 4 * (6 * 4 + 4 * 5), 4 * 6 * 5)
     assert found["aten.add"] == (True, 4 * 2 * 6 * 4, 4 * 7 * 6 * 4)  # what is expanded lies there once
     assert found["aten.mul_"] == (True, 4 * 6 * 4, 4 * 6 * 4)
     assert found["aten.add_"] == (False, 0, 0)
-    assert not any(found[name][0] for name in ("aten.empty", "aten.permute", "aten.expand"))
+    assert not any(found[name][0] for name in ("aten.empty", "aten.permute", "aten.expand", "aten.transpose_"))
     assert recorded.total("launches") == 3
 
 
@@ -109,25 +105,8 @@ def test_the_backward_pass_is_of_the_part_that_it_differentiates() -> None:
     assert recorded.total("flops", part="other") == 0
 
 
-def test_values_read_on_the_host_are_counted() -> None:
-    with FakeTensorMode(), trace() as recorded:
-        assert float(torch.zeros(3).sum()) == 1
-        assert bool(torch.zeros(()) > 0)
-    assert recorded.host_reads == 2
-
-
-@pytest.fixture
-def rank_of_many() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=512)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("rank_of_many")
 def test_collectives_at_any_world_size() -> None:
-    with like_cuda(), FakeTensorMode(), trace() as recorded:
+    with rank_of(512), like_cuda(), FakeTensorMode(), trace() as recorded:
         audio, text = (torch.empty(4, 32, requires_grad=True) for _ in range(2))
         SoftmaxLoss(torch.bfloat16)(audio, text, torch.empty(1, requires_grad=True)).backward()
     gathered = [_sum(operation.written) for operation in recorded.operations if operation.is_collective]

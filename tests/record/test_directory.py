@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.record.directory import SPARE_BYTES, RunDirectory, Tee
 
@@ -76,15 +75,6 @@ def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
     # Read before the file is closed: a killed run has its lines.
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
-
-
-def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
-    record = RunDirectory(tmp_path)
-    record.add_scalars(3, bench__loss=1.5)
-    record.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("bench/loss")] == [(3, 1.5)]
 
 
 def test_a_full_disk_keeps_nothing_from_the_terminal() -> None:

@@ -6,39 +6,29 @@ import os
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.record.stream import Stream
 
 
-def _scalars(folder: Path) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
-
-
 def test_a_restart_goes_on_where_it_resumes(tmp_path: Path) -> None:
-    lines, tensorboard = tmp_path / "history.jsonl", tmp_path / "tensorboard"
-    for first, resumed in ((1, 0), (4, 3)):
-        each = Stream(lines, tensorboard)
-        each.forget_after(resumed)
+    lines = tmp_path / "history.jsonl"
+    for first, resumed, train_s in ((1, 0, 0.0), (4, 3, 40.0)):  # what is trained again has been trained, too
+        each = Stream(lines)
+        assert each.forget_after(resumed) == train_s
         for step in range(first, first + 4):
-            each.append({"step": step, "loss": first + step / 10})
-            each.add_scalars(step, train__loss=first + step / 10)
+            each.append({"step": step, "loss": first + step / 10, "train_s": 10.0 * step})
         each.close()
         with lines.open("a") as file:
             file.write('{"step": 2, "lo')  # as a kill leaves it
-    expected = [(step, pytest.approx(1 + step / 10)) for step in (1, 2, 3)]
-    expected += [(step, pytest.approx(4 + step / 10)) for step in (4, 5, 6, 7)]
+    expected = [(step, 1 + step / 10) for step in (1, 2, 3)] + [(step, 4 + step / 10) for step in (4, 5, 6, 7)]
     found = [json.loads(line) for line in lines.read_text().splitlines()[:-1]]
     assert [(line["step"], line["loss"]) for line in found] == expected
-    assert _scalars(tensorboard) == expected
 
 
 def test_a_full_disk_costs_lines_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    each, write = Stream(tmp_path / "metrics.jsonl", tmp_path / "tensorboard"), os.write
+    each, write = Stream(tmp_path / "metrics.jsonl"), os.write
     each.append({"step": 1})
 
     def half(file: int, content: bytes) -> int:
@@ -58,15 +48,3 @@ def test_a_full_disk_costs_lines_and_is_said_once(
         warning
         == f"warning: {tmp_path}/metrics.jsonl can't be written: No space left on device; the run goes on without"
     )
-
-
-def test_tensorboard_that_fails_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tensorboard").write_text("in the way")
-    each = Stream(tmp_path / "metrics.jsonl", tmp_path / "tensorboard")
-    for step in range(3):
-        each.add_scalars(step, train__loss=1.0)
-    each.close()
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-    assert warning.startswith(f"warning: {tmp_path}/tensorboard can't be written: ")

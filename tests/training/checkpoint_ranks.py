@@ -22,12 +22,12 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.session import freeze
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.lock import FILE, FolderLock
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
-from clap_ds.training.start import freeze
 from clap_ds.weights import checkpoint_files
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
@@ -238,13 +238,9 @@ def save_on_a_small_disk(folder: str, fit: int, scores: list[float]) -> tuple[li
     return there, warnings, saved
 
 
-def refusal(
-    folder: str, precision: str = "bf16", changes: dict[str, Any] | None = None, joint_dim: int | None = None
-) -> str:
-    """Why a folder can't be used for checkpoints, or what it holds isn't loaded into a run with some settings changed."""
-    other = engine(settings(precision, **(changes or {})), 1)
-    if joint_dim is not None:
-        other.model.config = other.model.config.model_copy(update={"name": "other_model", "joint_dim": joint_dim})
+def refusal(folder: str) -> str:
+    """Why a folder can't be used for checkpoints."""
+    other = engine(settings(), 1)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         CheckpointFolder(folder).load(folder, other)
     return str(refusal.value)
@@ -264,24 +260,3 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
     assert loaded is not None
     assert client_state["clap_ds"]["step"] == 1
     return {name: parameter.detach() for name, parameter in second.model.named_parameters()}
-
-
-def save_until_killed(folder: str, saved: Any) -> None:
-    """Saves without end, and sends each step after it is reported as saved. Run in a process of its own."""
-    from clap_ds.dist import distributed
-
-    distributed.initialize(distributed.Ranks(0, 1, 0, 1), compile_cpu_collective=False)
-    trained = engine(settings(), 1)
-    losses(trained, 0, 1)
-    checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2, keep_best=0))
-    newest = checkpoints.newest()
-    saved.send(0)
-    for step in itertools.count(1 + (int(newest.name.split("-")[1]) if newest else 0)):
-        assert checkpoints.save(trained, progress(step)).saved
-        saved.send(step)
-
-
-def load_newest(folder: str) -> tuple[int, list[float]]:
-    """Step of the newest good checkpoint and losses from there."""
-    second = engine(settings(), 99)
-    return CheckpointFolder(folder).load(folder, second).step, losses(second, 1, 1)

@@ -20,7 +20,6 @@ from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import master_weights
 from clap_ds.record.directory import RunDirectory
-from clap_ds.record.schema import KernelRecord
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.start import Choices, TrainingStart
 from clap_ds.weights import checkpoint_files
@@ -111,20 +110,6 @@ def starts(folder: str, jobs: list[str], choices: Choices, resume: str = "auto")
             start.prepare(trained, RunDirectory(Path(record)))
         found.append(start.progress.step)
         assert start.checkpoints.save(trained, progress(start.progress.step + 1)).saved
-        start.close()
-    return found
-
-
-def kernels_of_starts(folder: str, recorded: KernelRecord) -> list[KernelRecord]:
-    """What a run that begins and one that resumes from it are told of kernels."""
-    run, found = settings(clap={"checkpoint": {"folder": folder}, "train": {"samples": 99}}), []
-    for _ in range(2):
-        trained, start = engine(run, 1), TrainingStart(run, Ranks(0, 1, 0, 1))
-        with tempfile.TemporaryDirectory() as record:
-            start.prepare(trained, RunDirectory(Path(record)))
-        found.append(start.kernels)
-        trained.kernels = recorded
-        assert start.checkpoints.save(trained, progress(1)).saved
         start.close()
     return found
 

@@ -9,6 +9,7 @@ import torch
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.remote import RemoteFolder
 from clap_ds.weights import formats as weights
 from clap_ds.weights.checkpoint_files import Manifest
 from tests.ranks import RankPool
@@ -131,6 +132,7 @@ def test_last_and_best_are_kept_and_copied(one_rank: RankPool, tmp_path: Path, b
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [*best, "step-00000004", "step-00000005"]
     assert bool(warnings) == (not best)
     assert best or "'zero_shot_top2' is not among the metrics: zero_shot_top1" in warnings[0]
+    assert sorted(RemoteFolder(there).read_all()) == [*best, "step-00000004", "step-00000005"]
     elsewhere = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(sync_to=there))
     assert elsewhere.newest() == tmp_path / "elsewhere" / "step-00000005"
     assert CheckpointFolder(tmp_path / "empty").newest() is None

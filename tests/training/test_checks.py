@@ -14,6 +14,8 @@ from tests.training.reference_steps import settings
 
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
 STOP = {"samples": 9, "stop_at": {"zero_shot_top1": 0.9}}
+SHARDS = {"source": "shards", "shards": "a.tar", "tokenizer": "x"}
+NO_EPOCHS = "clap.train.epochs: synthetic data, mixtures and clap.data.sampling 'replacement' have no epochs"
 NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, zero_shot_map"
 
 
@@ -21,12 +23,14 @@ NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, z
     ("changes", "expected"),
     [
         ({}, "clap.train: missing samples or epochs"),
-        ({"train": {"epochs": 1.0}}, "clap.train.epochs: synthetic data has no epochs"),
+        ({"train": {"epochs": 1.0}}, NO_EPOCHS),
+        ({"train": {"epochs": 1.0}, "data": {**SHARDS, "shards": {"a.tar": 1.0, "b.tar": 2.0}}}, NO_EPOCHS),
+        ({"train": {"epochs": 1.0}, "data": {**SHARDS, "sampling": "replacement"}}, NO_EPOCHS),
         ({"train": STOP, "evaluation": {"every_steps": 1}}, "no evaluation gives 'zero_shot_top1'"),
         ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, NAMES),
         ({"train": STOP, "evaluation": {**ZERO_SHOT, "every_steps": None}}, "clap.evaluation.every_steps is missing"),
         ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
-        ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: Weights & Biases is not installed"),
+        ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: wandb is not installed; pip install"),
         (
             {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2}}, "evaluation": {"every_steps": 1}},
             "clap.train.stop_on_plateau: no evaluation gives",

@@ -129,13 +129,6 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     assert set(RemoteFolder(url).read_all()) == {"step-00000001", "step-00000002", "step-00000003"}
 
 
-def test_copies_are_rotated_as_locally(url: str, tmp_path: Path) -> None:
-    scores = enumerate([0.1, 0.9, 0.2, 0.3], start=1)
-    saved = [make_checkpoint(tmp_path / "here", step, metrics={"m": score}) for step, score in scores]
-    assert copy(url, *saved, keep_last=1, keep_best=1) == []
-    assert sorted(RemoteFolder(url).read_all()) == ["step-00000002", "step-00000004"]
-
-
 def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
     theirs = [make_checkpoint(tmp_path / "theirs", step, run="theirs") for step in (1, 2)]
     assert copy(url, *theirs) == []

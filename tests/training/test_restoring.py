@@ -122,8 +122,3 @@ def test_a_job_does_once_what_its_command_says_of_the_beginning(
     one_rank: RankPool, tmp_path: Path, choices: Choices, resume: str, jobs: list[str], begun_at: list[int]
 ) -> None:
     assert one_rank.run(restoring.starts, str(tmp_path / "here"), jobs, choices, resume) == [begun_at]
-
-
-def test_a_run_that_resumes_is_told_of_its_kernels(one_rank: RankPool, tmp_path: Path) -> None:
-    recorded = {"device": "NVIDIA X100", "source": "tried", "seconds": 21.5, "sites": {"MLP": {"kernel": "torch"}}}
-    assert one_rank.run(restoring.kernels_of_starts, str(tmp_path), recorded) == [[{}, recorded]]

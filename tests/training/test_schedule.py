@@ -22,7 +22,7 @@ def test_steps_are_those_a_run_takes(total: int, micro: int, ramp: dict[int, int
     while not schedule.is_done(samples):
         samples += schedule.accumulation_at(samples) * micro
         steps += 1
-    assert schedule.steps_from(done) == steps
+    assert schedule.ahead(done) == (steps, samples)
 
 
 def test_ramp_begins_with_the_sections_own_accumulation_and_epochs_are_counted_in_samples() -> None:
@@ -30,10 +30,10 @@ def test_ramp_begins_with_the_sections_own_accumulation_and_epochs_are_counted_i
     schedule = Schedule.of(run, world_size=2, epoch_samples=None)
     assert [schedule.accumulation_at(samples) for samples in (0, 29, 30, 59, 60, 99)] == [2, 2, 4, 4, 8, 8]
     assert schedule.samples_per_micro_step == 6
-    assert schedule.epoch(50) == 0
+    assert schedule.epoch(50) is None
     run = settings(train={"epochs": 2.5})
     schedule = Schedule.of(run, world_size=2, epoch_samples=101)
-    assert (schedule.samples, schedule.epoch(202)) == (253, 2)
+    assert (schedule.samples, schedule.epoch(202), schedule.epoch(0)) == (253, 2, 0)
     with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
         Schedule.of(run, world_size=2, epoch_samples=None)
 

@@ -32,13 +32,18 @@ def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> l
     run = reference.settings(train={"freeze": towers}, optimizer=adam, bf16=bf16, model=noise)
     run.clap = run.clap.model_copy(update={"gradient_sync": sync})
     torch.manual_seed(3)
-    engine = ClapEngine(run, TrainingStart(run, ALONE).build_model(run, reference.CPU), reference.CPU)
+    # As training and, the other time, as bench builds it.
+    build = session.build_model if sync == "overlapped" else TrainingStart(run, ALONE).build_model
+    engine = ClapEngine(run, build(run, reference.CPU), reference.CPU)
     batches = iter(reference.micro_batches(run, dist.get_rank(), dist.get_world_size(), 4))
     before = copy.deepcopy(engine.model.state_dict())
     for _ in range(4):
         engine.step(batches, reference.TIMER)
     engine.check_loss()
     assert engine.model.training
+    frozen = [p for tower in towers for p in engine.model.get_submodule(tower).parameters()]
+    assert frozen
+    assert all(p.grad is None and not p.requires_grad for p in frozen)
     return [before, copy.deepcopy(engine.model.state_dict())]
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from clap_ds.config.model import ClapConfig, load_preset, preset_names
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import (
     load_safetensors,

@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.planning.hardware import ALIASES, GPUS, gpu_named
+from clap_ds.flop_count.peaks import ALIASES, GPUS, gpu_named
 
 
 def test_every_gpu_is_complete() -> None:

@@ -1,0 +1,72 @@
+"""Batch sizes are those that DeepSpeed works out of the same configuration, and refused where it refuses them."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from clap_ds.config.batch_sizes import NAMES, BatchSizes
+from clap_ds.config.errors import UserError
+from clap_ds.config.settings import load_run
+
+
+def _by_deepspeed(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:
+    config = object.__new__(DeepSpeedConfig)
+    vars(config).update(zip(NAMES, given, strict=True), world_size=world_size)
+    try:
+        config._configure_train_batch_size()
+    except AssertionError:
+        return None
+    return tuple(getattr(config, name) for name in NAMES)
+
+
+def _by_us(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:
+    try:
+        sizes = BatchSizes.of(dict(zip(NAMES, given, strict=True)), world_size)
+    except ValueError:
+        return None
+    return sizes.micro_batch, sizes.accumulation_steps, sizes.global_batch
+
+
+def test_every_combination_is_read_as_deepspeed_reads_it() -> None:
+    cases = list(itertools.product((None, 1, 3, 8), (None, 1, 2, 6), (None, 1, 6, 24, 64), (1, 2, 3, 4)))
+    found = {(*given, ranks): _by_us(given, ranks) for *given, ranks in map(tuple, cases)}
+    assert found == {(*given, ranks): _by_deepspeed(given, ranks) for *given, ranks in map(tuple, cases)}
+    assert found[8, None, 64, 2] == (8, 4, 64)
+    assert sum(sizes is None for sizes in found.values()) > 50
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "message"),
+    [
+        ((8, 2, 64), 2, f"{NAMES[2]}: 64 is not {NAMES[0]} 8 × {NAMES[1]} 2 × 2 ranks = 32; expected"),
+        ((8, 2, 24), None, f"{NAMES[2]}: 24 is not {NAMES[0]} 8 × {NAMES[1]} 2 × 1 rank = 16; expected"),
+        ((4, None, 10), 8, f"{NAMES[2]}: 10 over {NAMES[0]} 4 × 8 ranks = 32 leaves {NAMES[1]}.* at 0.3125; .* of 32$"),
+        ((None, 2, 9), 3, f"{NAMES[2]}: 9 over {NAMES[1]} 2 × 3 ranks = 6 leaves {NAMES[0]}.* at 1.5; .* of 6$"),
+        ((None, None, 64), 7, f"{NAMES[2]}: 64 over 7 ranks = 7 leaves {NAMES[0]}.* at 9.14286; .* of 7$"),
+        ((None, 2, None), 2, "train_micro_batch_size_per_gpu: missing; expected .* or train_batch_size"),
+        (("auto", None, 64), 2, f'{NAMES[0]}: expected a whole number, at least 1, found "auto"'),
+        ((8, None, "auto"), 2, f'{NAMES[2]}: expected a whole number, at least 1, found "auto"'),
+        ((8, 1.5, None), 2, f"{NAMES[1]}: expected a whole number, at least 1, found 1.5"),
+        ((8, 0, None), 2, f"{NAMES[1]}: expected a whole number, at least 1, found 0"),
+        ((True, 1, None), 2, f"{NAMES[0]}: expected a whole number, at least 1, found true"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_numbers(
+    write_run: Callable[..., Path], given: tuple[Any, ...], ranks: int | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_run(write_run(**dict(zip(NAMES, given, strict=True))), ranks)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_deepspeed_gets_what_was_worked_out(write_run: Callable[..., Path]) -> None:
+    for given, expected in (((None, None, 64), [16, 1, 64]), ((8, None, 64), [8, 2, 64]), ((None, 4, 64), [4, 4, 64])):
+        path = write_run(**dict(zip(NAMES, given, strict=True)))
+        assert [load_run(path, 4).deepspeed[name] for name in NAMES] == expected
+        assert load_run(path).batch_sizes().global_batch == 64, "on one rank, where their number isn't known"
+    agreeing = BatchSizes.of(dict(zip(NAMES, (8, 2, 64), strict=True)), None)
+    assert agreeing.global_batch == 64, "four ranks are the fewest"

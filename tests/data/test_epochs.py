@@ -1,0 +1,140 @@
+"""An epoch is each item once: however many shards, ranks and workers there are, when resumed, and beside broken items."""
+
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clap_ds.data import shards as module
+from clap_ds.data.shard_list import Deal, Part
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
+from tests.data.conftest import OpenSource
+from tests.data.tars import marked_item, marked_items, marked_tars, numbers_in, write_tar
+
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
+
+
+def _tars(folder: Path, sizes: list[int]) -> str:
+    """Tars of marked items, numbered through. Returns their pattern."""
+    for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
+        write_tar(folder / f"{tar}.tar", marked_items(range(end - size, end)))
+    return str(folder / "*.tar")
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 33), st.integers(0, 9))
+def test_the_parts_of_all_workers_are_an_epoch(
+    sizes: list[int], world_size: int, num_workers: int, piece_size: int, epoch: int
+) -> None:
+    """And each gives what there is in its own; every tar is opened, for its damage to be told."""
+    sizes_by_tar = {f"{number}.tar": size for number, size in enumerate(sizes)}
+    everything = Counter((tar, number) for tar, size in sizes_by_tar.items() for number in range(size))
+
+    def samples_in(parts: list[Part]) -> Counter[Any]:
+        return Counter(
+            (tar, i) for tar, first, end in parts for i in range(*slice(first, end).indices(sizes_by_tar[tar]))
+        )
+
+    read, opened = Counter[Any](), set[str]()
+    for number in range(world_size * num_workers):
+        deal = Deal(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
+        own, others = deal.parts([*sizes_by_tar], epoch)
+        assert samples_in(own).total() == deal.given(epoch + 1) - deal.given(epoch)
+        assert samples_in(own) + samples_in(others) == everything
+        read += samples_in(own)
+        opened |= {tar for tar, _, _ in own}
+    assert (read, opened) == (everything, set(sizes_by_tar))
+
+
+def _given(
+    open_source: OpenSource, shards: str, steps: int, world_size: int, micro_batch: int, **options: Any
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """The items that all ranks give in each step, each rank being stopped and resumed after a third of them; where workers
+    stand at the end."""
+    by_step: list[list[int]] = [[] for _ in range(steps)]
+    ends = []
+    for rank in range(world_size):
+        state = None
+        for part in (range(steps // 3), range(steps // 3, steps)):
+            ranks = {"rank": rank, "world_size": world_size}
+            with open_source(shards, state, micro_batch=micro_batch, **ranks, **options) as source:
+                for step in part:
+                    by_step[step] += numbers_in(source, 1)
+                state = source.state()
+        ends += state["positions"]
+    return by_step, ends
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "num_workers", "micro_batch", "shuffle_buffer"),
+    [
+        ([20] * 10, 2, 4, 5, 100),
+        ([20] * 10, 2, 4, 7, 0),
+        ([7, 90, 1, 2], 3, 2, 16, 20),
+        ([40], 4, 2, 5, 0),
+        ([5], 2, 3, 4, 10),  # fewer than a global batch, and than workers
+        ([33, 70], 1, 2, 40, 9),  # in pieces of 32
+        ([33, 70, 3], 2, 0, 3, 9),
+    ],
+)
+def test_each_item_comes_once_an_epoch(
+    tmp_path: Path,
+    open_source: OpenSource,
+    sizes: list[int],
+    world_size: int,
+    num_workers: int,
+    micro_batch: int,
+    shuffle_buffer: int,
+) -> None:
+    """After S samples each of N items has come S/N times, rounded up or down, after every step of three epochs."""
+    total, seen = sum(sizes), Counter(range(sum(sizes)))
+    steps = -(-3 * total // (world_size * micro_batch))
+    options = {"num_workers": num_workers, "shuffle_buffer": shuffle_buffer}
+    shards = _tars(tmp_path, sizes)
+    by_step, _ = _given(open_source, shards, steps, world_size, micro_batch, **options)
+    for step, numbers in enumerate(by_step, 1):
+        seen.update(numbers)
+        epochs, rest = divmod(step * world_size * micro_batch, total)
+        assert Counter(count - 1 - epochs for count in seen.values()) == +Counter({0: total - rest, 1: rest})
+
+
+def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
+    """Of 48 items 7 can't be read, and 6 more are behind a cut: no rank gets ahead, each of the others comes in every epoch,
+    and as many once more as are broken."""
+    broken = set(range(5, 42, 6))
+    items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
+    for tar in range(4):
+        numbers = range(12 * tar, 12 * tar + 12)
+        write_tar(tmp_path / f"{tar}.tar", [member for n in numbers for member in (items[n], marked_item(n)[1])])
+    whole = (tmp_path / "3.tar").read_bytes()
+    (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
+    usable = set(range(42)) - broken
+    write_manifest(tmp_path, Manifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)}))
+    options = {"num_workers": 2, "shuffle_buffer": 4}
+    seen: Counter[int] = Counter()
+    by_step, ends = _given(open_source, str(tmp_path / "*.tar"), 18, 2, 4, **options)
+    for step, numbers in enumerate(by_step, 1):
+        seen.update(numbers)
+        assert step % 6 or (set(seen) == usable and min(seen.values()) >= step // 6)
+    assert [(end["samples"], end["passes"][0][0]) for end in ends] == [(36, 2)] * 4  # at the end of the third pass
+
+
+def test_where_there_are_no_epochs(tmp_path: Path, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures, drawing with replacement, and tars that are too large to be counted for nothing."""
+    monkeypatch.setattr(module, "COUNTED_BYTES", 25000)
+    small, large = marked_tars(tmp_path / "small", 1, 3), marked_tars(tmp_path / "large", 2, 5)
+    for shards, options, samples, epoch in (
+        (small, {}, 3, 3),
+        ({small: 2.0}, {}, 3, 3),
+        (small, {"sampling": "replacement"}, 3, None),
+        (large, {}, None, None),
+        (large, {"needs_epochs": True}, 10, 10),
+        ({large: 1.0, small: 1.0}, {"needs_epochs": True}, 13, None),
+    ):
+        with open_source(shards, **options) as source:
+            found = source.statistics()
+        assert (found["num_samples"], found["epoch_samples"]) == (samples, epoch), (shards, options)

@@ -1,0 +1,91 @@
+"""The parts of a step: by a law in place of a clock, and over a link so slow that it must show."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.sync_bench import run_ranks, shape, shaped_hosts
+from clap_ds.measuring import throughput
+from tests import needs
+from tests.ranks import RankPool
+
+SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
+LOCAL_BACKWARD_S = 8.0
+
+
+class _Engine:
+    """Whose passes last as `SECONDS` says, on rank 1 three times as long, and on both 100, 1, 8 and 2 times by turns."""
+
+    def __init__(self) -> None:
+        self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))
+        self.deepspeed.zero_grad = lambda: None
+        self.sync, self.is_off, self.passes = self, False, 0
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        self.is_off = True
+        yield
+        self.is_off = False
+
+    def accumulate(self, batches: Any, timer: Any) -> None:
+        assert not self.deepspeed.tput_timer.config.enabled
+        factor = (100, 1, 8, 2)[self.passes // 2]
+        for phase, seconds in SECONDS.items() if not self.is_off else [("backward", LOCAL_BACKWARD_S)]:
+            timer.seconds[phase] += seconds * factor * (3 if dist.get_rank() else 1)
+        self.passes += 1
+
+    step = accumulate
+
+    def check_loss(self) -> None:
+        pass
+
+
+def _breakdown(num_steps: int) -> tuple[dict[str, float] | None, bool]:
+    engine = _Engine()
+    ranks = SimpleNamespace(world_size=dist.get_world_size())
+    session: Any = SimpleNamespace(engine=engine, batches=None, device=torch.device("cpu"), ranks=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        zero = dict.fromkeys(throughput.STEP_PHASES, 0.0)
+        patch.setattr(throughput, "PhaseTimer", lambda *_, **__: SimpleNamespace(seconds=dict(zero)))
+        return throughput._measure_breakdown(session, num_steps), engine.deepspeed.tput_timer.config.enabled
+
+
+def test_what_a_local_backward_takes_less_is_exposed(one_rank: RankPool, two_ranks: RankPool) -> None:
+    typical = 2 * 2  # median of three steps, after the first, times the mean over ranks
+    expected = {phase: typical * seconds for phase, seconds in SECONDS.items()}
+    expected |= {"backward": typical * LOCAL_BACKWARD_S, "exposed_communication": typical * (32 - LOCAL_BACKWARD_S)}
+    assert two_ranks.run(_breakdown, 3) == [(pytest.approx(expected), True)] * 2
+    ((alone, _),) = one_rank.run(_breakdown, 3)
+    assert alone == pytest.approx({phase: 2 * s for phase, s in SECONDS.items()} | {"exposed_communication": 0.0})
+    assert two_ranks.run(_breakdown, 0) == [(None, True)] * 2
+
+
+@pytest.mark.end_to_end
+def test_a_slow_link_shows_as_exposed_communication(write_run: Callable[..., Path]) -> None:
+    needs.namespaces()
+    needs.programs("ip", "tc")
+    # 2.7 MB of gradients, which take 360 ms at 60 Mbit/s, and a backward pass of some 40 ms.
+    bench = {"warmup_steps": 2, "windows": 2, "steps_per_window": 1, "breakdown_steps": 4}
+    clap: dict[str, Any] = {"model": {"preset": "demo"}, "text_tokens": 4, "bench": bench}
+    config = write_run(train_micro_batch_size_per_gpu=4, bf16={"enabled": False}, clap=clap)
+    shares = []
+    with shaped_hosts() as hosts:
+        for rate_mbit in (None, 60):
+            if rate_mbit:
+                shape(hosts, rate_mbit)
+            run_ranks(hosts, [sys.executable, "clap_ds/bench.py", "--deepspeed_config", str(config)])
+            newest = max(config.parent.glob("runs/*/summary.json"), key=lambda path: path.stat().st_mtime)
+            parts = json.loads(newest.read_text())["breakdown_s"]
+            exposed_s = parts["exposed_communication"]
+            shares.append(exposed_s / (parts["backward"] + exposed_s))
+    open_link, slow_link = shares
+    assert slow_link > 0.6, parts
+    assert open_link < slow_link / 2, shares

@@ -1,0 +1,124 @@
+"""What bench says of steps of a known law, on two ranks whose clocks stand still but for them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.sections import BenchSettings
+from clap_ds.engine.session import Session
+from clap_ds.measuring import throughput
+from clap_ds.measuring.throughput import Measurement, Window
+from clap_ds.record import hardware
+from clap_ds.record.clock import PhaseTimer
+from clap_ds.record.directory import RunDirectory
+from tests.ranks import RankPool
+
+GIB = 2**30
+
+
+def long(step: int) -> float:
+    """Every tenth step takes 4 times as long."""
+    return 4.0 if step % 10 == 0 else 1.0
+
+
+@pytest.mark.parametrize(("windows", "steps"), [(2, 50), (4, 5), (10, 10), (10, 20), (100, 1), (150, 2)])
+def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: int, steps: int) -> None:
+    measurement = Measurement(samples_per_step=8)
+    for number in range(windows):
+        step_s = [long(1 + number * steps + step) for step in range(steps)]
+        measurement.windows.append(Window([sum(step_s)], [[time_s] for time_s in step_s], [[0.0]] * steps))
+    assert measurement.rates()["mean"] == pytest.approx(8 / 1.3)
+    assert [line.partition(":")[0] for line in measurement.doubts()] == [
+        "the median step amounts to 8 samples/s, +30.0 %"
+    ]
+    for longest_s, doubted in ((1.05, False), (1.07, True)):  # 1.7 and 2.3 % more than the median step
+        rows = [[time_s] for time_s in (1.0, 1.0, longest_s)]
+        assert bool(Measurement(8, [Window([2 + longest_s], rows, [[0.0]] * 3)]).doubts()) == doubted
+
+
+def _measured(folder: str) -> dict[str, Any]:
+    """Rank 1 takes half as long again as rank 0, and waits twice as long for data."""
+    rank, now = dist.get_rank(), [100.0]
+    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0)
+    settled = SimpleNamespace(synchronized=True)
+    deepspeed.tput_timer = SimpleNamespace(
+        global_step_count=9,
+        start_step=2,
+        total_elapsed_time=1.0,
+        config=settled,
+        avg_samples_per_sec=lambda: 7.0 + engine.steps,
+    )
+    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None)
+
+    def step(batches: Iterator[Any], timer: PhaseTimer) -> torch.Tensor:
+        engine.steps += 1
+        deepspeed.global_samples += 16
+        with timer("data_wait"):
+            now[0] += 0.1 * (1 + rank)
+        now[0] += long(engine.steps) * (1 + 0.5 * rank) - 0.1 * (1 + rank)
+        return torch.tensor(engine.steps + 10.0 * rank)
+
+    def break_down(session: Session, num_steps: int) -> dict[str, float]:
+        engine.steps += num_steps
+        return {"forward": 0.5}
+
+    engine.step = step
+    scalars: list[Any] = []
+    run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
+    run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2)
+    nothing: Any = SimpleNamespace(supply=lambda: None)
+    writer: Any = SimpleNamespace(write=scalars.extend)
+    session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
+    with (
+        mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(hardware, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch.object(throughput, "_measure_utilization", lambda session, rate: {"warnings": [f"of {rate:.4f}"]}),
+        mock.patch.object(throughput, "_measure_breakdown", break_down),
+        mock.patch.object(throughput, "print_summary"),
+        mock.patch.object(throughput, "Progress"),
+    ):
+        return {"summary": throughput.measure(session), "scalars": scalars}
+
+
+def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(_measured, str(tmp_path))[0]
+    summary = found["summary"]
+    rate = summary["samples_per_s_per_gpu"]  # 240 samples in three windows of 13 and a half times as many seconds
+    assert (rate["mean"], rate["low"], rate["high"]) == pytest.approx((80 / 19.5,) * 3)
+    assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
+    assert rate["window_s"] == pytest.approx([19.5] * 3)
+    assert "coverage" not in rate
+    assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
+    assert summary["deepspeed_samples_per_s"] == 7 + 32  # by then
+    assert summary["breakdown_s"] == {"forward": 0.5}
+    assert not summary["deepspeed_times_host_alone"]
+    assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
+    assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
+    assert summary["memory_peak_bytes"] == 2 * GIB
+    assert summary["skipped_steps"] == 3
+    assert summary["warnings"][0] == "of 4.1026"
+    assert summary["warnings"][1].startswith("the median step amounts to 8 samples/s, +95.0 %")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
+        (step, "warmup" if step < 3 else "window", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
+    ]
+    assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
+    assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
+    assert [line["data_wait_s"] for line in lines] == pytest.approx([0.1] * 32)
+    assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
+    assert {line["memory_bytes"] for line in lines} == {GIB}
+    assert [scalar for scalar in found["scalars"] if scalar[0] == "bench/loss"] == [
+        ("bench/loss", step + 5, 16 * step) for step in range(1, 33)
+    ]
+    rates = [scalar[1:] for scalar in found["scalars"] if scalar[0] == "bench/samples_per_s"]
+    assert [samples for _, samples in rates] == [16 * 12, 16 * 22, 16 * 32]
+    assert [rate for rate, _ in rates] == pytest.approx([160 / 19.5] * 3)

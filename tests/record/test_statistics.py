@@ -1,0 +1,129 @@
+"""Rates, medians and their intervals against simulation and by hand."""
+
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from clap_ds.record.plausible import uneven_steps
+from clap_ds.record.statistics import (
+    interval_label,
+    median_interval,
+    percentile,
+    rate_interval,
+    rates,
+    serial_correlation,
+    student_t,
+)
+
+
+@pytest.mark.parametrize("count", [6, 9, 10, 20])
+def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None:
+    rng = random.Random(count)
+    true_median, covered, trials = 1.0, 0, 4000
+    for _ in range(trials):
+        # Skewed, as step times are: log-normal with median 1.
+        interval = median_interval([rng.lognormvariate(0, 0.5) for _ in range(count)])
+        covered += interval.low <= true_median <= interval.high
+    assert interval.coverage >= 0.95
+    # Four standard errors of a proportion near 0.97 over 4000 trials are 0.011.
+    assert covered / trials == pytest.approx(interval.coverage, abs=0.011)
+
+
+@pytest.mark.parametrize(("count", "percent"), list(enumerate(["0", "50", "75", "87.5", "93.8", "96.9"], start=1)))
+def test_too_few_values_for_95_percent_give_their_range_and_say_so(count: int, percent: str) -> None:
+    interval = median_interval([float(value) for value in range(count)])
+    assert (interval.low, interval.high) == (0.0, count - 1.0)
+    assert interval.coverage == 1 - 2 / 2**count
+    assert interval.label("runs") == f"{percent} % interval of {count} run{'s' * (count > 1)}"
+
+
+def autoregressive(rng: random.Random, count: int, correlation: float) -> list[float]:
+    """Normal values of mean 0 and deviation 1, each with this correlation to the one before."""
+    values = [rng.gauss(0, 1)]
+    while len(values) < count:
+        values.append(correlation * values[-1] + math.sqrt(1 - correlation**2) * rng.gauss(0, 1))
+    return values
+
+
+@pytest.mark.parametrize(("count", "correlation", "least"), [(6, 0.0, 0.95), (6, 0.3, 0.93), (6, 0.5, 0.87), (20, 0.3, 0.94),
+                                                             (60, 0.9, 0.92), (240, 0.9, 0.93)])  # fmt: skip
+def test_interval_of_a_rate_holds_the_rate_of_a_long_run(count: int, correlation: float, least: float) -> None:
+    rng, held, trials = random.Random(count), 0, 1000
+    for _ in range(trials):
+        seconds = [10 + 0.5 * value for value in autoregressive(rng, count, correlation)]
+        found = rate_interval([100 / each for each in seconds], seconds)
+        held += found.low <= 10 <= found.high
+    assert found.coverage == 0.95
+    assert held / trials > least - 0.015  # two standard errors
+
+
+def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
+    """Every tenth step takes four times as long: 10 samples a step in 0.13 s on average."""
+    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(6000)]
+    for size in (1, 2, 5, 7, 10, 60, 250, 1000, 6000):
+        windows = [sum(steps_s[start : start + size]) for start in range(0, 6000, size)]
+        samples = [10 * min(size, 6000 - start) for start in range(0, 6000, size)]
+        found = rate_interval([a / b for a, b in zip(samples, windows, strict=True)], windows)
+        assert found.rate == pytest.approx(10 / 0.13)
+        assert found.low <= found.rate <= found.high < 1.1 * found.low
+
+
+def test_half_the_interval_is_students_t_times_the_standard_error() -> None:
+    """Windows that don't follow each other: ratio estimate by hand, with half a standard error of correlation."""
+    seconds, samples = [10.0, 11.0, 9.0, 10.5, 9.5, 10.0, 10.2, 9.8], 100.0
+    found = rate_interval([samples / each for each in seconds], seconds)
+    residuals = [samples - 10 * each for each in seconds]
+    added = max(serial_correlation(residuals), 0) + 0.5 / math.sqrt(8)
+    error = statistics.stdev(residuals) * math.sqrt((1 + added) / (1 - added)) / math.sqrt(8) / 10
+    assert found.rate == pytest.approx(10)
+    assert math.log(found.high / 10) == pytest.approx(2.3646 * error / 10, rel=1e-4) == -math.log(found.low / 10)
+    assert (found.coverage, found.label()) == (0.95, "95 % interval of 8 windows")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_fewer_than_six_windows_say_their_range_and_no_percentage(count: int) -> None:
+    windows = [10.0, 12.0, 11.0, 9.0, 10.0][:count]
+    found = rates(windows, [2.0] * count)
+    assert found == {"mean": pytest.approx(statistics.fmean(windows)), "low": min(windows), "high": max(windows),
+                     "windows": windows, "window_s": [2.0] * count}  # fmt: skip
+    assert interval_label(found.get("coverage"), count) == f"range of {count} window{'s' * (count > 1)}"
+
+
+def test_correlation_of_windows_is_estimated() -> None:
+    rng = random.Random(1)
+    for correlation in (0.0, 0.5):
+        found = [serial_correlation(autoregressive(rng, 30, correlation)) for _ in range(500)]
+        assert statistics.mean(found) == pytest.approx(correlation, abs=0.08)
+    assert [serial_correlation(values) for values in ([1.0], [1.0, 2.0, 3.0], [1.0] * 9)] == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("coverage", "degrees", "quantile"),
+    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 7, 2.365), (0.99, 3, 5.841), (0.99, 10, 3.169), (0.99, 1000, 2.581)],
+)
+def test_students_t_is_the_tables(coverage: float, degrees: int, quantile: float) -> None:
+    assert student_t(coverage, degrees) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_no_values_are_refused() -> None:
+    for refuses in (median_interval, lambda none: rate_interval(none, none)):
+        with pytest.raises(ValueError, match=r"no (values|windows)"):
+            refuses([])
+
+
+@pytest.mark.parametrize("percent", [0, 50, 95, 100])
+def test_percentile_is_numpys(percent: float) -> None:
+    values = [random.Random(4).random() for _ in range(37)]
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert percentile(values, 50) == pytest.approx(statistics.median(values))
+
+
+def test_a_median_step_that_tells_another_rate_is_said_from_two_percent_on() -> None:
+    assert uneven_steps(100.0, 10, 0.1) == uneven_steps(100.0, 10, 0.1 / 1.019) == uneven_steps(100.0, 10, 0.102) == []
+    assert uneven_steps(10 / 0.13, 10, 0.1) == [
+        "the median step amounts to 100 samples/s, +30.0 %: steps take unlike times"
+    ]
+    assert "-4.8 %" in uneven_steps(100.0, 10, 0.105)[0]

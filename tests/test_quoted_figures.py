@@ -1,0 +1,102 @@
+"""Figures that README and docs/ quote from a record in results/ are the record's.
+
+A figure is quoted as the text of a link to its record: `[1.85 times](results/cpu/peers/avx512_packed.md)`. `RECORDED` says
+where in the record's data it stands. A link with a figure that isn't there fails the test, as does one whose figure is another.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.record.terminal import rows, title
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+QUOTE = re.compile(r"(?<!!)\[([^\]\[]*\d[^\]\[]*)\]\((?:\.\./)?(results/[^)#]+)\)")
+NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
+
+
+def _peers(of: str, *against: str) -> Callable[[], list[float]]:
+    (record,) = _json(f"cpu/peers/{of}.json")
+    ratios = {"transformers": record["speed_ratio"]["step"]} | record.get("step_ratio", {})
+    return lambda: [ratios[name]["median"] for name in against]
+
+
+def _json(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
+
+
+def _exposed(compute: str) -> list[float]:
+    """Least and most per cent of DeepSpeed's exposed time that stays exposed when overlapped, over link rates."""
+    rows = [row for row in _json("cpu/communication/communication.json") if row["compute"] == compute]
+    shares = [100 * row["overlapped"]["exposed_s"] / row["deepspeed"]["exposed_s"] for row in rows]
+    return [min(shares), max(shares)]
+
+
+def _loss(loss: str) -> list[float]:
+    """MB of one rank at the largest global batch."""
+    return [_json("cpu/loss/loss.json")[-1][loss]["peak_bytes"] / 1e6]
+
+
+def _traced(loss: str) -> dict[str, float]:
+    return next(row for row in _json("cpu/loss/trace.json") if (row["ranks"], row["method"]) == (512, loss))
+
+
+def _log_speed() -> list[float]:
+    """GB, least and most seconds of plain logs, and seconds of gzip's."""
+    logs = {log["kind"]: log for log in _json("cpu/log_speed/log_speed.json")["logs"]}
+    plain = [log["seconds"] for kind, log in logs.items() if "gzip" not in kind]
+    zipped = [log["seconds"] for kind, log in logs.items() if "gzip" in kind]
+    return [logs["with the breakdown"]["gb"], min(plain), max(plain), *zipped]
+
+
+RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
+    ("cpu/communication/communication.md", "10–16 % stays exposed"): lambda: _exposed("emulated"),
+    ("cpu/communication/communication.md", "76–82 %"): lambda: _exposed("real"),
+    ("cpu/log_speed/log_speed.md", "1 GB in 8–11 s, of gzip in 15"): _log_speed,
+    ("cpu/loss/loss.md", "43 MB"): lambda: _loss("exact_local"),
+    ("cpu/loss/loss.md", "4.7 GB"): lambda: [_loss("gather_with_gradient")[0] / 1e3],
+    ("cpu/loss/trace.md", "156 kernels and 9.9 GB"): lambda: [
+        _traced("exact_local")[n] for n in ("kernels", "gigabytes")
+    ],
+    ("cpu/loss/trace.md", "30 GB"): lambda: [_traced("gather_with_gradient")["gigabytes"]],
+    ("cpu/peers/peers.md", "1.7 times as fast"): _peers("kept", "transformers"),
+    ("cpu/peers/peers.md", "2.2 times"): _peers("packed", "transformers"),
+    ("cpu/peers/avx512_padded.md", "1.36 times"): _peers("avx512_padded", "transformers"),
+    ("cpu/peers/avx512_packed.md", "1.85 times"): _peers("avx512_packed", "transformers"),
+    ("cpu/peers/avx512_padded.md", "1.54 and 1.61 times"): _peers(
+        "avx512_padded", "open_clip's loop", "LAION-CLAP's loop"
+    ),
+    ("cpu/peers/avx512_packed.md", "2.12 and 2.23"): _peers("avx512_packed", "open_clip's loop", "LAION-CLAP's loop"),
+}
+"""By record and quoted text, the values in the order they are quoted."""
+FOUND = [
+    (page, record.removeprefix("results/"), " ".join(text.split()))
+    for page in PAGES
+    for text, record in QUOTE.findall((ROOT / page).read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("page", "record", "text"), FOUND)
+def test_a_quoted_figure_is_the_records(page: str, record: str, text: str) -> None:
+    assert (record, text) in RECORDED, f"{page}: say in RECORDED where {text!r} stands in the data of results/{record}"
+    quoted, recorded = NUMBER.findall(text), RECORDED[record, text]()
+    rounded = [f"{value:,.{len(shown.partition('.')[2])}f}" for shown, value in zip(quoted, recorded, strict=True)]
+    assert quoted == rounded, f"{page}: {text!r}, recorded {recorded}"
+
+
+def test_each_recorded_figure_is_quoted() -> None:
+    assert {(record, text) for _, record, text in FOUND} == set(RECORDED)
+
+
+def test_readmes_table_is_what_its_run_printed() -> None:
+    page, summary = (ROOT / "README.md").read_text(encoding="utf-8"), _json("cpu/htsat_tiny_cpu/summary.json")
+    shown = re.findall(r"^│ (.+?) +│ +(.+?) │$", page, re.MULTILINE)
+    printed = {name.strip(): " ".join(value.split()) for name, value in rows(summary)}
+    assert shown
+    assert {name.strip(): " ".join(value.split()) for name, value in shown}.items() <= printed.items()
+    assert title(summary) in page

@@ -1,0 +1,116 @@
+"""What training's log says of steps of a known law, on two ranks whose clocks stand still but for them."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clap_ds.engine.session import Session
+from clap_ds.record import hardware
+from clap_ds.record.directory import RunDirectory
+from clap_ds.record.stream import Stream
+from clap_ds.training.log import WINDOWS, Pace, TrainingLog, Window
+from clap_ds.training.schedule import TrainingProgress
+from tests.measuring.test_throughput import GIB, long
+from tests.ranks import RankPool
+
+
+@pytest.mark.parametrize("steps", [1, 7, 10, 20])
+@pytest.mark.parametrize("windows", [2, 41, 511, 2050])
+@pytest.mark.parametrize("ramp", [False, True])
+def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int, ramp: bool) -> None:
+    """Of all but the first window; with a ramp, steps hold 4 times as many samples from the middle on."""
+    pace, samples, seconds, waited = Pace(), 0, 0.0, 0.0
+    for number in range(windows):
+        sizes = [64 if ramp and 2 * number > windows else 16] * steps
+        step_s = [long(1 + number * steps + step) * size / 16 for step, size in enumerate(sizes)]
+        pace.add(Window(sum(sizes), sum(step_s), 0.25 * len(step_s)), step_s, sizes)
+        if number > 0:
+            samples, seconds, waited = samples + sum(sizes), seconds + sum(step_s), waited + 0.25 * len(step_s)
+    found = pace.summary(world_size=2)
+    rate = found["samples_per_s_per_gpu"]
+    assert found["samples_per_s"] == pytest.approx(samples / seconds)
+    assert rate["mean"] == pytest.approx(samples / seconds / 2)
+    assert sum(rate["window_s"]) == pytest.approx(seconds)
+    assert min(windows - 1, WINDOWS // 2) <= len(rate["windows"]) <= WINDOWS
+    assert ramp or steps % 10 or len({round(each, 6) for each in rate["window_s"][:-1]}) <= 1  # as many steps in each
+    assert found["data_wait_percent"] == pytest.approx(100 * waited / seconds)
+    if windows > 40:
+        (uneven,) = found["warnings"]
+        percent = 100 * (8 / (samples / seconds / 2) - 1)
+        assert uneven.startswith(f"the median step amounts to 8 samples/s, {percent:+.1f} %")
+        assert ramp or found["step_time_s"] == {"median": 1.0, "p95": 4.0}
+    assert Pace().summary(2) == {}
+
+
+def _logged(folder: str) -> dict[str, Any]:
+    """Six steps of 20 samples on two ranks, a line each two steps; the first two are for warming up."""
+    rank, now = dist.get_rank(), [100.0]
+    deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
+    scale = torch.tensor([math.log(4.0 + rank)])
+    engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale))
+    engine.count_skipped = engine.check_loss = lambda: None
+    start: Any = SimpleNamespace(progress=TrainingProgress(), history=Stream(Path(folder, "history.jsonl")))
+    schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48))
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2)
+    scalars: list[Any] = []
+    record, nothing = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: None)
+    rest: Any = (record, engine, nothing, SimpleNamespace(write=scalars.extend))
+    session = Session(SimpleNamespace(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
+    with (
+        mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(hardware, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+    ):
+        log = TrainingLog(session, schedule, start)
+        for step in range(1, 7):
+            log.begin_step()
+            with log.timer("data_wait"):
+                now[0] += 0.1 * (1 + rank)
+            now[0] += step * (1 + 0.5 * rank) - 0.1 * (1 + rank)
+            engine.gradient_norm, engine.is_skipped = torch.tensor(2.0 * step), torch.tensor(step == 2)
+            start.progress.step, start.progress.samples, start.progress.epoch = step, 20 * step, step / 8
+            log.end_step(torch.tensor(step + 10.0 * rank))
+            if step % 2 == 0:
+                log.write()
+                now[0] += 50  # an evaluation
+        log.summarise()
+    return {"summary": record.summary(), "scalars": scalars}
+
+
+def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(_logged, str(tmp_path))[0]
+    summary = found["summary"]
+    assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
+    assert summary["samples_per_s"] == pytest.approx(80 / 27)
+    assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85})
+    assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
+    assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
+    assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [line.pop("train_s") > 0 for line in history] == [True] * len(lines)
+    assert history == lines
+    for step, line in enumerate(lines, start=1):
+        assert line.pop("time_s") == pytest.approx(step)
+        assert line.pop("data_wait_s") == pytest.approx(0.1)
+        assert line.pop("logit_scale") == pytest.approx(4.5)  # of both ranks' 4 and 5, which training keeps equal
+        assert line.pop("skipped", False) == (step == 2)
+        assert line == {
+            "phase": "train", "step": step, "samples": 20 * step, "epoch": step / 8, "lr": 0.25, "loss": step + 5,
+            "gradient_norm": 2 * step, "memory_bytes": GIB,
+        }  # fmt: skip
+    scalars: dict[str, list[Any]] = {}
+    for tag, value, samples in found["scalars"]:
+        scalars.setdefault(tag, []).append((samples, value))
+    assert scalars["train/loss"] == [(20 * step, step + 5) for step in range(1, 7)]
+    assert scalars["train/samples_per_s"] == [
+        (40 * number, pytest.approx(40 / (1.5 * (4 * number - 1)))) for number in (1, 2, 3)
+    ]
+    assert scalars["train/data_wait_percent"][0] == (40, pytest.approx(100 * 0.4 / 4.5))
+    assert {"train/lr", "train/gradient_norm", "train/logit_scale"} <= set(scalars)
