@@ -118,7 +118,10 @@ setup(
             "clap-preflight = clap_ds.launch.preflight:main",
             "clap-submit = clap_ds.launch.submit:main",
             "clap-sweep = clap_ds.launch.sweep:main",
-            "clap-report = clap_ds.analysis.report:command",
+            *(
+                f"clap-{name} = clap_ds.analysis.{name}:command"
+                for name in ("compare", "cost", "efficiency", "project", "report")
+            ),
         ]
     },
 )

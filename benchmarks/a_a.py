@@ -53,7 +53,7 @@ def run_again_and_again(arguments: Any, folder: Path) -> list[dict[str, Any]]:
         rows.append(
             {"number": number, "load": load, "seconds": row["seconds"], "folder": str(next(place.glob("run-*")))}
         )
-        print(f"{number}/{arguments.runs}  {row['samples_per_s_per_gpu']['median']:,.2f} samples/s/GPU", flush=True)
+        print(f"{number}/{arguments.runs}  {row['samples_per_s_per_gpu']['mean']:,.2f} samples/s/GPU", flush=True)
     return rows
 
 

@@ -31,7 +31,10 @@ from clap_ds.record.schema import RECORD_FILES
 ONE_GPU = "-m clap_ds.bench --deepspeed_config ds_configs"
 ALL_GPUS = "-m deepspeed.launcher.runner --quiet clap_ds/bench.py --deepspeed_config ds_configs"
 TESTS = "-m pytest -v -m gpu"
-EVIDENCE = "-m benchmarks.memory_evidence --deepspeed_config ds_configs/htsat_tiny_amp.json"
+LENGTHS = (
+    "-m benchmarks.variants ds_configs/htsat_tiny_amp.json --vary clap.text_tokens=77,512 --limit_s 70"
+    " --set clap.bench.warmup_steps=1 --set clap.bench.windows=2 --set clap.bench.steps_per_window=1"
+)
 PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
 VARIANTS = (
     "-m benchmarks.variants ds_configs/htsat_tiny.json --limit_s 100"
@@ -44,11 +47,10 @@ STEPS = {
     "variants": (240, f"{VARIANTS} --output {{output}}/variants.md"),
     "tests": (150, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
     **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
-    "cost_table": (120, "-m benchmarks.cost_table --micro_batch 616 --output {output}/cost.md"),
     "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
     "peers_packed": (150, f"{PEERS} --text packed --caption_lengths 8 32 --output {{output}}/peers_packed.md"),
     "loss": (60, "-m benchmarks.loss_bench --output {output}/loss.md"),
-    "memory_at_77_and_512_tokens": (150, f"{EVIDENCE} --output {{output}}/memory.md"),
+    "memory_at_77_and_512_tokens": (150, f"{LENGTHS} --output {{output}}/memory.md"),
 }
 """The most informative first: seconds each may take, and its command after `python`."""
 SEVERAL = ("tests_on_two_gpus", "htsat_tiny_on_all_gpus")
@@ -56,7 +58,7 @@ SEVERAL = ("tests_on_two_gpus", "htsat_tiny_on_all_gpus")
 FEWEST_S = 20.0
 """Least time that a step is begun with; also kept for ending the last one."""
 COLUMNS = (
-    "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[median]:,.1f}"
+    "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
     " | interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}"
     " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | GPUs {world_size} | peak memory, GB {memory_gb:.1f}"
     " | reserved, GB {reserved_gb:.1f}"

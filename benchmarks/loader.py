@@ -4,9 +4,8 @@
     python -m benchmarks.loader --only leak --clips 200000
 
 `rates`: clips per second, through the whole loader with shuffling to batches, of one core (all in one process bound to it),
-with `--before` by another checkout's code as well, and of one worker process; all in turns. `ways`: decoding in threads of the
-training process against worker processes. `leak`: memory and open descriptors of a long run. The clips are sounds this project
-makes: 10 s, every second in stereo, made once under runs/loader.
+with `--before` by another checkout's code as well, and of one worker process; all in turns. `leak`: memory and open descriptors
+of a long run. The clips are sounds this project makes: 10 s, every second in stereo, made once under runs/loader.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,7 @@ RATES = (
     "clips {name} | KB a clip {kb:,.0f} | clips/s, before {before:,.0f} | clips/s, now {now:,.0f} | × {ratio:.2f}"
     " | interval {low:.2f}–{high:.2f} | MB/s {mb_per_s:,.0f} | clips/s of a worker {worker:,.0f}"
 ) + "".join(f" | cores a GPU at {rate:,}/s {{cores_{rate}}}" for rate in NEEDED)
-WAYS = (
-    "clips {name} | readers {workers} | clips/s, processes {processes:,.0f} | clips/s, threads {threads:,.0f}"
-    " | MB, processes {memory_processes:,.0f} | MB, threads {memory_threads:,.0f}"
-)
-BESIDE = (
-    "clips {name} | operations/s alone {none:,.0f} | beside a process {processes:,.0f} | beside a thread {threads:,.0f}"
-)
-LEAK = "clips {clips:,} | MB {memory_mb:,.0f} | descriptors {descriptors}"
+LEAK = "of {name} | clips {clips:,} | MB {memory_mb:,.0f} | descriptors {descriptors}"
 
 
 def make_sets(folder: Path, clips: int) -> dict[str, Path]:
@@ -83,9 +76,9 @@ def write_config(folder: Path, tars: Path, tokenizer: Path, micro_batch: int) ->
 class Child:
     """A process of `loader_child.py`."""
 
-    def __init__(self, checkout: Path, config: Path, way: str, workers: int, *, core: int | None = None) -> None:
+    def __init__(self, checkout: Path, config: Path, workers: int, core: int | None = None) -> None:
         script = Path(__file__).with_name("loader_child.py")
-        command = [sys.executable, str(script), str(checkout), str(config), way, str(workers)]
+        command = [sys.executable, str(script), str(checkout), str(config), str(workers)]
         pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         self._process = subprocess.Popen(
@@ -100,9 +93,9 @@ class Child:
                 return line
         raise RuntimeError(f"a child ended with code {self._process.wait()}")
 
-    def __call__(self, mode: str, seconds: float) -> dict[str, float]:
+    def __call__(self, seconds: float) -> dict[str, float]:
         assert self._process.stdin is not None
-        print(mode, seconds, file=self._process.stdin, flush=True)
+        print(seconds, file=self._process.stdin, flush=True)
         answer: dict[str, float] = json.loads(self._wait("{"))
         return answer
 
@@ -114,12 +107,11 @@ class Child:
 
 @contextmanager
 def children(**given: tuple[Any, ...]) -> Iterator[dict[str, Child]]:
-    """A child of each of these arguments, the last of which is the core it is bound to."""
+    """A child of each of these arguments."""
     with ExitStack() as stack:
-        started = {}
-        for name, (*arguments, core) in given.items():
-            started[name] = Child(*arguments, core=core)
-            stack.callback(started[name].close)
+        started = {name: Child(*arguments) for name, arguments in given.items()}
+        for child in started.values():
+            stack.callback(child.close)
         yield started
 
 
@@ -128,13 +120,13 @@ def rates(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[
     for name, tars in sets.items():
         config = write_config(folder, tars, sets["WAV"] / "tokenizer", options.micro_batch)
         given: dict[str, tuple[Any, ...]] = {
-            "now": (PACKAGE.parent, config, "processes", 0, core),
-            "worker": (PACKAGE.parent, config, "processes", 1, None),
+            "now": (PACKAGE.parent, config, 0, core),
+            "worker": (PACKAGE.parent, config, 1),
         }
         if options.before and name in SETS:
-            given["before"] = (options.before.resolve(), config, "processes", 0, core)
+            given["before"] = (options.before.resolve(), config, 0, core)
         with children(**given) as started:
-            actions = {which: (lambda child=child: child("load", options.seconds)) for which, child in started.items()}
+            actions = {which: partial(child, options.seconds) for which, child in started.items()}
             found = in_turns(actions, options.rounds, warm_up=1)
         speeds = {which: [each["per_s"] for each in results] for which, results in found.items()}
         now = median_interval(speeds["now"]).median
@@ -150,39 +142,15 @@ def rates(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[
     return rows
 
 
-def ways(options: Namespace, sets: dict[str, Path], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    rows, beside = [], []
-    for name in ("WAV", "FLAC", "prepared features"):
-        config = write_config(folder, sets[name], sets["WAV"] / "tokenizer", options.micro_batch)
-        for workers in (1, 2, 4):
-            given = {way: (PACKAGE.parent, config, way, workers, None) for way in ("processes", "threads")}
-            row: dict[str, Any] = {"name": name, "workers": workers}
-            for way, arguments in given.items():  # not side by side, or the idle one's memory would be shared
-                with children(**{way: arguments}) as started:
-                    found = [started[way]("load", options.seconds) for _ in range(options.rounds)]
-                row |= {way: median_interval([each["per_s"] for each in found]).median}
-                row |= {f"memory_{way}": max(each["memory_mb"] for each in found)}
-            rows.append(row)
-        cases = {"none": ("threads", 0), "processes": ("processes", 1), "threads": ("threads", 1)}
-        with children(**{case: (PACKAGE.parent, config, *how, None) for case, how in cases.items()}) as started:
-            actions = {case: (lambda child=child: child("beside", options.seconds)) for case, child in started.items()}
-            found_beside = in_turns(actions, options.rounds, warm_up=1)
-        medians = {
-            case: median_interval([each["per_s"] for each in each_of]).median for case, each_of in found_beside.items()
-        }
-        beside.append({"name": name, **medians})
-    return rows, beside
-
-
 def leak(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
     """Half of the clips as they are in tars of WAV, half prepared features, by one worker each."""
     rows = []
     for name in ("WAV", "prepared features"):
         config = write_config(folder, sets[name], sets["WAV"] / "tokenizer", options.micro_batch)
-        with children(child=(PACKAGE.parent, config, "processes", 1, None)) as started:
+        with children(child=(PACKAGE.parent, config, 1)) as started:
             done = 0
             while done < options.clips // 2:
-                found = started["child"]("load", options.seconds)
+                found = started["child"](options.seconds)
                 done += int(found["done"])
                 rows.append({"name": name, "clips": done, **found})
     return rows
@@ -190,7 +158,7 @@ def leak(options: Namespace, sets: dict[str, Path], folder: Path) -> list[dict[s
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("loader", __doc__)
-    parser.add_argument("--only", nargs="+", choices=("rates", "ways", "leak"), default=["rates", "ways"])
+    parser.add_argument("--only", nargs="+", choices=("rates", "leak"), default=["rates"])
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of this project, to compare with")
     parser.add_argument("--micro_batch", type=whole_number(), default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
@@ -203,12 +171,9 @@ def main(argv: list[str] | None = None) -> None:
     if "rates" in options.only:
         figures["rates"] = rates(options, sets, folder)
         parts.append(table(RATES, figures["rates"]))
-    if "ways" in options.only:
-        figures["ways"], figures["beside"] = ways(options, sets, folder)
-        parts += [table(WAYS, figures["ways"]), table(BESIDE, figures["beside"])]
     if "leak" in options.only:
         figures["leak"] = leak(options, sets, folder)
-        parts.append(table(f"of {{name}} | {LEAK}", figures["leak"]))
+        parts.append(table(LEAK, figures["leak"]))
     show(options.output, "\n\n".join(parts), figures)
 
 

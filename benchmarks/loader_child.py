@@ -1,47 +1,21 @@
 """One process of `benchmarks.loader`: loads a rank's shards with the package of a checkout, as long as it is told to.
 
-    python benchmarks/loader_child.py CHECKOUT RUN.json threads|processes WORKERS
+    python benchmarks/loader_child.py CHECKOUT RUN.json WORKERS
 
-Reads lines `MODE SECONDS` and answers each with a line of JSON. `load`: batches in host memory, one after the other. `beside`:
-small operations of torch, as a training process launches them, with a batch taken now and then, so that workers have always
-work to do; the rate is that of the operations. Only what both checkouts have is used of the package.
+Reads lines of seconds, loads batches into host memory for so long, one after the other, and answers each with a line of JSON.
+Only what both checkouts have is used of the package.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import queue
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = 500
 AHEAD = 3  # batches that workers may have ready, which aren't counted
-
-
-class ThreadLoader:
-    """In place of `clap_ds.data.workers.Loader`: every reader in a thread of this process."""
-
-    def __init__(self, dataset: Any, *, num_workers: int, **_: Any) -> None:
-        # With the one that is being put, no more than a DataLoader asks for: readers use their memory again.
-        self._queues: list[queue.Queue[Any]] = [queue.Queue(1) for _ in dataset._readers]
-        self._turns = itertools.cycle(self._queues)
-        for reader, pieces in zip(dataset._readers, self._queues, strict=True):
-            threading.Thread(target=self._read, args=(reader, pieces), daemon=True).start()
-
-    def _read(self, reader: Any, pieces: queue.Queue[Any]) -> None:
-        for piece in reader.pieces():
-            pieces.put(piece)
-
-    def __next__(self) -> Any:
-        return next(self._turns).get()
-
-    def close(self) -> None:
-        pass
 
 
 def memory_mb() -> float:
@@ -52,7 +26,7 @@ def memory_mb() -> float:
     return sum(each.memory_full_info().pss for each in (here, *here.children(recursive=True))) / 1e6
 
 
-def main(checkout: str, config: str, way: str, workers: str) -> None:
+def main(checkout: str, config: str, workers: str) -> None:
     sys.path[0] = checkout
     import torch
 
@@ -65,12 +39,9 @@ def main(checkout: str, config: str, way: str, workers: str) -> None:
     torch.set_num_threads(1)
     run: Any = load_run(Path(config))
     cpu = torch.device("cpu")
-    if way == "threads":
-        shards.Loader = ThreadLoader  # type: ignore[assignment,misc]
     data = run.clap.data.model_copy(update={"num_workers": int(workers)})
     spec = BatchSpec(run.clap.preset(), run.clap.text_tokens, run.micro_batch, 0, 1, 0, cpu)
-    pieces: Any = shards.ShardPieces(data, spec) if int(workers) or way == "processes" else None
-
+    pieces: Any = shards.ShardPieces(data, spec)
     batches: dict[torch.dtype, torch.Tensor] = {}
 
     def load() -> int:
@@ -82,33 +53,18 @@ def main(checkout: str, config: str, way: str, workers: str) -> None:
         torch.cat(rows, out=batch)
         return run.micro_batch
 
-    one = torch.zeros(1)
-
-    def launch() -> int:
-        for _ in range(OPERATIONS):
-            one.add_(1)
-        return OPERATIONS
-
-    if pieces is not None:
-        load()
+    load()
     print("ready", flush=True)
     for line in sys.stdin:
-        mode, limit = line.split()
-        for _ in range(AHEAD if mode == "load" and int(workers) else 0):
+        for _ in range(AHEAD if int(workers) else 0):
             load()
-        done, size, until = 0, getattr(pieces, "encoded_bytes", 0), time.perf_counter() + float(limit)
-        spent = 0.0
-        while time.perf_counter() < until:
-            if mode == "beside" and pieces is not None:
-                load()
-            began = time.perf_counter()
-            done += launch() if mode == "beside" else load()
-            spent += time.perf_counter() - began
+        done, size, began = 0, getattr(pieces, "encoded_bytes", 0), time.perf_counter()
+        while (spent := time.perf_counter() - began) < float(line):
+            done += load()
         answer = {"per_s": done / spent, "mb_per_s": (getattr(pieces, "encoded_bytes", 0) - size) / spent / 1e6}
         answer |= {"done": done, "memory_mb": memory_mb(), "descriptors": len(os.listdir("/proc/self/fd"))}
         print(json.dumps(answer), flush=True)
-    if pieces is not None:
-        pieces.close()
+    pieces.close()
 
 
 if __name__ == "__main__":

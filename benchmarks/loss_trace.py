@@ -13,15 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import make_parser, show, table
 from benchmarks.loss_bench import JOINT_DIM, gather_with_gradient
 from clap_ds.config.errors import run_alone
 from clap_ds.engine.loss import SoftmaxLoss
 from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.fake_ranks import rank_of
 from clap_ds.planning.trace import Recorded, trace
 
 COLUMNS = (
@@ -32,13 +31,9 @@ COLUMNS = (
 
 def exact_local(num_ranks: int, micro_batch: int, joint_dim: int) -> Recorded:
     """One of `num_ranks` ranks' loss, the gathered features among its memory."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    try:
-        with FakeTensorMode(), like_cuda(), trace() as recorded:
-            audio_BD, text_BD = (torch.empty(micro_batch, joint_dim, requires_grad=True) for _ in range(2))
-            SoftmaxLoss(torch.bfloat16)(audio_BD, text_BD, torch.ones(1, requires_grad=True)).backward()
-    finally:
-        dist.destroy_process_group()
+    with rank_of(num_ranks), FakeTensorMode(), like_cuda(), trace() as recorded:
+        audio_BD, text_BD = (torch.empty(micro_batch, joint_dim, requires_grad=True) for _ in range(2))
+        SoftmaxLoss(torch.bfloat16)(audio_BD, text_BD, torch.ones(1, requires_grad=True)).backward()
     return recorded
 
 

@@ -1,6 +1,6 @@
 """Implementations of CLAP's training step that hold the same weights and take the same batch: this project's, with DeepSpeed
 and without, `transformers.ClapModel`'s, and that model in the training loops of open_clip and LAION-CLAP. `benchmarks.peers`
-and `benchmarks.cost_table` time them."""
+times them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import AudioConfig, ClapConfig, preset_names
+from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import MIN_POWER, LogMel
-from clap_ds.model.window_attention import AskedKernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
 from clap_ds.native.library import unavailable
@@ -33,29 +33,24 @@ from clap_ds.weights.hf_config import config_to_transformers
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say of which model and captions a step is."""
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which step is timed."""
     parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
     parser.add_argument("--text_tokens", type=int, default=77)
     lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
     parser.add_argument("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
     parser.add_argument("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
-
-
-def add_step_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """Options that say which step is timed."""
-    add_model_options(parser)
     parser.add_argument("--micro_batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=int, default=8)
 
 
-def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device, micro_batch: int) -> Batch:
-    """Noise and random captions on the device, as `add_model_options` asks."""
+def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
+    """Noise and random captions on the device, as `add_step_options` asks."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
     of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
-    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": micro_batch}
+    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
     with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
 
@@ -166,13 +161,11 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def our_model(
-    config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0, attention: AskedKernel = "auto"
-) -> ClapModel:
+def our_model(config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0) -> ClapModel:
     """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
-    model = ClapModel(config, **options, attention=attention, device=device)
+    model = ClapModel(config, **options, attention="auto", device=device)
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)

@@ -1,13 +1,11 @@
 """Command: what sending gradients costs beyond the step itself, under DeepSpeed as it is, overlapped here, and torch's DDP.
 
-    python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--compute emulated real] [--compute_per_allreduce 1.5]
-        [--output FILE.md]
+    python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--compute emulated real] [--output FILE.md]
 
 Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; every method
 in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down. `emulated`: its layers sleep for a time in
 proportion to their FLOPs, which leaves the cores to the communication as a GPU does. `real`: they multiply matrices for as
-long, one core a rank, which the communication competes for. Either is `--compute_per_allreduce` times one all-reduce of all
-gradients. Compiled towers give theirs at the end of their backward pass: one's travel under the other's.
+long, one core a rank, which the communication competes for. Either is 1.5 times one all-reduce of all gradients.
 """
 
 from __future__ import annotations
@@ -44,99 +42,65 @@ SCALE = 12
 BUCKET_MB = ClapSettings().gradient_bucket_mb / SCALE
 DDP_BUCKET_MB = 25.0 / SCALE
 """torch's default, scaled like the model."""
-METHODS = {
-    "deepspeed": "DeepSpeed as it is",
-    "overlapped": "overlapped",
-    "compiled": "overlapped, compiled towers",
-    "ddp": "torch DDP",
-}
+COMPUTE_PER_ALLREDUCE = 1.5
+METHODS = {"deepspeed": "DeepSpeed as it is", "overlapped": "overlapped", "ddp": "torch DDP"}
 KINDS = ("sending", "silent")
 EXPOSED = (
     f"{METHODS[each]} {{{each}[exposed_ms]:.0f}} [{{{each}[low]:.0f}}, {{{each}[high]:.0f}}]" for each in METHODS
 )
 COLUMNS = (
-    "compute {compute} | compute / all-reduce {compute_per_allreduce:g} | link, Mbit/s {rate_mbit:g}"
-    " | gradients, MB {megabytes:.1f} | step without sending {overlapped[silent_step_ms]:.0f}"
+    "compute {compute} | link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
+    " | step without sending {overlapped[silent_step_ms]:.0f}"
     f" | {' | '.join(EXPOSED)} | overlapped / DeepSpeed {{ratio:.0%}}"
 )
 SUBNET = "10.98.0"
 VARIABLES = (
-    "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu"
-    f" MASTER_ADDR={SUBNET}.1 MASTER_PORT=29555 GLOO_SOCKET_IFNAME=eth0 PYTHONPATH={PACKAGE.parent}"
-).split()
+    *["WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu"],
+    *f"MASTER_ADDR={SUBNET}.1 MASTER_PORT=29555 GLOO_SOCKET_IFNAME=eth0".split(),
+    f"PYTHONPATH={PACKAGE.parent}",
+)
 """What a launcher sets, but for the rank."""
 INPUT = torch.ones(1, requires_grad=True)
 Step = Callable[[bool], None]
 """A training step; whether gradients are sent."""
 
 
-_work: Callable[[float], object] = time.sleep
-"""What a layer does with the seconds it is given; an operation for torch.compile takes no functions."""
-
-
-@torch.library.custom_op("sync_bench::layer", mutates_args=())
-def _layer(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+class _Layer(torch.autograd.Function):
     """Identity that takes time, and gives its weight a gradient without computing one."""
-    _work(seconds)
-    return x.clone()
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[float], object], seconds: float) -> Tensor:
+        work(seconds)
+        ctx.work, ctx.seconds, ctx.shape = work, seconds, weight.shape
+        return x.clone()
 
-@torch.library.custom_op("sync_bench::layer_backward", mutates_args=())
-def _layer_backward(gradient: Tensor, weight: Tensor, seconds: float) -> tuple[Tensor, Tensor]:
-    _work(2 * seconds)
-    return gradient.clone(), torch.full_like(weight, float(gradient.sum()))
-
-
-_layer.register_fake(lambda x, weight, seconds: torch.empty_like(x))
-_layer_backward.register_fake(lambda gradient, weight, seconds: (torch.empty_like(gradient), torch.empty_like(weight)))
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.seconds = inputs[2]
-
-
-_layer.register_autograd(
-    lambda ctx, gradient: (*_layer_backward(gradient, *ctx.saved_tensors, ctx.seconds), None), setup_context=_keep
-)
-
-
-class EmulatedTower(nn.Module):
-    """Layers of so many parameters that take so many seconds forward, and twice that backward."""
-
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        super().__init__()
-        self.seconds = list(seconds)
-        self.weights = nn.ParameterList(torch.zeros(max(1, size // SCALE)) for size in sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight, forward_s in zip(self.weights, self.seconds, strict=True):
-            x = _layer(x, weight, forward_s)
-        return x
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        ctx.work(2 * ctx.seconds)
+        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None, None
 
 
 class EmulatedModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled; a forward pass takes
-    `forward_s` seconds, a backward pass twice that."""
+    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled. `work` spends the
+    seconds it is given, in all `forward_s` in a forward pass and twice that in a backward pass."""
 
-    def __init__(self, forward_s: float = 0.0) -> None:
+    def __init__(self, work: Callable[[float], object] = time.sleep, forward_s: float = 0.0) -> None:
         super().__init__()
         config = load_preset("htsat_tiny_roberta_base")
         with torch.device("meta"):
             model: Any = ClapModel(config)
         grids = zip(model.audio.stages, config.audio.stage_grids, strict=True)
         layers = [(block, grid**2) for stage, grid in grids for block in stage.blocks]
-        num_audio = len(layers)
         layers += [(model.text.roberta.embeddings, 0), *((layer, 77) for layer in model.text.roberta.encoder.layer)]
         sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer, _ in layers]
         flops = [size * rows for size, (_, rows) in zip(sizes, layers, strict=True)]
-        seconds = [forward_s * each / sum(flops) for each in flops]
-        self.mel = nn.Identity()
-        self.audio = EmulatedTower(sizes[:num_audio], seconds[:num_audio])
-        self.text = EmulatedTower(sizes[num_audio:], seconds[num_audio:])
+        self.work, self.seconds = work, [forward_s * each / sum(flops) for each in flops]
+        self.weights = nn.ParameterList(torch.zeros(max(1, size // SCALE)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.text(self.audio(x)).sum()
+        for weight, forward_s in zip(self.weights, self.seconds, strict=True):
+            x = _Layer.apply(x, weight, self.work, forward_s)
+        return x.sum()
 
 
 def _matrix_products() -> Callable[[float], object]:
@@ -146,7 +110,7 @@ def _matrix_products() -> Callable[[float], object]:
     return lambda seconds: [a @ a for _ in range(round(seconds / once_s))]
 
 
-def _step_by(method: str, model: Any) -> Step:
+def _step_by(method: str, model: nn.Module) -> Step:
     if method == "ddp":
         ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=DDP_BUCKET_MB)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -161,17 +125,13 @@ def _step_by(method: str, model: Any) -> Step:
 
     import deepspeed
 
-    from clap_ds.engine.compiled import compile_model
     from clap_ds.engine.gradient_sync import GradientSync
 
-    if method == "compiled":  # gradients get ready as AOT Autograd's graphs end; no code is generated
-        compile_model(model, "towers", backend="aot_eager")
     config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sync = GradientSync(engine, overlapped=method != "deepspeed", bucket_mb=BUCKET_MB)
+    sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=BUCKET_MB)
 
     def step(sending: bool) -> None:
-        sync.before_forward()
         with nullcontext() if sending else sync.off():
             engine.backward(engine(INPUT))
         engine.step()
@@ -191,18 +151,16 @@ def _seconds(action: Callable[[], object], repeats: int = 3) -> float:
     return float(median)
 
 
-def _worker(compute: str, compute_per_allreduce: float, rounds: int) -> None:
+def _worker(compute: str, rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
     distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     dist.all_reduce(gradients)
-    forward_s = compute_per_allreduce / 3 * _seconds(lambda: dist.all_reduce(gradients))
-    global _work
-    if compute == "real":
-        _work = _matrix_products()
+    forward_s = COMPUTE_PER_ALLREDUCE / 3 * _seconds(lambda: dist.all_reduce(gradients))
+    work = time.sleep if compute == "emulated" else _matrix_products()
     actions = {}
     for name in METHODS:
-        step = _step_by(name, EmulatedModel(forward_s))
+        step = _step_by(name, EmulatedModel(work, forward_s))
         for _ in range(3):
             step(True)
         for kind in KINDS:
@@ -265,17 +223,12 @@ def _run(command: str) -> None:
         raise UserError(f"{command}: {done.stderr.strip()}")
 
 
-def _measure(
-    hosts: Sequence[str], compute: str, compute_per_allreduce: float, rate_mbit: float, rounds: int
-) -> dict[str, Any]:
+def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) -> dict[str, Any]:
     """Run all methods on two hosts at one rate; each one's exposed milliseconds with an interval."""
     shape(hosts, rate_mbit)
-    options = {"--compute": compute, "--compute_per_allreduce": compute_per_allreduce, "--rounds": rounds}
-    words = [str(word) for option in options.items() for word in option]
-    worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", *words]
+    worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--compute", compute, "--rounds", str(rounds)]
     found = json.loads(run_ranks(hosts, worker).splitlines()[-1])
-    row: dict[str, Any] = {"compute": compute, "compute_per_allreduce": compute_per_allreduce, "rate_mbit": rate_mbit}
-    row["megabytes"] = found["num_bytes"] / 1e6
+    row: dict[str, Any] = {"compute": compute, "rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
         sending, silent = ([1000 * each for each in found["seconds"][f"{name} {kind}"]] for kind in KINDS)
         exposed = median_interval([a - b for a, b in zip(sending, silent, strict=True)])
@@ -289,16 +242,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser("sync_bench", __doc__)
     parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000])
     parser.add_argument("--compute", nargs="+", choices=("emulated", "real"), default=["emulated", "real"])
-    parser.add_argument(
-        "--compute_per_allreduce", type=float, nargs="+", default=[1.5], help="a step's, to that of all gradients"
-    )
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
-        _worker(arguments.compute[0], arguments.compute_per_allreduce[0], arguments.rounds)
+        _worker(arguments.compute[0], arguments.rounds)
     with shaped_hosts() as hosts:
-        runs = itertools.product(arguments.compute, arguments.compute_per_allreduce, arguments.rates_mbit)
+        runs = itertools.product(arguments.compute, arguments.rates_mbit)
         rows = [_measure(hosts, *each, arguments.rounds) for each in runs]
     title = (
         "Exposed communication: a step that sends its gradients less one that keeps them; "

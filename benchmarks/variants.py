@@ -31,7 +31,7 @@ CONFIG = "{config}"
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config", CONFIG]
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
-    "settings {title} | samples/s/GPU {samples_per_s_per_gpu[median]:,.2f}"
+    "settings {title} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
     " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}"
     " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | ratio {ratio:.3f}"
     " | memory, GB {memory_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
@@ -79,7 +79,7 @@ def title(settings: Mapping[str, Any]) -> str:
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a row each; ratios are to the first that has a rate."""
-    rates = [(row.get("samples_per_s_per_gpu") or {}).get("median", 0.0) for row in rows]
+    rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean", 0.0) for row in rows]
     first = next(filter(None, rates), None)
     shown: list[dict[str, Any]] = [{**row, "title": title(row["settings"])} for row in rows]
     for row, rate in zip(shown, rates, strict=True):
