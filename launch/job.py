@@ -142,8 +142,8 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         options = self.arguments
         launcher = Launcher(
-            options.launcher, sys.executable, [*shlex.split(options.srun_options), f"--job-name={name}"],
-            options.cpu_bind, options.cpus_per_task, shlex.split(options.wrapper), options.passed,
+            options.launcher, sys.executable, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            shlex.split(options.wrapper), options.passed, name,
         )  # fmt: skip
         command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
         # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.

@@ -34,6 +34,7 @@ class Launcher:
         cpus_per_task: cores of each rank.
         wrapper: words before torchrun's Python, such as a container's program.
         passed: variables that pdsh's ranks get; srun's have them all.
+        attempt: name of this start of the run, by which ranks and SLURM know it; there is no other like it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Launcher:
     cpus_per_task: int | None = None
     wrapper: Sequence[str] = ()
     passed: Sequence[str] = ()
+    attempt: str = "clap"
 
     def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
         """Command line that runs `words`, a script and its arguments, in every slot of these hosts.
@@ -71,7 +73,7 @@ class Launcher:
     def _step(self, slots: Mapping[str, int], tasks: int, cores: int) -> list[str]:
         """Options of a step with so many tasks on each of these hosts, of so many ranks' cores each."""
         options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
-        options += [f"--ntasks-per-node={tasks}"]
+        options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
         options += [f"--cpus-per-task={self.cpus_per_task * cores}"] if self.cpus_per_task else []
         options += [f"--cpu-bind={self.cpu_bind}"] if self.cpu_bind else []
         return [*options, *self.srun_options]
@@ -80,12 +82,14 @@ class Launcher:
         """This process's, with what the launcher reads; `folder` holds a file of variables where it wants one."""
         given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         python_path = os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
-        environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", "CLAP_JOB": self.attempt}
+        environment = {**os.environ, **own}
         if self.name != "pdsh":
             return environment
-        own = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
-        lines = [line for path in own for line in path.read_text().splitlines() if line.strip()]
-        lines += [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
+        files = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
+        lines = [line for path in files for line in path.read_text().splitlines() if line.strip()]
+        names = [*self.passed, "CLAP_JOB"]
+        lines += [f"{name}={shlex.quote(environment[name])}" for name in names if name in environment]
         (folder / "deepspeed_env").write_text("".join(f"{line}\n" for line in lines))
         return environment | {
             "DS_ENV_FILE": str(folder / "deepspeed_env"),
