@@ -30,7 +30,7 @@ from clap_ds.config.places import PACKAGE
 from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempts import Attempts, Ending, ending_of, now, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, default_launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_installed, default_launcher
 from clap_ds.launch.run_config import read_config, with_field
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -47,6 +47,7 @@ class Job:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
+        check_installed(arguments.launcher)
         self.slots = read_hostfile(arguments.hostfile or self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:

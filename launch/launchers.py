@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,13 @@ SSH = "-oBatchMode=yes -oConnectTimeout=15 -oServerAliveInterval=10 -oServerAliv
 
 def default_launcher() -> str:
     return "slurm" if "SLURM_JOB_ID" in os.environ else "pdsh"
+
+
+def check_installed(name: str) -> None:
+    """A UserError where the program by which a launcher reaches hosts isn't on PATH."""
+    program = "pdsh" if name == "pdsh" else "srun"
+    if shutil.which(program) is None:
+        raise UserError(f"launcher {name}: {program} isn't installed on {os.uname().nodename}")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         (package / "runner.py").write_text(f"{RUNNER}\n{lines}\n")
         (tmp_path / "hostfile").write_text(f"{HERE} slots={slots}\n")
         (tmp_path / "run.json").write_text(json.dumps(BATCH))
-        environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
+        (tmp_path / "stub" / "pdsh").touch(0o755)
+        path = f"{tmp_path / 'stub'}{os.pathsep}{ENVIRONMENT['PATH']}"
+        environment = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
         words = [sys.executable, "-m", "clap_ds.launch.job", "--folder", str(tmp_path), "--launcher", "pdsh", *options]
         words += ["--", "clap_ds/bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
         pipe = subprocess.PIPE
@@ -150,6 +152,12 @@ def test_nothing_of_a_launcher_stays_that_dies_before_what_it_started(start_job:
     process.communicate(timeout=180)
     assert process.returncode == 128 + signal.SIGKILL
     assert (tmp_path / "run0").is_dir(), "it was waited for"
+
+
+def test_missing_program_is_told(start_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "PATH", str(tmp_path / "nowhere"))
+    _, stderr = start_job("", "--launcher", "slurm").communicate(timeout=180)
+    assert stderr == f"error: launcher slurm: srun isn't installed on {HERE}\n"
 
 
 def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:
