@@ -143,7 +143,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         options = self.arguments
         launcher = Launcher(
-            options.launcher, sys.executable, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
             shlex.split(options.wrapper), options.passed, name,
         )  # fmt: skip
         command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
@@ -251,6 +251,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
     add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
     add("--cpus_per_task", type=whole_number(), help="cores of each rank")
+    add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
     add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
