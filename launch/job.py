@@ -150,8 +150,9 @@ class Job:
         # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
         child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
         code = self._wait(child, name)
-        step = slurm.step_state(slurm.job_id()) if code else None
-        lost = slurm.lost_nodes(hosts) if code and self.stopped is None else {}
+        in_job = slurm.job_id()
+        step = slurm.step_state(in_job) if code and in_job else None
+        lost = slurm.lost_nodes([*hosts]) if code and in_job and self.stopped is None else {}
         ranks = [host for host, count in hosts.items() for _ in range(count)]
         ending = ending_of(code, folder, ranks, self.stopped, lost, step)
         self._complete_run_record(run_directory_of(folder), ending)

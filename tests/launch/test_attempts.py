@@ -144,7 +144,7 @@ def test_lost_host_comes_before_what_the_others_say(ended: Any) -> None:
 
 
 def test_first_cause_counts(ended: Any) -> None:
-    errors = {0: ("lost_peer", "closed by peer"), 3: ("error", "NCCL error: unhandled"), 1: ("error", "KeyError: 'x'")}
+    errors = {0: ("lost_peer", "closed by peer"), 2: ("stopped", "stopped by SIGTERM"), 3: ("error", "NCCL error: unhandled"), 1: ("error", "KeyError: 'x'")}
     ending = ended(1, {"state": "failed", "error": "rank 0: closed by peer"}, errors)
     assert (ending.state, ending.hosts) == ("failed", ["n2"])
     assert "NCCL error" in ending.message
