@@ -42,7 +42,7 @@ class Launcher:
         cpus_per_task: cores of each rank.
         wrapper: words before torchrun's Python, such as a container's program.
         passed: variables that pdsh's ranks get; srun's have them all.
-        attempt: name of this start of the run, by which ranks and SLURM know it; there is no other like it.
+        attempt: name of this start of the run, by which SLURM knows its step; there is no other like it.
     """
 
     name: str
@@ -90,14 +90,12 @@ class Launcher:
         """This process's, with what the launcher reads; `folder` holds a file of variables where it wants one."""
         given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         python_path = os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
-        own = {"PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1", "CLAP_JOB": self.attempt}
-        environment = {**os.environ, **own}
+        environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
         if self.name != "pdsh":
             return environment
         files = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
         lines = [line for path in files for line in path.read_text().splitlines() if line.strip()]
-        names = [*self.passed, "CLAP_JOB"]
-        lines += [f"{name}={shlex.quote(environment[name])}" for name in names if name in environment]
+        lines += [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
         (folder / "deepspeed_env").write_text("".join(f"{line}\n" for line in lines))
         return environment | {
             "DS_ENV_FILE": str(folder / "deepspeed_env"),

@@ -70,9 +70,9 @@ def test_only_pdsh_writes_variables_to_a_file(tmp_path: Path, monkeypatch: pytes
     folder.mkdir()
     assert "DS_ENV_FILE" not in Launcher("slurm", passed=["LIST"]).environment(folder)
     assert [*folder.iterdir()] == []
-    environment = Launcher("pdsh", passed=["LIST", "NOT_SET"], attempt="7.ab.0").environment(folder)
+    environment = Launcher("pdsh", passed=["LIST", "NOT_SET"]).environment(folder)
     lines = Path(environment["DS_ENV_FILE"]).read_text().splitlines()
-    assert lines == ["MINE=1", "LIST='Tree,Ring two; rm'", "CLAP_JOB=7.ab.0"]
+    assert lines == ["MINE=1", "LIST='Tree,Ring two; rm'"]
     assert environment["HF_TOKEN"] == "secret"
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).resolve().parents[2])
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
