@@ -10,6 +10,7 @@ the job's id, its log, and what the job records itself. Runs on a login node. Le
 import argparse
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ if not __package__:  # run as a file, by any Python
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import find_config
+from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import add_request, request_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
 from clap_ds.launch.run_config import read_config
@@ -46,13 +48,15 @@ def start(arguments: argparse.Namespace) -> None:
         print(f"{found.format()}\n\n# {folder / NAME}.sbatch\n{jobs.text(NAME, [job])}", end="")
         return
     print("".join(f"note: {note}\n" for note in found.unchecked), end="")
-    for _, number, _ in jobs.submit([job]):
-        nodes, spare = (
-            job.nodes + request.spare_nodes,
-            f", {request.spare_nodes} of them spare" * bool(request.spare_nodes),
-        )
-        size = f"{nodes} nodes{spare}, {request.gpus} ranks on each, {request.time_limit(site, job.nodes)}"
-        print(f"submitted job {number}: {job.submitted_as}, {size}\nfolder: {folder}\n{how_to_follow(jobs)}")
+    try:
+        ((_, number, _),) = jobs.submit([job])
+    except slurm.RefusedError:
+        shutil.rmtree(folder)
+        raise
+    spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
+    size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
+    print(f"submitted job {number}: {job.submitted_as}, {size}, {request.time_limit(site, job.nodes)}")
+    print(f"folder: {folder}\n{how_to_follow(jobs)}")
 
 
 def how_to_follow(jobs: Jobs) -> str:

@@ -133,13 +133,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add_request(parser)
     run = "a run's JSON: a file, or a packaged one's name; given again, all jobs for that one, too"
     add("--config", type=Path, action="append", default=[], metavar="FILE", help=run)
-    add(
-        "--per_nodes",
-        nargs="+",
-        default=[],
-        metavar="NODES=FILE",
-        help="one JSON from so many nodes on, up to the next",
-    )
+    from_on = "a JSON from so many nodes on, up to the next"
+    add("--per_nodes", type=_from_nodes, nargs="+", default=[], metavar="NODES=FILE", help=from_on)
     add("--nodes", type=whole_number(), nargs="+", default=[1])
     add("--global_batch", type=whole_number(), metavar="N", help="samples of a step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1)
