@@ -74,7 +74,7 @@ class Nodes:
     is_default: bool
     count: int
     gpus: int
-    limit_s: int | None  # the partition's time limit; None for none
+    limit: str | None  # the partition's time limit; None for none
 
 
 def partition_nodes(partition: str | None) -> list[Nodes]:
@@ -82,9 +82,10 @@ def partition_nodes(partition: str | None) -> list[Nodes]:
     names, found = partition.split(",") if partition else [], []
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%D|%G|%l"]).splitlines():
         name, count, gres, limit = line.split("|")
-        limit_s = seconds_of(limit) if _TIME.fullmatch(limit) else None
         gpus = sum(map(int, _GPUS.findall(gres)))
-        found.append(Nodes(name.rstrip("*"), name.endswith("*"), int(count), gpus, limit_s))
+        found.append(
+            Nodes(name.rstrip("*"), name.endswith("*"), int(count), gpus, limit if _TIME.fullmatch(limit) else None)
+        )
     return [each for each in found if (each.partition in names if names else each.is_default)]
 
 
@@ -122,13 +123,6 @@ def seconds_of(text: str) -> int:
     if total < 1:
         raise UserError(f"{text!r}: expected a time above zero")
     return total
-
-
-def time_of(seconds: int) -> str:
-    """A time as SLURM reads it."""
-    minutes, seconds = divmod(seconds, 60)
-    days, hours = divmod(minutes // 60, 24)
-    return f"{f'{days}-' if days else ''}{hours:02}:{minutes % 60:02}:{seconds:02}"
 
 
 # --- jobs, from a login node
