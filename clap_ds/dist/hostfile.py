@@ -95,6 +95,12 @@ def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
     return hosts
 
 
+def is_this_host(name: str) -> bool:
+    """Whether SLURM's name of a host is this one's, which may have a domain that the other hasn't."""
+    own = {os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.uname().nodename}
+    return name.partition(".")[0] in {each.partition(".")[0] for each in own}
+
+
 def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int | None = None) -> list[int]:
     """Ranks for each host: as many as `wanted`, or else its GPUs or, where SLURM manages none, its tasks.
 
@@ -119,13 +125,12 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     tasks_are_ranks = tasks is not None and set(tasks) != {1}
     if tasks and asked and tasks_are_ranks and max(tasks) != asked:
         problem = f"SLURM_TASKS_PER_NODE={value} doesn't fit {asked} GPUs on a host"
-        raise ValueError(f"{problem}: give --slots, or allocate one task per GPU or one per host")
+        raise ValueError(f"{problem}: give --slots N, or allocate one task per GPU or one per host")
     if asked and not tasks_are_ranks:
         return [asked] * num_hosts
     if not tasks:
-        raise ValueError(
-            "SLURM's environment has neither GPUs nor tasks that were asked for: give --slots or --gres=gpu:N"
-        )
+        passed_on = "(of --gpus, --gres and --exclusive salloc's shell isn't told)"
+        raise ValueError(f"SLURM's environment doesn't tell ranks: give --slots N, or allocate with --gpus-per-node=N {passed_on}")
     return tasks
 
 
