@@ -1,6 +1,7 @@
 """Job scripts, and the checks before one is queued: what `submit.py` and `sweep.py` share.
 
-A script is the site's options, what this job asks for, and one start of `bench.sbatch`. Leaves sbatch itself to `slurm.py`.
+A script is what the job asks SLURM for, the site's shell lines and variables, and two commands: the hostfile, and
+`launch/job.py` with the run's own. Leaves sbatch itself to `slurm.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from typing import Any
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.errors import UserError
-from clap_ds.config.places import work_folder
+from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.dist.hostfile import expand
 from clap_ds.launch import slurm
-from clap_ds.launch.site_check import Found, check_environment, check_partition, check_scripts
-from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
+from clap_ds.launch.site_check import Found, check_environment, check_scripts
+from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
-BENCH = Path(__file__).resolve().parent / "bench.sbatch"
-TRAINING_S = 24 * 3600
-SAVING_SHARE = 0.8
-"""Of the time between the warning and the limit, for a training run to save in."""
+TRAINING_S, TRAINING_WARNING_S = 24 * 3600, 300
+PASSED = ("OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH")
+"""Variables that ranks get from the job's shell where ssh starts them, beside the site's; srun passes on all there are."""
 
 
 @dataclass(frozen=True)
@@ -48,38 +48,26 @@ class Request:
     until_done: bool = False
     train_options: tuple[str, ...] = ()  # of clap_ds/train.py, for a run that has checkpoints
 
+    def load_site(self) -> Site:
+        return load_site(self.site, self.launcher)
+
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
 
     def warning_s(self, site: Site, nodes: int) -> int:
-        """Seconds before the limit at which the run is signalled: half the limit where it is too short for more."""
-        limit_s = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 60  # SLURM counts in minutes
-        usual = site.warning(self.train)
-        return limit_s // 2 if limit_s <= 2 * usual else usual
-
-    def notes(self, site: Site, nodes: int) -> list[str]:
-        """What a user should know of the choices made for a job."""
-        notes = []
-        warning, limit = self.warning_s(site, nodes), self.time_limit(site, nodes)
-        if warning < site.warning(self.train):
-            notes.append(
-                f"a time limit of {limit} is short: the run is told to stop {warning} s before it, after half of it"
-            )
-        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            notes.append(
-                "the site has neither cpus_per_task nor --exclusive: SLURM may give all ranks of a node one core"
-            )
-        return notes
+        """Seconds before the limit at which the run is signalled, at most half of it; training has to save."""
+        usual = TRAINING_WARNING_S if self.train else site.warning_s
+        return min(usual, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30)  # SLURM counts in minutes
 
 
-def add_request(parser: argparse.ArgumentParser) -> None:
+def add_request(parser: argparse.ArgumentParser, **of_config: Any) -> None:
     """Options that `request_of` reads."""
     add = parser.add_argument
     add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
+    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name", **of_config)
     add("--train", action="store_true", help="training in place of the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node, in place of the site's")
-    add("--launcher", type=launcher_name, choices=LAUNCHERS)
+    add("--launcher", choices=LAUNCHERS, help="what starts the ranks, in place of the site's")
     add_limits(parser)
 
 
@@ -105,45 +93,35 @@ def host_list(text: str) -> str:
     return text
 
 
-def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Request:
+def request_of(arguments: argparse.Namespace, **more: Any) -> Request:
     """The request of a command's options; a UserError where neither they, the site nor SLURM tell the number of GPUs."""
-    problem, everything = "sinfo shows no GPUs in its partition", None
-    with contextlib.suppress(UserError):
-        everything = slurm.partitions()
-    if everything is None:
-        problem, nodes = "SLURM can't be asked here", []
-    elif missing := slurm.missing_partition(everything, site.partition):
-        raise UserError(missing)
-    else:
-        nodes = slurm.of_partition(everything, site.partition)
-    most = max((each.gpus for each in nodes), default=0)
-    gpus = arguments.gpus or site.ranks() or most
+    site, problem, nodes = load_site(arguments.site, arguments.launcher), "sinfo shows none", []
+    try:
+        nodes = slurm.partition_nodes(site.partition)
+    except UserError as error:
+        problem = f"SLURM can't be asked: {error}"
+    shown = max((each.gpus for each in nodes), default=0)
+    gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
     time = arguments.time
     if arguments.train and time is None:
-        limits = [each.limit_s or TRAINING_S for each in nodes]
-        time = slurm.time_of(min([TRAINING_S, *limits]))
+        time = slurm.time_of(min([TRAINING_S, *(each.limit_s or TRAINING_S for each in nodes)]))
     name = arguments.site
     given = {name: getattr(arguments, name) for name in ("train", "launcher", "exclude")}
     is_file = name.endswith(".json") or "/" in name
-    gres = f"gpu:{gpus}" if most or everything is None else None
+    gres = f"gpu:{gpus}" if shown or not nodes else None
     return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
 
 
-def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str, Path]) -> Found:
+def check(request: Request, scripts: dict[int, str], runs: dict[str, Path]) -> Found:
     """Try the site, a script for each number of nodes, and every run's JSON, by what to call it in a message.
 
     Problems that all runs have are said once.
     """
-    found, most = Found(), max(scripts) + request.spare_nodes
-    limits = {request.time_limit(site, each) for each in scripts}
-    own = site.own_gpus()
-    if own and own[1] != request.gpus:
-        found.problems.append(f"--gpus {request.gpus}: the site's sbatch options have {own[0]}")
-    check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
-    check_scripts(site, scripts.values(), found)
-    said = check_environment(site, found, list(runs.values()), train=request.train)
+    found, site = Found(), request.load_site()
+    check_scripts(scripts.values(), found)
+    said = check_environment(site, found, runs.values(), train=request.train)
     problems: dict[str, list[str]] = {}
     if said and not any(f"{path}:" in said for path in runs.values()):
         found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2].strip()}")
@@ -154,6 +132,8 @@ def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str,
     for problem, names in problems.items():
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         found.problems.append(f"{names[0]}{others}: {problem}")
+    if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
+        found.unchecked.append("cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
     return found
 
 
@@ -170,56 +150,76 @@ def script(
 ) -> str:
     """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
 
-    `log` is the output file in SLURM's notation (`log_file`).
+    `log` is the output file in SLURM's notation (`log_file`); `micro_batch` what `launch/micro_batch.py` is to try.
     """
-    site = load_site(request.site)
-    warning, train = request.warning_s(site, nodes), request.train
-    total = nodes + request.spare_nodes
-    header = {
-        "job-name": name,
-        "output": log,
-        "nodes": total,
-        "ntasks-per-node": 1,
-        "gres": request.gres,
-        "cpus-per-task": site.cpus_per_task and site.cpus_per_task * request.gpus,
-        "time": request.time_limit(site, nodes),
-        "account": site.account,
-        "partition": site.partition,
-        "exclude": request.exclude,
-        "signal": f"B:USR1@{warning}",
-        "open-mode": "append",
-    }
-    own = {option.partition("=")[0].removeprefix("--") for option in site.sbatch}
-    if any(name.startswith("gpus") for name in own):
-        own.add("gres")  # GPUs asked for in the site's own way
-    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
-    lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags)]
-    for key, value in header.items():
-        if value is not None and not (key in ("gres", "cpus-per-task") and key in own):
-            lines.append(f"#SBATCH --{key}={_quoted(value)}")
-    lines += ["", "set -euo pipefail"]
-    lines += [f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
+    site = request.load_site()
+    places, python = work_folder(), shlex.quote(sys.executable if site.container() else site.interpreter())
+    threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
+    lines = ["#!/bin/bash", *_header(request, site, nodes, name, log), ""]
+    lines += ["set -euo pipefail", f"cd {shlex.quote(str(places))}", *site.setup_lines()]
+    lines += [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
+    lines += [f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"]
     if len(folders) > 1:
         lines += [f"folders=({shlex.join(map(str, folders))})", "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}"]
     else:
         lines += [f"folder={shlex.quote(str(folders[0]))}"]
-    options = {
-        "site": shlex.quote(request.site),
-        "config": '"$folder/run.json"',
-        "folder": '"$folder"',
-        "python": shlex.quote(sys.executable),
-        "slots": request.gpus,
-        "launcher": request.launcher,
-        "micro_batch": micro_batch,
-        "command": "clap_ds/train.py" if train else None,
-        "grace": int(SAVING_SHARE * warning) if train else None,
-        "spare_nodes": request.spare_nodes or None,
-    }
-    words = [f"--{key} {value}" for key, value in options.items() if value is not None]
-    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
-    words += ["-- " + shlex.join(request.train_options)] if request.train_options else []
-    lines += [" \\\n    ".join([f"exec bash {shlex.quote(str(BENCH))}", *words])]
+    lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
+    each = "'{folder}'" if micro_batch else '"$folder"'
+    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
+    run = [
+        f'{python} -m clap_ds.launch.job --folder {each} --hostfile "$folder/hostfile"',
+        *_job_options(request, site),
+        f"-- {shlex.quote(str(command))} --deepspeed_config {each}/run.json {shlex.join(request.train_options)}".strip(),
+    ]
+    if micro_batch:
+        trials = (
+            f'{python} -m clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder" --'
+        )
+        run = [trials, *run]
+    lines += [" \\\n    ".join(["exec " + run[0], *run[1:]])]
     return "\n".join(lines) + "\n"
+
+
+def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
+    """The #SBATCH lines."""
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)  # in the site's own way
+    # SLURM signals the ranks of a step of its own; under pdsh it knows of the script alone.
+    to_whom = "B:" if site.launcher == "pdsh" else ""
+    options = {
+        "job-name": name,
+        "output": log,
+        "nodes": nodes + request.spare_nodes,
+        "ntasks-per-node": request.gpus,
+        "gres": None if asks_for_gpus else request.gres,
+        "cpus-per-task": site.cpus_per_task,
+        "time": request.time_limit(site, nodes),
+        "account": site.account,
+        "partition": site.partition,
+        "exclude": request.exclude,
+        "signal": f"{to_whom}USR1@{request.warning_s(site, nodes)}",
+        "open-mode": "append",
+    }
+    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
+    flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    return [f"#SBATCH {flag}" for flag in flags]
+
+
+def _job_options(request: Request, site: Site) -> list[str]:
+    """Options of `launch/job.py`, as the shell takes them."""
+    launcher = site.launcher or "slurm"
+    options: dict[str, object] = {
+        "launcher": launcher,
+        "srun_options": shlex.join(site.srun) or None,
+        "cpu_bind": site.cpu_bind,
+        "cpus_per_task": site.cpus_per_task,
+        "wrapper": shlex.join(site.wrapper) or None,
+        "python": site.interpreter() if site.container() else None,
+        "spare_nodes": request.spare_nodes or None,
+        "requeues": site.requeues,
+    }
+    words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
+    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
+    return [*words, *([f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else [])]
 
 
 def _quoted(value: object) -> str:

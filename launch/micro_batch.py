@@ -1,6 +1,6 @@
 """Inside a job: tries micro-batches, one run after the other, and makes a table of what each gave.
 
-    python launch/micro_batch.py 8:1024:8 --config C --folder F -- python launch/job.py …      (as launch/bench.sbatch does)
+    python -m clap_ds.launch.micro_batch 8:1024:8 --config C --folder F -- python -m clap_ds.launch.job --folder {folder} …
 
 `auto` looks for the largest multiple of 8 that fits, by doubling and then bisection. A micro-batch that exhausts the
 memory is a row like any other, and so is one that fails in another way where a smaller one completed: a kernel that can't be

@@ -7,8 +7,6 @@ The job's folder, under the site's `run_root`, holds the run's JSON as it was wh
 with the job's id, its log, and what the job records itself. Runs on a login node. Leaves many jobs at once to `sweep.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -16,6 +14,11 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a file, by any Python
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"error: launch/submit.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError, exit_code_of
@@ -33,7 +36,6 @@ from clap_ds.launch.batch_script import (
     script,
 )
 from clap_ds.launch.run_config import read_config, with_output
-from clap_ds.launch.sites import Site, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 RECORD = "submitted.json"
@@ -43,11 +45,11 @@ def start(arguments: argparse.Namespace) -> None:
     """Check everything; then write the job's folder and submit it, or with `--check` show the script."""
     if arguments.until_done and not arguments.train:
         raise UserError("--until_done: only training goes on where it was, a benchmark doesn't: give --train, too")
-    site = load_site(arguments.site)
     config = find_config(arguments.config).resolve()
     more = {name: getattr(arguments, name) for name in ("spare_nodes", "shrink", "until_done")}
     more["train_options"] = tuple(_train_options(arguments))
-    request = request_of(arguments, site, **more)
+    request = request_of(arguments, **more)
+    site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     check_batch(content, arguments.nodes * request.gpus, str(arguments.config))
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
@@ -57,10 +59,10 @@ def start(arguments: argparse.Namespace) -> None:
     try:
         text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
         write_object(folder / "run.json", content)
-        found = check(request, site, {arguments.nodes: text}, {str(arguments.config): folder / "run.json"})
+        found = check(request, {arguments.nodes: text}, {str(arguments.config): folder / "run.json"})
         if arguments.check:
             print(found.format())
-        for note in (*(() if arguments.check else found.unchecked), *request.notes(site, arguments.nodes)):
+        for note in () if arguments.check else found.unchecked:
             print(f"note: {note}")
         found.refuse()
         write_atomically(folder / "job.sbatch", text)
@@ -71,7 +73,7 @@ def start(arguments: argparse.Namespace) -> None:
         shutil.rmtree(folder)
         print(f"\n# {folder / 'job.sbatch'}\n{text}", end="")
         return
-    queue(request, site, arguments.nodes, folder, name)
+    queue(request, arguments.nodes, folder, name)
 
 
 def _train_options(arguments: argparse.Namespace) -> list[str]:
@@ -85,7 +87,7 @@ def _train_options(arguments: argparse.Namespace) -> list[str]:
     return options
 
 
-def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> None:
+def queue(request: Request, nodes: int, folder: Path, name: str) -> None:
     """Record the job's name, submit it, record its id, and say how to follow it."""
     record: dict[str, Any] = {"name": name, "job": None, "submitted": slurm.now(), "nodes": nodes + request.spare_nodes}
     write_object(folder / RECORD, record)
@@ -97,7 +99,7 @@ def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> 
             raise
         write_object(folder / RECORD, record)
         spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-        size = f"{record['nodes']} nodes{spare}, {request.gpus} ranks on each, {request.time_limit(site, nodes)}"
+        size = f"{record['nodes']} nodes{spare}, {request.gpus} ranks on each, {request.time_limit(request.load_site(), nodes)}"
         print(f"submitted job {record['job']}: {name}, {size}\nfolder: {folder}")
         print(how_to_follow(folder, record["job"]))
 
@@ -111,7 +113,8 @@ def refuse_second(jobs: Path, label: str) -> None:
     """A UserError, once, where an earlier call was cut off before it knew the id of a job that SLURM does have."""
     for path in sorted(jobs.glob(f"{label}-*/{RECORD}")):
         record = read_object(path)
-        if record["job"] is None and (found := slurm.find_job(record["name"], record["submitted"])):
+        found = record["job"] is None and slurm.find_job(record["name"], record["submitted"])
+        if found:
             write_object(path, {**record, "job": found})
             raise UserError(
                 f"job {found} was submitted at {record['submitted']} by a call that was cut off; nothing is submitted now\n"

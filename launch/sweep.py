@@ -9,8 +9,6 @@ A sweep is a folder: `sweep.json`, a script per job or array as sbatch got it, a
 measured. Runs on a login node. Leaves scripts and submission to `batch_script.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -20,6 +18,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a file, by any Python
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"error: launch/sweep.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
@@ -69,7 +72,7 @@ class Sweep:
         """Names of the jobs that SLURM has still to end, as of the last `states`."""
 
     @classmethod
-    def read(cls, folder: Path) -> Sweep:
+    def read(cls, folder: Path) -> "Sweep":
         """Open a sweep made earlier; a UserError where the folder holds none."""
         if not (folder / "sweep.json").exists():
             sweeps = work_folder() / "runs" / "sweeps"
@@ -200,12 +203,11 @@ def start(arguments: argparse.Namespace) -> None:
     if arguments.train and arguments.micro_batch:
         raise UserError("--micro_batch tries out how fast a run is: not with --train")
     is_new = not folder.exists()
-    request, jobs = request_of(arguments, site), plan(arguments)
+    request, jobs = request_of(arguments), plan(arguments)
     sweep = Sweep(folder, config, request, "array" if arguments.array else "chain" if arguments.chain else None, jobs)
     try:
-        found = check(request, site, sweep.texts(jobs), sweep.write_runs())
-        notes = [*found.unchecked, *(note for nodes in arguments.nodes for note in request.notes(site, nodes))]
-        print("".join(f"note: {note}\n" for note in dict.fromkeys(notes)), end="")
+        found = check(request, sweep.texts(jobs), sweep.write_runs())
+        print("".join(f"note: {note}\n" for note in found.unchecked), end="")
         found.refuse()
         sweep.write_scripts()
     except BaseException:
@@ -246,7 +248,7 @@ def resume(arguments: argparse.Namespace) -> None:
     changes = {name: value for name in ("time", "exclude") if (value := getattr(arguments, name))}
     sweep.request = replace(sweep.request, **changes)
     runs = {job.name: sweep.folder / job.name / "run.json" for job in missing}
-    check(sweep.request, load_site(sweep.request.site), sweep.texts(missing), runs).refuse()
+    check(sweep.request, sweep.texts(missing), runs).refuse()
     sweep.write_scripts()
     sweep.submit(missing)
 
