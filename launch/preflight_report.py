@@ -68,12 +68,15 @@ def judge_hosts(ranks: Answers, slots: Mapping[str, int], report: Report) -> Non
 
 def _compare(what: str, values: Mapping[str, str | None], report: Report) -> None:
     """What is missing is its own host's fault. Of what differs, those that differ from most hosts; all where none is most."""
-    (usual, most), *others = Counter(value for value in values.values() if value is not None).most_common() or [(None, 0)]
+    counts = Counter(value for value in values.values() if value is not None).most_common(2)
+    usual, most = counts[0] if counts else (None, 0)
     for host, value in values.items():
         if value is None:
             report.fault(f"{what} isn't installed" + " on any host" * (usual is None), host)
-        elif others and others[0][1] == most:
-            report.fault(f"{what} differs: {', '.join(f'{at} {each}' for at, each in [*values.items()][:MOST_NAMED])}", host)
+        elif len(counts) == 2 and counts[1][1] == most:
+            report.fault(
+                f"{what} differs: {', '.join(f'{at} {each}' for at, each in [*values.items()][:MOST_NAMED])}", host
+            )
         elif value != usual:
             report.fault(f"{what} is {value}, on most other hosts {usual}", host)
 

@@ -30,7 +30,9 @@ def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, A
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
     tflops = measure_matmul_tflops(device, None if device.type == "cuda" else 512, warm_up_s=0.2, measure_s=0.5)
-    everyone = gather({"clock": clock, "wrong": wrong, "seconds": best_s, "tflops": tflops, "links": links})
+    everyone: list[dict[str, Any]] = gather(
+        {"clock": clock, "wrong": wrong, "seconds": best_s, "tflops": tflops, "links": links}
+    )
     # Bytes a ring sends and receives per rank over the time of the slowest rank: comparable between world sizes.
     slowest_s = max(rank["seconds"] for rank in everyone)
     bus_gb_per_s = 2 * (1 - 1 / ranks.world_size) * num_elements * 2 / slowest_s / 1e9
@@ -67,7 +69,9 @@ def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[
         for place, first in enumerate(leads):
             second = leads[(place + 1) % len(leads)]
             if turn == (2 if second < first else place % 2) and first != second and ranks.rank in (first, second):
-                best_s = min(seconds(partial(_exchange, buffer, ranks.rank, first, second), device) for _ in range(REPEATS))
+                best_s = min(
+                    seconds(partial(_exchange, buffer, ranks.rank, first, second), device) for _ in range(REPEATS)
+                )
                 found += [(first, second, 2 * buffer.nbytes / best_s / 1e9)] * (ranks.rank == first)
     return found
 

@@ -92,7 +92,8 @@ def code_digest() -> str:
 
 def version(package: str) -> str | None:
     """Of a package that can be imported here; None where it can't be found."""
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
         return None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
