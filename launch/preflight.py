@@ -10,6 +10,7 @@ something would break the run, 0 otherwise. What is made of the answers is in `p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -33,6 +34,8 @@ from clap_ds.launch.launchers import LAUNCHERS, Launcher
 from clap_ds.launch.preflight_report import Report, judge_hosts, judge_ranks
 from clap_ds.launch.sites import Site, load_site
 
+ARRIVE_S = 120.0
+"""For every rank to say what it finds, before it imports anything: a host without is named then, and not waited for."""
 RANK_SCRIPT = PACKAGE / "measuring" / "preflight_rank.py"
 
 
@@ -43,7 +46,7 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
         launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper, [*site.environment]
     )
     (folder / "hostfile").write_text(format_hostfile(slots))
-    words = [str(RANK_SCRIPT), str(folder), str(megabytes), ",".join(PACKAGES)]
+    words = [str(RANK_SCRIPT), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     port = master_port(f"{os.environ.get('SLURM_JOB_ID', 0)}.{os.getpid()}")
     command = start.command(slots, folder / "hostfile", port, words)
     with (folder / "output").open("wb") as output:
@@ -53,11 +56,14 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(ARRIVE_S)
+            if len([*folder.glob("rank-*.json")]) == sum(slots.values()):
+                return process.wait()
+        finally:
+            process.terminate()  # it ends the ranks
             process.wait()
-            raise
+    return process.returncode
 
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
@@ -68,8 +74,8 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
         answer["host"] = known.get(answer["host"].partition(".")[0], answer["host"])
     lines = (folder / "output").read_text(errors="replace").splitlines()
     for host in slots.keys() - {answer["host"] for answer in ranks.values()}:
-        about = [line.strip() for line in lines if re.search(rf"\b{re.escape(host)}\b.*:", line)]
-        report.fault(f"can't be reached: {about[-1] if about else 'no sign of life'}", host)
+        about = [found[1] for line in lines if (found := re.match(rf"(?:srun: error: )?{re.escape(host)}: (.*)", line))]
+        report.fault(f"can't be reached: {about[0] if about else 'no sign of life'}", host)
     judge_hosts(ranks, slots, report)
     if (folder / "measured.json").exists():
         judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)

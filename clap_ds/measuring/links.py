@@ -69,17 +69,12 @@ def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[
         for place, first in enumerate(leads):
             second = leads[(place + 1) % len(leads)]
             if turn == (2 if second < first else place % 2) and first != second and ranks.rank in (first, second):
-                best_s = min(
-                    seconds(partial(_exchange, buffer, ranks.rank, first, second), device) for _ in range(REPEATS)
-                )
+                exchange = partial(_exchange, buffer, first + second - ranks.rank, ranks.rank == first)
+                best_s = min(seconds(exchange, device) for _ in range(REPEATS))
                 found += [(first, second, 2 * buffer.nbytes / best_s / 1e9)] * (ranks.rank == first)
     return found
 
 
-def _exchange(buffer: torch.Tensor, own: int, first: int, second: int) -> None:
-    """There and back."""
-    for source, target in ((first, second), (second, first)):
-        if own == source:
-            dist.send(buffer, target)
-        else:
-            dist.recv(buffer, source)
+def _exchange(buffer: torch.Tensor, other: int, sends_first: bool) -> None:
+    for sends in (sends_first, not sends_first):
+        (dist.send if sends else dist.recv)(buffer, other)

@@ -1,6 +1,6 @@
 """One rank of `launch/preflight.py`: what it finds on its host, then what all measure together.
 
-    preflight_rank.py FOLDER MEGABYTES PACKAGE,PACKAGE…
+    preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
 
 Leaves `rank-N.json` before anything is imported that a host may lack, and rank 0 `measured.json`: comparing is left to
 `launch/preflight_report.py`.
@@ -12,9 +12,9 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -33,7 +33,7 @@ from clap_ds.dist.accelerator import OLDEST_DRIVER, are_there, driver_version, i
 from clap_ds.dist.distributed import Ranks, initialize, run_command
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
-OTHERS_WRITE_S = 30.0
+OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
 MIN_FREE_GB, MIN_OPEN_FILES = 5.0, 4096
 NUMA = Path("/sys/devices/system/node")
 Fault = tuple[bool, str]
@@ -41,14 +41,11 @@ Fault = tuple[bool, str]
 
 
 def main(ranks: Ranks) -> None:
-    place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
     folder, mine = Path(place), gpus()
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    answer: dict[str, Any] = {"host": host, "gpus": mine, "cores": cores(), "faults": []}
-    if os.environ.get("DS_ACCELERATOR") != "cpu":
-        answer["faults"] += gpu_faults(mine, folder)
+    answer: dict[str, Any] = {"host": host, "gpus": mine, "cores": cores(), "faults": [*faults(mine, folder)]}
     if ranks.local_rank == 0:
-        answer["faults"] += host_faults(folder)
         versions = {"python": platform.python_version(), **{name: version(name) for name in packages.split(",")}}
         answer["software"] = {"code": code_digest(), **versions}
     write_object(folder / f"rank-{ranks.rank}.json", answer)
@@ -58,7 +55,6 @@ def main(ranks: Ranks) -> None:
 
         measured = measure(float(megabytes), ranks, device)
     except Exception:
-        # Launchers end all ranks when one has failed: let the others write theirs first.
         until = time.monotonic() + OTHERS_WRITE_S
         while len([*folder.glob("rank-*.json")]) < ranks.world_size and time.monotonic() < until:
             time.sleep(0.2)
@@ -69,15 +65,10 @@ def main(ranks: Ranks) -> None:
 
 def cores() -> str:
     """Those this rank may use, and their NUMA domains in brackets: `0-7,16 (0)`."""
-    mine = sorted(os.sched_getaffinity(0))
-    domains = {int(path.parent.name[4:]) for core in mine for path in NUMA.glob(f"node*/cpu{core}")}
-    return f"{_ranges(mine)} ({_ranges(sorted(domains))})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in pairs] for _, pairs in groups]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    paths = (path for core in os.sched_getaffinity(0) for path in NUMA.glob(f"node*/cpu{core}"))
+    domains = sorted({int(path.parent.name.removeprefix("node")) for path in paths})
+    text = re.search(r"Cpus_allowed_list:\s*(\S+)", Path("/proc/self/status").read_text())
+    return f"{text[1] if text else '?'} ({','.join(map(str, domains))})"
 
 
 def code_digest() -> str:
@@ -108,19 +99,17 @@ def gpus() -> dict[str, str]:
     return {uuid: shown for index, uuid, shown in lines if words == [""] or is_mine(index, uuid)}
 
 
-def host_faults(folder: Path) -> Iterator[Fault]:
-    """Want of disk space and open files."""
+def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
+    """Want of disk space, files, drivers or compilers, and who else has these GPUs."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
-            yield True, f"{free_gb:.1f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            yield True, f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
+    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     if 0 <= files < MIN_OPEN_FILES:
         yield False, f"ulimit -n is {files}; workers and NCCL may need {MIN_OPEN_FILES}"
-
-
-def gpu_faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
-    """Who else has these GPUs, and what of the host's software isn't for them."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return
     if not mine and any(os.environ.get(f"SLURM_{name}") for name in ("STEP_GPUS", "JOB_GPUS", "GPUS_ON_NODE")):
         yield True, "SLURM gave the job GPUs there, and none can be seen"
     if not mine and not are_there():
@@ -141,7 +130,6 @@ def gpu_faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
         # Not surely a problem: a cuda-compat module makes up for it. The ranks will tell.
         oldest = OLDEST_DRIVER[int(cuda.partition(".")[0])]
         yield False, f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != -1:
         yield False, f"ulimit -l is {locked} bytes; InfiniBand needs it unlimited"
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")

@@ -1,4 +1,4 @@
-"""The ranks' part of a preflight finds wrong sums, and takes little more memory than what it sums."""
+"""Wrong sums of an all-reduce are found, and it takes little more memory than what is summed."""
 
 import os
 
@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.dist.distributed import Ranks
-from clap_ds.measuring import preflight_rank
+from clap_ds.measuring import links
 from tests import processes
 from tests.ranks import RankPool
-
-CPU = torch.device("cpu")
 
 
 def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
@@ -25,9 +22,9 @@ def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
             buffer[place] = value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight_rank, "PIECE", 8)
+        patch.setattr(links, "PIECE", 8)
         patch.setattr(dist, "all_reduce", spoiled)
-        return preflight_rank._all_reduce(37, Ranks(dist.get_rank(), world_size, 0, 1), CPU)[0]
+        return links.all_reduce(37, world_size, torch.device("cpu"))[0]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +42,12 @@ def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dic
 PEAK = """
 import resource, sys, torch
 from clap_ds.dist.distributed import Ranks, initialize
-from clap_ds.measuring import preflight_rank
+from clap_ds.measuring import links
 ranks = Ranks.from_environment()
 device = initialize(ranks, compile_cpu_collective=False)
-preflight_rank._all_reduce(1000, ranks, device)
+links.all_reduce(1000, 2, device)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-preflight_rank._all_reduce(100_000_000 // 2, ranks, device)
+links.all_reduce(100_000_000 // 2, 2, device)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 100_000)
 """
 
