@@ -75,7 +75,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
     lines = (folder / "output").read_text(errors="replace").splitlines()
     for host in slots.keys() - {answer["host"] for answer in ranks.values()}:
         about = [found[1] for line in lines if (found := re.match(rf"(?:srun: error: )?{re.escape(host)}: (.*)", line))]
-        report.fault(f"can't be reached: {about[0] if about else 'no sign of life'}", host)
+        report.fault(f"can't be reached, or starts no rank: {about[-1] if about else 'no sign of life'}", host)
     judge_hosts(ranks, slots, report)
     if (folder / "measured.json").exists():
         judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)

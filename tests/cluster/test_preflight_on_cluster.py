@@ -16,7 +16,7 @@ pytestmark = pytest.mark.end_to_end
 
 def _preflight(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> subprocess.CompletedProcess[str]:
     cluster.wait_until_idle()
-    site_path = site_file(tmp_path, gpus_per_node=None)  # the allocation tells
+    site_path = site_file(tmp_path, gpus_per_node=None, run_root=str(tmp_path / "my runs"))  # the allocation tells
     command = [sys.executable, "launch/preflight.py", "--site", site_path, "--launcher", launcher, "--megabytes", "4"]
     allocation = ["salloc", "--quiet", "--nodes=3", "--gpus-per-node=1"]
     return cluster.run("ctl", *allocation, *command, folder=ROOT, check=False, timeout=240)
@@ -29,7 +29,7 @@ def test_healthy_cluster(cluster: SlurmCluster, tmp_path: Path, launcher: str) -
     header, *rows = result.stdout.splitlines()
     assert header.split("  ")[-1] == "bus, GB/s"
     assert [row.split()[0] for row in rows[:4]] == [*cluster.nodes, "all"]
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list((tmp_path / "my runs").iterdir()) == []
     assert cluster.left_behind("preflight") == {}
 
 
