@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,7 +133,9 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
         return [asked] * num_hosts
     if not tasks:
         passed_on = "(of --gpus, --gres and --exclusive salloc's shell isn't told)"
-        raise ValueError(f"SLURM's environment doesn't tell ranks: give --slots N, or allocate with --gpus-per-node=N {passed_on}")
+        raise ValueError(
+            f"SLURM's environment doesn't tell ranks: give --slots N, or allocate with --gpus-per-node=N {passed_on}"
+        )
     return tasks
 
 
@@ -188,10 +191,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     return slots
 
 
-def master_port(job: str) -> int:
-    """A port for rank 0: another one for each job and start (or step), such as `1234.0`."""
-    number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
-    return PORTS[number % len(PORTS)]
+def master_port(name: str) -> int:
+    """A port for rank 0: another one for each name of a job's step or attempt, the same on every rank."""
+    return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
 
 
 def _shown(text: str) -> str:

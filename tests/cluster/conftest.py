@@ -119,7 +119,9 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         (folder / "runs").mkdir()
         run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
         (folder / "job" / "run.json").write_text(json.dumps(run))
-        request = Request(site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {}))
+        request = Request(
+            site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
+        )
         text = script(request, nodes, "micro", log_file(folder, "%j.out"), [folder / "job"])
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]

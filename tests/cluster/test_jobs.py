@@ -81,7 +81,9 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 120, "log_every_steps": 1}}
     job = submit(2, asks={"train": True, "until_done": True}, clap=settings)
     job.wait_for_steps()
-    cluster.run("ctl", "scancel", "--signal=USR1", job.number)  # as SLURM does before the limit: to the ranks' step alone
+    cluster.run(
+        "ctl", "scancel", "--signal=USR1", job.number
+    )  # as SLURM does before the limit: to the ranks' step alone
     job.wait_for_steps(2)
     job.ends("COMPLETED", 0)
     stopped, resumed = job.summaries
@@ -131,7 +133,9 @@ def _line(launcher: str) -> str:
     page = (ROOT / "docs" / "cluster.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
     (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
-    (start,) = (line for line in lines if line.startswith("deepspeed") and ("--launcher slurm" in line) == (launcher == "slurm"))
+    (start,) = (
+        line for line in lines if line.startswith("deepspeed") and ("--launcher slurm" in line) == (launcher == "slurm")
+    )
     return f"{hostfile} && {start}"
 
 

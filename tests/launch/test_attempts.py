@@ -96,7 +96,9 @@ SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 def ended(tmp_path: Path) -> Callable[..., Ending]:
     """`ending_of` an attempt with a run of this summary (None: no run) and errors by rank, in the order they came."""
 
-    def ended(code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, **more: Any) -> Ending:
+    def ended(
+        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, **more: Any
+    ) -> Ending:
         folder = tmp_path / "attempt"
         (folder / "errors").mkdir(parents=True)
         if summary is not None:
@@ -104,7 +106,14 @@ def ended(tmp_path: Path) -> Callable[..., Ending]:
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (folder / "run_directory").write_text(f"{tmp_path / 'run'}\n")
         for order, (rank, (kind, text)) in enumerate((errors or {}).items()):
-            info = {"timestamp": str(1e9 + order), "host": RANKS[rank], "rank": rank, "kind": kind, "code": 1, "py_callstack": ""}
+            info = {
+                "timestamp": str(1e9 + order),
+                "host": RANKS[rank],
+                "rank": rank,
+                "kind": kind,
+                "code": 1,
+                "py_callstack": "",
+            }
             file = folder / "errors" / f"rank{rank}.json"
             file.write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
         given = {"stopped": None, "lost": {}, "step": None, **more}
@@ -144,7 +153,12 @@ def test_lost_host_comes_before_what_the_others_say(ended: Any) -> None:
 
 
 def test_first_cause_counts(ended: Any) -> None:
-    errors = {0: ("lost_peer", "closed by peer"), 2: ("stopped", "stopped by SIGTERM"), 3: ("error", "NCCL error: unhandled"), 1: ("error", "KeyError: 'x'")}
+    errors = {
+        0: ("lost_peer", "closed by peer"),
+        2: ("stopped", "stopped by SIGTERM"),
+        3: ("error", "NCCL error: unhandled"),
+        1: ("error", "KeyError: 'x'"),
+    }
     ending = ended(1, {"state": "failed", "error": "rank 0: closed by peer"}, errors)
     assert (ending.state, ending.hosts) == ("failed", ["n2"])
     assert "NCCL error" in ending.message

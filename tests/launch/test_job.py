@@ -31,7 +31,7 @@ def end(state, error=None, **more):
     (run / "summary.json").write_text(json.dumps({"state": state, "error": error, **more}))
 def fails(rank, kind, message, code=1):
     (folder / "errors").mkdir(exist_ok=True)
-    more = {"timestamp": str(time.time()), "py_callstack": "", "host": os.uname().nodename, "rank": rank, "kind": kind, "code": code}
+    more = {"timestamp": str(time.time()), "host": os.uname().nodename, "rank": rank, "kind": kind, "code": code}
     (folder / "errors" / f"rank{rank}.json").write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 """
 
@@ -85,7 +85,9 @@ def _recorded(tmp_path: Path, *fields: str) -> tuple[Any, ...]:
 def test_completed_run(start_job: Any, tmp_path: Path) -> None:
     process = start_job('begin(); end("completed"); print(*words[1:])', slots=2)
     stdout, stderr = process.communicate(timeout=180)
-    assert (process.returncode, *_recorded(tmp_path, "state", "error", "exit_code")) == (0, "completed", None, 0), stderr
+    assert (process.returncode, *_recorded(tmp_path, "state", "error", "exit_code")) == (0, "completed", None, 0), (
+        stderr
+    )
     assert _recorded(tmp_path, "run_directory") == (str(tmp_path / "run0"),)
     folder = tmp_path / "attempts" / "0"
     assert f"--hostfile {folder}/hostfile --launcher pdsh --force_multi" in stdout
