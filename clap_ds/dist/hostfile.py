@@ -132,10 +132,8 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     if asked and not tasks_are_ranks:
         return [asked] * num_hosts
     if not tasks:
-        passed_on = "(of --gpus, --gres and --exclusive salloc's shell isn't told)"
-        raise ValueError(
-            f"SLURM's environment doesn't tell ranks: give --slots N, or allocate with --gpus-per-node=N {passed_on}"
-        )
+        how = "give --slots N, or allocate with --gpus-per-node=N"
+        raise ValueError(f"how many ranks SLURM doesn't tell its shell of --gres, --gpus and --exclusive: {how}")
     return tasks
 
 

@@ -85,7 +85,7 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", 2, [2, 2]),
         ("", 3, [3, 3]),
         ("", None, "give --slots"),
-        ("TASKS_PER_NODE=8(x2)", None, "neither GPUs nor tasks that were asked for"),
+        ("TASKS_PER_NODE=8(x2)", None, "allocate with --gpus-per-node=N"),
         ("GPUS_ON_NODE=2 GPUS_PER_NODE=4", None, "disagree"),
         ("GPUS_ON_NODE=4 JOB_GPUS=0,1", None, "disagree"),
         ("GPUS_ON_NODE=four", None, "SLURM_GPUS_ON_NODE=four: expected a number"),
