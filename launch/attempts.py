@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.errors import USER_ERROR
 from clap_ds.dist.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.schema import State
@@ -86,7 +87,9 @@ def ending_of(
     why = WHY.get(step or "")
     if found is not None and found.kind != "stopped":
         message = found.message + (f" ({why}, says SLURM)" if why else "")
-        return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code or 1, found.hosts)
+        # srun's code is the highest of all ranks', those included that it ended itself.
+        code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
+        return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code, found.hosts)
     if state == "terminated" or step == "CANCELLED":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unknown = (

@@ -79,12 +79,12 @@ class Submitted:
 
     def ranks(self, host: str) -> dict[str, dict[str, str]]:
         """Environments of the ranks on a host, by process id as the host counts."""
-        lines = self.cluster.processes(r"clap_ds/(?:bench|train)\.py").get(host, [])
+        lines = self.cluster.processes(r"python\S* -u \S*clap_ds/(?:bench|train)\.py").get(host, [])
         found = {}
-        for pid in (line.split()[0] for line in lines):
+        for pid, program in (line.split()[:2] for line in lines):
             text = self.cluster.run(host, "cat", f"/proc/{pid}/environ", check=False).stdout
             variables = dict(line.partition("=")[::2] for line in text.split("\0"))
-            if "RANK" in variables and variables.get("SLURM_JOB_ID") == self.number:
+            if "python" in program and variables.get("SLURM_JOB_ID") == self.number:
                 found[pid] = variables
         return found
 

@@ -117,7 +117,7 @@ def test_two_runs_in_one_allocation(cluster: SlurmCluster, tmp_path: Path) -> No
     run += f" && {python} -m clap_ds.launch.job --folder {tmp_path}/$n"
     run += f" -- clap_ds/bench.py --deepspeed_config {tmp_path}/micro.json"
     both = f"for n in 1 2; do ({run}) > {tmp_path}/$n.out 2>&1 & done; wait"
-    allocate = ["env", *CPU, "salloc", "--quiet", "--nodes=2", "--gpus-per-node=2"]
+    allocate = ["env", *CPU, "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
     cluster.run("ctl", *allocate, "bash", "-c", both, folder=ROOT, timeout=240)
     for number in (1, 2):
         record = json.loads((tmp_path / str(number) / "job.json").read_text())

@@ -121,11 +121,11 @@ def test_error_of_a_rank_reaches_the_records(start_job: Any, tmp_path: Path) -> 
     """The cause is in the record, not its consequence, which other ranks told earlier than it was written."""
     process = start_job(
         'begin(); fails(1, "lost_peer", "Connection closed by peer"); fails(0, "error", "KeyError: no such key")\n'
-        "sys.exit(4)", slots=2,
+        "sys.exit(143)", slots=2,
     )  # fmt: skip
     _, stderr = process.communicate(timeout=180)
     state, error, code, attempts = _recorded(tmp_path, "state", "error", "exit_code", "attempts")
-    assert (process.returncode, state, code) == (4, "failed", 4)
+    assert (process.returncode, state, code) == (1, "failed", 1), "not that of the ranks which srun ended"
     assert "KeyError: no such key" in error
     assert HERE in error
     assert stderr.endswith(f"error: {error}\n")
