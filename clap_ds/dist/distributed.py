@@ -61,7 +61,7 @@ class Ranks:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
         if not given:
-            return cls(0, 1, 0, 1)
+            return cls(0, 1, 0, 1, job_folder=job_folder())
         if missing := ", ".join(name for name in names if name not in given):
             raise UserError(f"the environment has {', '.join(given)} but not {missing}: a launcher sets all or none")
         for name, value in given.items():

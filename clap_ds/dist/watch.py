@@ -1,9 +1,9 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
 faulthandler's own thread writes them, whatever the rank's other threads do, Python's lock held or not; a rank that is stopped
-writes none, and that tells, too. A thread of this module has the lowest rank that stands still judge, print and record; then all
-leave. It also leaves a word of a signal that comes while the main thread is inside a library. Works alike under every launcher.
-Whom the stacks blame is left to `clap_ds.dist.verdict`. Standard library only.
+writes none, and that tells, too. A thread of this module has the lowest rank that stands still judge, print and record; then
+all leave. It also leaves a word of a signal that comes while the main thread is inside a library. Works alike under every
+launcher. Whom the stacks blame is left to `clap_ds.dist.verdict`. Standard library only.
 """
 
 from __future__ import annotations

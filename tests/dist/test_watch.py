@@ -41,15 +41,17 @@ def wait_for_nobody():
 def receive_signals():
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     print("ready", flush=True)
-    ctypes.CDLL(None).pause()
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 ranks = Ranks.from_environment()
 if ranks.world_size > 1:
     initialize(ranks, compile_cpu_collective=False)
 path = Path(sys.argv[1])
 record = RunDirectory(path)
-failure.speak_in(path, ranks.rank, f"node{ranks.rank}")
-watch.start(path, ranks.rank, f"node{ranks.rank}", range(ranks.world_size))
+failure.speak_in(path, ranks.rank, "node")
+watch.start(path, ranks.rank, "node", range(ranks.world_size))
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
@@ -74,20 +76,21 @@ def _recorded(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("what", "where"), [
-    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:17)"),
+    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:16)"),
 ])  # fmt: skip
 def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str, where: str) -> None:
     first, second = _run(tmp_path, what)
     assert first.wait() == 1
-    message = f"no step for 2 s: rank 1 on node1 {where}; the other 1 in all_reduce (distributed_c10d.py:"
-    assert _recorded(tmp_path) == ("failed", pytest.approx(message)) or _recorded(tmp_path)[1].startswith(message)
+    message = f"no step for 2 s: rank 1 on node {where}; the other 1 in all_reduce "
+    state, error = _recorded(tmp_path)
+    assert (state, error.partition("(distributed_c10d")[0]) == ("failed", message)
     assert f"error: {message}" in first.stderr
     verdict = judge(tmp_path, None, ["a", "b"])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [1], ["b"])
-    if what == "stop":
-        # Rank 0 has ended it, on which a launcher would wait.
-        assert second.wait() == -signal.SIGKILL
+    if what == "hold_the_lock":
+        second.kill()
+    assert second.wait() == -signal.SIGKILL  # one that is stopped by rank 0, for a launcher would wait for it
 
 
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -95,8 +98,8 @@ def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
     verdict = judge(tmp_path, None, ())
     assert verdict is not None
-    assert verdict.message.startswith("rank 1 on node1: Segmentation fault in string_at (__init__.py:")
-    assert (verdict.kind, verdict.hosts) == ("signal", ["node1"])
+    assert verdict.message.startswith("rank 1 on node: Segmentation fault in string_at (__init__.py:")
+    assert (verdict.kind, verdict.hosts) == ("signal", ["node"])
 
 
 def test_what_takes_long_and_says_so_is_waited_for_by_all(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
     (alone,) = _run(tmp_path, "wait_for_nobody", 1)
     assert alone.wait() == 1
     state, error = _recorded(tmp_path)
-    assert (state, error.partition(" (")[0]) == ("failed", "no step for 2 s: rank 0 on node0 in wait")
+    assert (state, error.partition(" (")[0]) == ("failed", "no step for 2 s: rank 0 on node in wait")
 
 
 def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path) -> None:
@@ -122,4 +125,4 @@ def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path)
         time.sleep(0.1)
     alone.kill()
     extra = json.loads(path.read_text())["message"]["extraInfo"]
-    assert (extra["kind"], extra["code"], extra["host"]) == ("stopped", 143, "node0")
+    assert (extra["kind"], extra["code"], extra["host"]) == ("stopped", 143, "node")

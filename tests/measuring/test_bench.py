@@ -1,6 +1,7 @@
 """The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.config.model import load_preset
+from clap_ds.dist.verdict import judge
 from clap_ds.flop_count.analytic import published_flops
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.ranks import free_port
@@ -215,6 +217,58 @@ def test_exhausted_memory_is_recorded_with_the_micro_batch(
     assert _bench(config, launcher).returncode == 1
     assert _summary(config)["state"] == "out_of_memory"
     assert f"micro-batch {micro_batch}" in _summary(config)["error"]
+
+
+def test_a_job_finds_the_run_and_what_a_rank_said_before_there_was_one(write_run: WriteRun, tmp_path: Path) -> None:
+    attempt = tmp_path / "attempts" / "0"
+    attempt.mkdir(parents=True)
+    config = write_run()
+    assert _bench(config, "one rank", "--job_folder", str(attempt)).returncode == 0
+    assert (attempt / "run_directory").read_text() == f"{_run_directory(config).resolve()}\n"
+    assert judge(_run_directory(config), attempt, ["node7"]) is None
+    assert _bench(write_run(train_micro_batch_size_per_gpu=0), "one rank", "--job_folder", str(attempt)).returncode == 2
+    verdict = judge(None, attempt, ["node7"])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("user", [0], [])
+    assert "train_micro_batch_size_per_gpu" in verdict.message
+
+
+def test_a_stopped_rank_under_deepspeeds_launcher_is_named_and_the_run_ended(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    config, hurried = write_run(clap={"bench": {"warmup_steps": 10**5}}), tmp_path / "hurried.py"
+    hurried.write_text(
+        "from clap_ds.dist import watch\nwatch.LEAST_S = watch.UNTIMED_S = 5.0\nfrom clap_ds import bench\nbench.command()\n"
+    )
+    command = [*deepspeed_launcher(), str(hurried), "--deepspeed_config", str(config)]
+    seen = environment(PYTHONPATH=str(ROOT))
+    launcher = subprocess.Popen(command, cwd=ROOT, env=seen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or launcher.poll() is not None)
+        first_line = (_run_directory(config) / "stacks" / "rank1.txt").read_text()
+        os.kill(int(first_line.partition("pid ")[2].partition(",")[0]), signal.SIGSTOP)
+        _, errors = launcher.communicate(timeout=TIMEOUT_S)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 1
+    summary = _summary(config)
+    named = rf"no step for \d+ s: rank 1 on {os.uname().nodename} gives no answer: it is stopped or gone; the other 1 in \w+ \("
+    assert summary["state"] == "failed"
+    assert re.match(named, summary["error"])
+    assert f"error: {summary['error']}; stacks: {_run_directory(config)}/stacks" in errors
+
+
+def test_a_run_whose_launcher_has_gone_is_not_recorded_as_completed(write_run: WriteRun) -> None:
+    config = write_run()
+    command = [sys.executable, BENCH, "--deepspeed_config", str(config)]
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    assert run.stdout.readline().startswith(b"run directory: ")
+    run.stdout.close()
+    assert run.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+    assert (_summary(config)["state"], _summary(config)["error"]) == (
+        "terminated", "its launcher has gone away: nobody reads what it prints",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "timeout")])

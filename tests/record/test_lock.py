@@ -17,19 +17,20 @@ import pytest
 from clap_ds.record import lock
 from clap_ds.record.lock import FolderLock, HeldError
 
+ATTEMPT = Path("/jobs/12/1")
+
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "REFRESH_S", 0.05)
     monkeypatch.setattr(lock, "WATCH_S", 0.1)
     monkeypatch.setattr(lock, "LOOK_S", 0.01)
-    monkeypatch.setenv("CLAP_JOB", "12.abc.1")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[FolderLock]:
-    held = FolderLock(folder)
+    held = FolderLock(folder, ATTEMPT)
     held.acquire()
     try:
         yield held
@@ -39,7 +40,7 @@ def _held(folder: Path) -> Iterator[FolderLock]:
 
 def _left_behind(folder: Path, **changes: Any) -> dict[str, Any]:
     """A holder's file that nobody renews; unless changed, of another host and job."""
-    left = {**lock._identity(), "host": "tux7", "kernel": "another", "job": "9.xyz.0", "slurm_job": "9", "beat": 5}
+    left = {**lock._identity(), "host": "tux7", "kernel": "another", "job": "/jobs/9/0", "slurm_job": "9", "beat": 5}
     left |= changes
     (folder / "writer.json").write_text(json.dumps(left))
     return left
@@ -63,9 +64,9 @@ def test_a_living_holder_is_named_and_one_that_is_done_leaves_nothing(
     folder = tmp_path / "not" / "there"
     with _held(folder) as first:
         first.check()
-        found = rf"there is held by host {os.uname().nodename}, pid {os.getpid()}, user \S+, job 12, 12\.abc\.1$"
+        found = rf"there is held by host {os.uname().nodename}, pid {os.getpid()}, user \S+, job 12, /jobs/12/1$"
         with pytest.raises(HeldError, match=found):
-            FolderLock(folder).acquire()
+            FolderLock(folder, ATTEMPT).acquire()
         first.check()
         assert len((folder / "writer.json").read_bytes()) == 1024
     assert list(folder.iterdir()) == []
@@ -81,16 +82,16 @@ def test_one_that_is_renewed_from_elsewhere_is_alive(
         monkeypatch.setattr(lock, "_kernel", lambda: "another host's")
         monkeypatch.setattr(lock, "WATCH_S", 60.0)
         with pytest.raises(HeldError, match="is held by host"):
-            FolderLock(tmp_path).acquire()
-    assert "job 12, 12.abc.1; watching for 60 s whether it is alive" in capfd.readouterr().err
+            FolderLock(tmp_path, ATTEMPT).acquire()
+    assert "job 12, /jobs/12/1; watching for 60 s whether it is alive" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("changes", "watched"),
     [
         ({}, True),  # of a host that is gone
-        ({"job": "12.abc.0"}, False),  # an earlier attempt of this run
-        ({"job": "12.abc.1"}, True),
+        ({"job": "/jobs/12/0"}, False),  # an earlier attempt of this run
+        ({"job": "/jobs/12/1"}, True),
         ({"job": ""}, True),
         ({"pid": "dead"}, True),  # of another machine
         ({"pid": "dead", "kernel": "this"}, False),
@@ -120,7 +121,7 @@ def test_a_half_written_file_is_watched_until_it_is_whole(tmp_path: Path, monkey
         pass
     monkeypatch.setattr(lock, "WATCH_S", 60.0)
     (tmp_path / "writer.json").write_text("{")
-    whole = threading.Timer(0.2, lambda: _left_behind(tmp_path, job="12.abc.0"))
+    whole = threading.Timer(0.2, lambda: _left_behind(tmp_path, job="/jobs/12/0"))
     whole.start()
     with _held(tmp_path) as taken:
         assert not whole.is_alive()
@@ -131,11 +132,11 @@ def test_of_many_that_find_one_dead_one_takes_its_place(tmp_path: Path, monkeypa
     for turn in range(20):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        _left_behind(folder, job="12.abc.0")
+        _left_behind(folder, job="/jobs/12/0")
         ready = threading.Barrier(6, timeout=60)
 
         def attempt(number: int, folder: Path = folder, ready: threading.Barrier = ready) -> FolderLock | None:
-            mine = FolderLock(folder)
+            mine = FolderLock(folder, ATTEMPT)
             ready.wait()
             try:
                 mine.acquire()
@@ -172,11 +173,11 @@ def test_a_file_that_somebody_deleted_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_was_left_behind_is_named(tmp_path: Path) -> None:
-    left = _left_behind(tmp_path, job="12.abc.0")
+    left = _left_behind(tmp_path, job="/jobs/12/0")
     claim = tmp_path / f".writer.json.{left['token']}"
     claim.write_text("")
     with pytest.raises(HeldError, match=f"{claim} was left by a run that broke off .* delete it"):
-        FolderLock(tmp_path).acquire()
+        FolderLock(tmp_path, ATTEMPT).acquire()
 
 
 def test_a_folder_that_cant_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def test_a_folder_that_cant_be_written_is_left_as_it_is(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
-            FolderLock(tmp_path).acquire()
+            FolderLock(tmp_path, ATTEMPT).acquire()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(NotADirectoryError):
         FolderLock(Path(sys.executable) / "folder").acquire()

@@ -104,9 +104,8 @@ def starts(folder: str, jobs: list[str], choices: Choices, resume: str = "auto")
     run = settings(clap={"checkpoint": {"folder": folder, "keep_last": 9}, "train": {"samples": 99, "resume": resume}})
     found = []
     for job in jobs:
-        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as record:
-            patch.setenv("CLAP_JOB", job)
-            start = TrainingStart(run, Ranks(0, 1, 0, 1), choices)
+        with tempfile.TemporaryDirectory() as record:
+            start = TrainingStart(run, Ranks(0, 1, 0, 1, job_folder=Path(job) if job else None), choices)
             start.prepare(trained, RunDirectory(Path(record)))
         found.append(start.progress.step)
         assert start.checkpoints.save(trained, progress(start.progress.step + 1)).saved

@@ -110,10 +110,10 @@ def test_a_schedule_of_torchs_goes_on(one_rank: RankPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("choices", "resume", "jobs", "begun_at"),
     [
-        (Choices(restart=True), "auto", ["7.ab.0", "7.ab.1", "8.cd.0", "8.cd.1"], [0, 1, 0, 1]),
-        (Choices(from_weights=5), "auto", ["7.ab.0", "7.ab.1", "8.cd.0"], [5, 6, 5]),
+        (Choices(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
+        (Choices(from_weights=5), "auto", ["7.ab/0", "7.ab/1", "8.cd/0"], [5, 6, 5]),
         (Choices(restart=True), "auto", ["", ""], [0, 0]),  # typed twice, it is meant twice
-        (Choices(), "{}/step-00000005", ["7.ab.0", "7.ab.1", "8.cd.0", ""], [5, 6, 7, 8]),
+        (Choices(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
         (Choices(), "auto", ["", ""], [5, 6]),
     ],
     ids=["restart", "from_weights", "restart, no job", "path", "auto"],

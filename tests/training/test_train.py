@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from clap_ds.analysis.record import read_record
 from clap_ds.config.settings import load_run
+from clap_ds.dist.verdict import judge
 from clap_ds.training.stop import REPEAT_S
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
@@ -33,9 +34,7 @@ def _on_shards(sounds: Path, **train: Any) -> dict[str, Any]:
     return {"model": RANDOM, "data": commands.shard_data(sounds), "train": {"samples": STEPS * BATCH * 2, **train}}
 
 
-def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "notes").mkdir()
-    monkeypatch.setenv("CLAP_PROGRESS", str(tmp_path / "notes"))
+def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     train = {"samples": 10 * 2 * 2 * BATCH, "accumulation": "cached"}
     clap = {"train": train, "checkpoint": {"every_steps": 4}}
     config = write_training(tmp_path, gradient_accumulation_steps=2, clap=clap)
@@ -67,8 +66,8 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path, monkeypatch:
     )
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(directory).rate or 0) > 0
-    notes = [json.loads((tmp_path / "notes" / rank).read_text()) for rank in "01"]
-    assert [(note["doing"], note["step"]) for note in notes] == [("ending", 10)] * 2
+    assert not any((directory / "stacks").iterdir()), "no rank stood still"
+    assert not (directory / "errors").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -152,6 +151,9 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     ranks.signal(1, signal.SIGKILL)
     codes = ranks.wait()
     assert codes[1] == -signal.SIGKILL
+    verdict = judge(commands.run_directories(config)[0], None, ["node1", "node2"])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("killed", [1], ["node2"])
     assert codes[0] not in (0, 2)
     assert "error: rank 0: another rank is gone: its connection to this one was lost" in ranks.outputs[0]
     assert "Traceback" not in ranks.outputs[0]
