@@ -7,10 +7,12 @@ what its state means to `job_states.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -233,6 +235,15 @@ def step_state(job: str) -> str | None:
     lines = [line.partition("|") for line in _accounting("JobID,State", "-j", job)]
     states = {int(step[1]): state for name, _, state in lines if (step := re.fullmatch(r"\d+\.(\d+)", name))}
     return states[max(states)].split()[0] if states else None
+
+
+def signal_step(name: str, number: signal.Signals) -> None:
+    """Signal the tasks of this job's step of a name, by which its ranks were started; nothing where there is none by now."""
+    with contextlib.suppress(UserError):
+        for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
+            step, _, its_name = line.partition(" ")
+            if its_name == name:
+                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
 
 
 def enough_nodes(without: Sequence[str]) -> bool:

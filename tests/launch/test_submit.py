@@ -1,7 +1,6 @@
 """One job from one command: its script, its record, and everything that is refused before it is queued."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
