@@ -1,12 +1,14 @@
 """One job from one command: its script, its record, and everything that is refused before it is queued."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clap_ds.launch.submit import main
+from clap_ds.launch.sweep import main as sweep
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
 
@@ -171,19 +173,15 @@ def test_sbatch_that_refuses_leaves_no_folder(
     assert submission.jobs == []
 
 
-def test_a_job_whose_answer_was_lost_is_found_by_the_next_call(
+def test_a_job_whose_answer_was_lost_is_found_by_its_name(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.write("silent")
     slurm.write("forgotten")
     assert submission.call() == 2
-    assert "Socket timed out" in capsys.readouterr().err
-    for name in ("silent", "forgotten"):
-        slurm.remove(name)
-    assert submission.call() == 2
-    assert "job 101 was submitted at" in capsys.readouterr().err
     (job,) = submission.jobs
-    assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
-    assert len(slurm.calls) == 1
-    assert (submission.call(), submission.call()) == (0, 0)
-    assert len(slurm.calls) == len(submission.jobs) == 3
+    assert f"`launch/sweep.py status {job}` tells whether SLURM has the job" in capsys.readouterr().err
+    slurm.remove("forgotten")
+    slurm.write("queue", "101 PENDING\n")
+    assert sweep(["status", str(job)]) == 0
+    assert re.search(r"slurm +1 +101 +init +pending", capsys.readouterr().out)

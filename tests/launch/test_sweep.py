@@ -80,7 +80,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2 (and 1 more): clap.bench.windws: no such field; did you mean"),
+        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2: clap.bench.windws: no such field; did you mean"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], 'n001-train_micro_batch_size_per_gpu_zwei: train_micro_batch'),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: 18 is not"),
         (["--train"], "n001: clap.train: missing samples or epochs"),
