@@ -116,18 +116,14 @@ class Jobs:
         check_scripts(texts.values(), found)
         paths = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
         said = check_environment(site, found, [*paths], train=self.request.train)
-        problems: dict[str, list[str]] = {}
-        for line in said.splitlines():
-            line = line.strip().removeprefix("error: ")
-            for path in (path for path in paths if line.startswith(f"{path}: ")):
-                problems.setdefault(line.removeprefix(f"{path}: "), []).append(paths[path])
-        for problem, labels in problems.items():
-            others = f" (and {len(labels) - 1} more)" if len(labels) > 1 else ""
-            found.problems.append(f"{labels[0]}{others}: {problem}")
-        if said and not problems:
-            found.problems.append(
-                f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2].strip()}"
-            )
+        problems: dict[str, str] = {}
+        for path, label in paths.items():
+            for line in said.splitlines():
+                _, is_of_it, problem = line.partition(f"{path}: ")
+                problems.update({problem: label} if is_of_it and problem not in problems else {})
+        found.problems += [f"{label}: {problem}" for problem, label in problems.items()] or said.strip().splitlines()[
+            -1:
+        ]
         return found
 
     def submit(self, jobs: list[Job]) -> Iterator[tuple[str, str, Job]]:
@@ -157,13 +153,12 @@ class Jobs:
             job.slurm_id = number if job.task is None else f"{number}_{job.task}"
         self.save()
 
-    def find_lost(self) -> list[Job]:
-        """Jobs whose submission was cut off before it was answered, and that SLURM does have: found by their names."""
+    def find_lost(self) -> None:
+        """Look up, by their names, jobs whose submission was cut off before it was answered."""
         lost = [job for job in self.jobs if job.submitted_as and not job.slurm_id]
         for name, since in {(str(job.submitted_as), str(job.submitted)) for job in lost}:
             if number := slurm.find_job(name, since):
                 self._note([job for job in lost if job.submitted_as == name], number)
-        return [job for job in lost if job.slurm_id]
 
     def states(self) -> dict[str, tuple[str, str]]:
         """By job name its state, init or one of `record.schema.State`, and a note."""

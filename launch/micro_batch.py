@@ -1,4 +1,4 @@
-"""Inside a job: tries micro-batches, one run after the other, and makes a table of what each gave.
+"""Inside a job: tries micro-batches, one run after the other, and lists what each gave.
 
     python -m clap_ds.launch.micro_batch 8:1024:8 --config C --folder F -- python -m clap_ds.launch.job --folder {folder} …
 
@@ -13,7 +13,7 @@ import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +23,6 @@ from clap_ds.config.files import read_object, write_object
 from clap_ds.launch.run_config import read_config, with_field
 
 STEP, LARGEST = 8, 2**20
-COLUMNS = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "memory, GB"}
 Row = dict[str, Any]
 
 
@@ -59,13 +58,12 @@ def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     }
 
 
-def show_table(rows: Iterable[Row]) -> None:
-    layout = "{:>11}" + "  {:>13}" * len(COLUMNS) + "  {}"
-    print(layout.format("micro-batch", *COLUMNS.values(), "note"))
-    for row in sorted(rows, key=lambda row: int(row["micro_batch"])):
-        numbers = ["–" if row[name] is None else f"{row[name]:.2f}" for name in COLUMNS]
-        note = {"completed": "", "out_of_memory": "out of memory"}.get(row["state"], f"{row['state']}: {row['note']}")
-        print(layout.format(row["micro_batch"], *numbers, note).rstrip())
+def shown(row: Row) -> str:
+    """A row as a line of the log."""
+    names = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "GB"}
+    numbers = [f"{row[name]:.2f} {unit}" for name, unit in names.items() if row[name] is not None]
+    state = {"completed": [], "out_of_memory": ["out of memory"]}.get(row["state"], [f"{row['state']}: {row['note']}"])
+    return f"micro-batch {row['micro_batch']}: {', '.join([*numbers, *state])}"
 
 
 class StoppedError(Exception):
@@ -127,7 +125,7 @@ class Trials:
         except StoppedError as stopped:
             job["state"], job["error"] = stopped.args
         write_object(self.folder / "job.json", job)
-        show_table(self.rows.values())
+        print("", *(shown(self.rows[size]) for size in sorted(self.rows)), sep="\n")
         if largest := job.get("largest_micro_batch"):
             next_one = self.rows.get(min((size for size in self.rows if size > largest), default=0), {})
             why = (

@@ -26,18 +26,12 @@ if not __package__:  # run as a file, by any Python
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import CHECKOUT, work_folder
+from clap_ds.launch.launchers import LAUNCHERS
 from clap_ds.launch.site_check import show_check
 from clap_ds.launch.slurm import seconds_of
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-LAUNCHERS = ("slurm", "pdsh", "torchrun")
 OLD_LAUNCHERS = {"ssh": "pdsh", "srun": "slurm"}
-OWN_SBATCH_OPTIONS = {
-    **{"--account": "account", "--partition": "partition", "--time": "walltimes", "--signal": "warning_s"},
-    "--cpus-per-task": "cpus_per_task",
-    **dict.fromkeys(("--array", "--job-name", "--nodes", "--ntasks-per-node", "--open-mode", "--output"), ""),
-}
-"""Options that the site's other fields, or the commands that write job scripts, decide."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +146,9 @@ def _wrong_values(site: Site) -> Iterator[str]:
     if container and site.launcher != "torchrun":
         place = "wrapper" if site.wrapper else "srun"
         yield f"{place}: {container} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
-    for name, value in site.environment.items():
+    for name in site.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"environment.{name}: expected a variable's name: letters, digits and _"
-        elif "\0" in value:
-            yield f"environment.{name}: expected no zero byte, found {json.dumps(value)}"
     if not site.walltimes:
         yield "walltimes: expected at least one time limit"
     for bound, limit in site.walltimes.items():
@@ -166,16 +158,10 @@ def _wrong_values(site: Site) -> Iterator[str]:
             seconds_of(limit)
         except UserError as error:
             yield f"walltimes.{bound}: {error}"
-    for option in site.sbatch:
-        name = option.partition("=")[0]
-        if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
-            yield f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}"
-        elif name in OWN_SBATCH_OPTIONS:
-            place = OWN_SBATCH_OPTIONS[name]
-            yield f"sbatch: {name} is decided {f'by the field {place}' if place else 'when a job is submitted'}"
-    for option in site.srun:
-        if not option.startswith("-"):
-            yield f"srun: expected options such as --mpi=none, found {json.dumps(option)}"
+    for name in ("sbatch", "srun"):
+        for option in getattr(site, name):
+            if not re.match("--[a-z]|-[A-Za-z]", option) or "\n" in option:
+                yield f"{name}: expected options such as --exclusive or --mpi=none, found {json.dumps(option)}"
     if "" in site.wrapper:
         yield "wrapper: expected no empty string"
 

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from clap_ds.config.errors import UserError
 
@@ -33,7 +33,7 @@ TRIES, PAUSE_S, ANSWER_S = 3, 3.0, 60.0
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _NO_ANSWER = (
     r"(?i)timed out|unable to contact|connect failure|communication|zero bytes"
-    r"|configuration source|fetch_?(config|_)|unknown host|no answer|^$"
+    r"|configuration source|fetch_?(config|_)|unknown host|no answer|connection refused|temporarily|try again|^$"
 )
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
@@ -66,15 +66,12 @@ def ask(command: Sequence[str]) -> str:
 # --- partitions and nodes
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(NamedTuple):
     """Nodes of one kind in a partition."""
 
-    partition: str
-    is_default: bool
-    count: int
+    number: int
     gpus: int
-    limit: str | None  # the partition's time limit; None for none
+    limit: str | None  # of time; None for none
 
 
 def partition_nodes(partition: str | None) -> list[Nodes]:
@@ -82,11 +79,10 @@ def partition_nodes(partition: str | None) -> list[Nodes]:
     names, found = partition.split(",") if partition else [], []
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%D|%G|%l"]).splitlines():
         name, count, gres, limit = line.split("|")
-        gpus = sum(map(int, _GPUS.findall(gres)))
-        found.append(
-            Nodes(name.rstrip("*"), name.endswith("*"), int(count), gpus, limit if _TIME.fullmatch(limit) else None)
-        )
-    return [each for each in found if (each.partition in names if names else each.is_default)]
+        if name.rstrip("*") in names if names else name.endswith("*"):
+            gpus = sum(map(int, _GPUS.findall(gres)))
+            found.append(Nodes(int(count), gpus, limit if _TIME.fullmatch(limit) else None))
+    return found
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
@@ -115,10 +111,8 @@ def seconds_of(text: str) -> int:
         raise UserError(f"{text!r}: expected a SLURM time such as 00:15:00 or 1-00:00:00")
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
-    if days is not None or len(numbers) == 3:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    begins_with_hours = days is not None or len(numbers) == 3
+    hours, minutes, seconds = ([*numbers, 0, 0] if begins_with_hours else [0, *numbers, 0])[:3]
     total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total < 1:
         raise UserError(f"{text!r}: expected a time above zero")
@@ -253,7 +247,7 @@ def enough_nodes(without: Sequence[str]) -> bool:
         nodes = partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     except UserError:
         return True
-    return not wanted.isdecimal() or not nodes or sum(each.count for each in nodes) - len(without) >= int(wanted)
+    return not wanted.isdecimal() or not nodes or sum(each.number for each in nodes) - len(without) >= int(wanted)
 
 
 def requeue(without: Sequence[str]) -> str | None:

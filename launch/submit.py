@@ -24,8 +24,8 @@ from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import add_request, request_of
-from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
-from clap_ds.launch.run_config import read_config
+from clap_ds.launch.jobs import Job, Jobs, stamp
+from clap_ds.launch.run_config import read_config, with_output
 
 NAME = "slurm"  # of the script and the log
 
@@ -33,15 +33,12 @@ NAME = "slurm"  # of the script and the log
 def start(arguments: argparse.Namespace) -> None:
     """Write and check everything; then submit it, or with `--check` show the script and leave nothing."""
     request, config = request_of(arguments), find_config(arguments.config).resolve()
-    site, clap = request.load_site(), read_config(config).get("clap")
-    output = clap.get("output") if isinstance(clap, dict) else None
-    given = output if isinstance(output, dict) else {}
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(arguments.label or given.get("label") or config.stem))
-    changes = {} if "root" in given else {"clap.output.root": site.run_root}
-    for path in sorted((site.root() / "jobs").glob(f"{label}-*/{RECORD}")):
-        refuse_second(Jobs.read(path.parent))
+    site = request.load_site()
+    content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
+    output = content["clap"]["output"]
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["label"]))
     folder = site.root() / "jobs" / f"{label}-{stamp()}"
-    job = Job(NAME, arguments.nodes, label, str(config), changes)
+    job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.root": output["root"]})
     jobs = Jobs(folder, request, [job])
     found = jobs.prepare(keep=not arguments.check)
     if arguments.check:
@@ -53,27 +50,16 @@ def start(arguments: argparse.Namespace) -> None:
     except slurm.RefusedError:
         shutil.rmtree(folder)
         raise
+    except UserError as error:
+        ask = f"`launch/sweep.py status {folder}` tells whether SLURM has the job nevertheless"
+        raise UserError(f"{error}\n{ask}") from None
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
     print(f"submitted job {number}: {job.submitted_as}, {size}, {request.time_limit(site, job.nodes)}")
-    print(f"folder: {folder}\n{how_to_follow(jobs)}")
-
-
-def how_to_follow(jobs: Jobs) -> str:
-    (job,) = jobs.jobs
     log = jobs.log(job)
-    return (
-        f"log: {log}\n\n    tail -F {shlex.quote(str(log))}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}"
+    print(
+        f"folder: {folder}\nlog: {log}\n\n    tail -F {shlex.quote(str(log))}\n    squeue -j {number}\n    scancel {number}"
     )
-
-
-def refuse_second(earlier: Jobs) -> None:
-    """A UserError, once, where an earlier call was cut off before it knew the id of a job that SLURM does have."""
-    for job in earlier.find_lost():
-        found = (
-            f"job {job.slurm_id} was submitted at {job.submitted} by a call that was cut off; nothing is submitted now"
-        )
-        raise UserError(f"{found}\n{how_to_follow(earlier)}\n\nThe same command again submits another job.")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -139,7 +139,7 @@ def test_programs_scripts_and_configurations_are_there(
 
 
 def test_configurations_shown_are_valid(tmp_path: Path) -> None:
-    assert len(JSON_BLOCKS) == len(SITES) == 2
+    assert (len(JSON_BLOCKS), len(SITES)) == (2, 3)
     for block in JSON_BLOCKS:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,9 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="pdsh")
     text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%A.out", folders, "8:16:8")
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%A.out"' in text
-    assert "--gres" not in text
+    assert not re.search("--gres|--gpus", text)
+    own = Request(_site(tmp_path, sbatch=["--gpus-per-node=h100:4"]), 4, "gpu:4")
+    assert re.findall("--g(?:res|pus).*", script(own, 1, "name", "log", folders)) == ["--gpus-per-node=h100:4"]
     for task, folder in enumerate(folders):
         hosts, run = _commands(tmp_path, text, SLURM_ARRAY_TASK_ID=str(task), SLURM_CPUS_PER_TASK="6")
         assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
@@ -123,9 +126,3 @@ def test_warning_is_never_more_than_half_the_limit(
 ) -> None:
     request = Request(_site(tmp_path), 4, None, train=train, time=limit, launcher=launcher)
     assert f"#SBATCH --signal={signal}\n" in script(request, 1, "name", "log", [tmp_path])
-
-
-@pytest.mark.parametrize("own", ["--gres=gpu:h100:2", "--gpus-per-node=2"])
-def test_gpus_asked_for_in_the_sites_own_way(tmp_path: Path, own: str) -> None:
-    text = script(Request(_site(tmp_path, sbatch=[own]), 2, "gpu:2"), 1, "name", "log", [tmp_path])
-    assert [line for line in text.splitlines() if line.startswith("#SBATCH --g")] == [f"#SBATCH {own}"]
