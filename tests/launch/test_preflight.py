@@ -31,7 +31,14 @@ def measure():
             "arrive('n1'); print('n2: ssh: No route to host'); time.sleep(600)",
             "n2: can't be reached, or starts no rank: ssh: No route to host",
         ),
-        ("print('srun: error: n2: task 1: Killed'); arrive('n1')", "n2: can't be reached, or starts no rank: task 1: Killed"),
+        (
+            "print('srun: error: n2: task 1: Killed'); arrive('n1')",
+            "n2: can't be reached, or starts no rank: task 1: Killed",
+        ),
+        (
+            "print('srun: error: n2: task 1: Exited\\nsrun: error: n1: task 0: Terminated')",
+            "n2: can't be reached, or starts no rank: task 1: Exited",
+        ),
         ("arrive('n2')", "n1: can't be reached, or starts no rank: no sign of life"),
         ("arrive('n1', 'n2'); print('error: no route'); sys.exit(1)", "the ranks failed: error: no route"),
         ("arrive('n1', 'n2'); sys.exit(3)", "the ranks failed: exit code 3"),
