@@ -15,12 +15,13 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.settings import load_run
 from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
 
 
 def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
+    from clap_ds.config.settings import load_run
+
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)

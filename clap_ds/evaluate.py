@@ -32,7 +32,14 @@ from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, initialize, run_command
+from clap_ds.dist.distributed import (
+    Ranks,
+    add_rank_options,
+    check_hostfile,
+    choose_accelerator,
+    initialize,
+    run_command,
+)
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
@@ -72,8 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--deepspeed_config", help="run with clap.evaluation: JSON, or a packaged one's name", type=Path, metavar="FILE"
     )
-    add("--hostfile", help="refuse to run on fewer or more ranks", type=Path, metavar="FILE")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    add_rank_options(parser)
     return parser.parse_args(argv)
 
 

@@ -19,9 +19,7 @@ if __package__ in (None, ""):
 
 from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
 from clap_ds.config.errors import UserError
-from clap_ds.config.settings import load_run
 from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
-from clap_ds.training.checks import problems_for_training
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,6 +32,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
+    from clap_ds.config.settings import load_run
+    from clap_ds.training.checks import problems_for_training
+
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     problems = problems_for_training(run, ranks.world_size)
     if problems:

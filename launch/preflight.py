@@ -28,6 +28,7 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
+from clap_ds.dist import verdict
 from clap_ds.dist.hostfile import format_hostfile, master_port
 from clap_ds.launch.hostfile import add_hosts, chosen_hosts
 from clap_ds.launch.launchers import LAUNCHERS, Launcher
@@ -82,8 +83,10 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
     if (folder / "measured.json").exists():
         judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)
     elif not report.problems:
-        errors = [line.strip() for line in lines if re.search(r"\berror:|Error:", line)]
-        report.fault(errors[0] if errors else f"exit code {code}", "the ranks failed")
+        cause = verdict.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
+        report.fault(
+            found.message if found else f"exit code {code}", ", ".join(found.hosts if found else ()) or "the ranks"
+        )
     return report
 
 

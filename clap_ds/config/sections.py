@@ -161,7 +161,7 @@ class DebugSettings(Section):
     """What helps to find out why a run hangs or dies; costs some speed and much log."""
 
     enabled: bool = False
-    """Python stacks of a crash, NCCL's log, and the stacks of every rank in the run directory as soon as one fails."""
+    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still."""
     nccl_debug: Literal["WARN", "INFO", "TRACE"] = "INFO"
     """How much NCCL writes to its log."""
     nccl_debug_subsys: str = "INIT,NET,GRAPH,ENV"

@@ -10,26 +10,32 @@ import argparse
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
-from clap_ds.dist import progress
+from clap_ds.dist import failure, watch
 from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.dist.failure import leave_word
 from clap_ds.dist.hostfile import read_hostfile
-from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, adopt_slurm_step, free_port, meet
+from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, free_port, meet
+from clap_ds.dist.slurm_step import adopt_slurm_step, check_allocation, this_host
 
 if TYPE_CHECKING:
     import torch
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
+FAILED = 1
 RANK_0_SPEAKS_S = 8.0  # that rank 0 has to say what is wrong, where other ranks met the same
 
 
@@ -43,10 +49,14 @@ class Ranks:
     local_world_size: int
     hosts: tuple[str, ...] = ()
     """Of every rank, where a hostfile tells."""
+    job_folder: Path | None = None
+    """Of the attempt that a job makes, `F/attempts/K`: what the ranks leave for it."""
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """What the launcher set, or a UserError where it contradicts itself; without a launcher there is one rank."""
+        """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself, or started this
+        rank beside the allocation."""
+        check_allocation()
         adopt_slurm_step()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
@@ -61,11 +71,47 @@ class Ranks:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         if rank >= world_size:
             raise UserError(f"RANK={rank} doesn't fit in WORLD_SIZE={world_size}")
-        return cls(rank, world_size, local_rank, local_world_size)
+        return cls(rank, world_size, local_rank, local_world_size, job_folder=job_folder())
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        """Of this rank, by the name that the hostfile has."""
+        return self.hosts[self.rank] if self.hosts else this_host()
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    @property
+    def run(self) -> str:
+        """The same on all ranks, and as far as that can be told another one in other runs."""
+        of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
+        # DeepSpeed's launcher on a single host is the parent of all ranks.
+        parent = os.getppid() if os.environ.get("CROSS_SIZE") == "1" else ""
+        return f"{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
+
+
+def job_folder() -> Path | None:
+    """What `--job_folder` on the command line says: also of commands that fail before they have read it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_rank_options(parser)
+    with contextlib.suppress(argparse.ArgumentError):
+        folder = parser.parse_known_args()[0].job_folder
+        return folder.resolve() if folder else None
+    return None
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Options that launchers and jobs give to a command of theirs."""
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
+    parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
 
 
 def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
@@ -73,8 +119,7 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     config = "the run's JSON, or a packaged one's name"
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="refuse to run on fewer or more ranks")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    add_rank_options(parser)
     return parser
 
 
@@ -129,7 +174,7 @@ def initialize(
         try:
             # As DeepSpeed does where it makes the group itself.
             bound = device if backend == "nccl" and ranks.world_size > 1 else None
-            meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound)
+            meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
         except PortTakenError as error:
             raise AgreedError(str(error)) from None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -156,26 +201,34 @@ def _choose_device(ranks: Ranks, cuda_graphs: bool) -> torch.device:
 
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
-    if ranks.local_rank >= torch.cuda.device_count():
+    number, there = ranks.local_rank, torch.cuda.device_count()
+    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
+    if number >= there:
         raise UserError(
-            f"rank {ranks.rank} is number {ranks.local_rank} on {socket.gethostname()}, which has"
-            f" {torch.cuda.device_count()} visible GPUs; the hostfile promises more slots than there are"
+            f"rank {ranks.rank} is number {number} on {socket.gethostname()}, which has"
+            f" {there} visible GPUs; the hostfile promises more slots than there are"
         )
     set_up_cuda(cuda_graphs=cuda_graphs)
-    torch.cuda.set_device(ranks.local_rank)
-    return torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
-    """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2."""
+    """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2. Of what
+    ends it, the rank leaves a word."""
     try:
         ranks = Ranks.from_environment()
-        progress.start(ranks.rank)
+        if ranks.job_folder is not None:
+            failure.speak_in(ranks.job_folder, ranks.rank, ranks.host)
+            signal.signal(signal.SIGTERM, _end)
         main(ranks)
     except UnreachableError as error:
+        leave_word(failure.UNREACHABLE, str(error), FAILED, missing=error.hosts)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        leave(1)
+        leave(FAILED)
     except UserError as error:
+        leave_word(failure.USER, str(error), USER_ERROR)
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
@@ -184,7 +237,17 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
             if not isinstance(error, AgreedError) and rank_0_waits():
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
+    except Exception as error:
+        leave_word(failure.ERROR, f"{type(error).__name__}: {error}", FAILED)
+        traceback.print_exc()
+        leave(FAILED)
     leave(0)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Before there is a run, whose end would have to be recorded."""
+    leave_word(failure.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    leave(128 + number)
 
 
 def rank_0_waits() -> bool:
@@ -197,6 +260,7 @@ def rank_0_waits() -> bool:
 
 def leave(code: int) -> NoReturn:
     """End this process now, with its output written, whatever threads of torch or a loader are still about."""
+    watch.stop()
     if "torch" in sys.modules:
         import torch.distributed as dist
 

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MAX_HOSTS = 100_000  # more than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory
+PORTS = range(16000, 32000)
+"""Where ranks meet, and what a firewall between hosts has to let through; by default the kernel's own begin at 32768."""
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -187,9 +189,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def master_port(job: str) -> int:
-    """A port for rank 0, below the ephemeral range: another one for each job and start (or step), such as `1234.0`."""
+    """A port for rank 0: another one for each job and start (or step), such as `1234.0`."""
     number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
-    return 16000 + number % 16000
+    return PORTS[number % len(PORTS)]
 
 
 def _shown(text: str) -> str:

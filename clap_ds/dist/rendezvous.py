@@ -1,5 +1,4 @@
-"""How ranks find each other: places from SLURM where no launcher gives them, and a first meeting that has a limit and
-names who is missing.
+"""How ranks meet: within a limit, and with the names of those that are missing.
 
 torch waits 30 minutes for a peer that will never come, and says only that it timed out. Leaves ranks of other launchers
 to `clap_ds.dist.distributed`. Top-level imports stay light.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import random
 import socket
@@ -19,23 +17,27 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.config.errors import UserError
-from clap_ds.dist.hostfile import expand, master_port, parse_tasks
+from clap_ds.dist.hostfile import PORTS, expand
 from clap_ds.dist.limits import within
 
 if TYPE_CHECKING:
     import torch
 
 START_LIMIT_S = 300.0
-"""For all ranks to meet, where CLAP_START_LIMIT_S doesn't say: some import from a disk that others have in memory."""
+"""For all ranks to meet: some import from a disk that others have in memory."""
 SAY_S = 10.0  # between two lines on who is missing
 LOOK_S = 0.1  # between rank 0's looks who is there
 LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
+SHOWN = 8
 _ARRIVED = "clap/arrived"  # numbers of the ranks that are there, each followed by a space
 
 
 class UnreachableError(RuntimeError):
-    """A rank or its host can't be reached; the message names it."""
+    """A rank or its host can't be reached; the message names it, `hosts` are those of the ranks that are missing."""
+
+    def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.hosts = list(hosts)
 
 
 class PortTakenError(Exception):
@@ -47,168 +49,124 @@ def free_port() -> int:
     draw = random.SystemRandom()
     for _ in range(100):
         with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.randrange(20000, 32000)  # by default the kernel's own begin at 32768
+            port = draw.choice(PORTS)
             listener.bind(("127.0.0.1", port))
             return port
-    raise OSError(errno.EADDRINUSE, "no free port among a hundred between 20000 and 32000")
-
-
-def adopt_slurm_step() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the SLURM step this
-    process is a task of.
-
-    Does nothing when a launcher has set RANK, or outside a step of several tasks: a batch script's own process has
-    SLURM_PROCID, too, but is no rank.
-    """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if os.environ.get("RANK") or not tasks.isdecimal() or int(tasks) < 2 or "SLURM_PROCID" not in os.environ:
-        return
-    hosts = expand(os.environ["SLURM_STEP_NODELIST"])
-    local_tasks = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]
-    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks)
-    os.environ.update(LOCAL_RANK=os.environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(local_tasks))
-    os.environ.setdefault("MASTER_ADDR", hosts[0])
-    port = master_port(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
-    os.environ.setdefault("MASTER_PORT", str(port))
+    raise OSError(errno.EADDRINUSE, f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
 
 
 def meet(
-    rank: int, world_size: int, backend: str, hosts: Sequence[str] = (), device: torch.device | None = None
+    rank: int,
+    world_size: int,
+    backend: str,
+    hosts: Sequence[str] = (),
+    device: torch.device | None = None,
+    run: str = "",
 ) -> None:
     """Make the default process group once every rank has said that it is there.
 
     Args:
         hosts: of every rank, where that is known, to be named with those that are missing.
         device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
+        run: the same on all ranks, and another one in other runs: of two that start at once on one port, the later one's ranks
+            would meet the earlier one's rank 0, and break both.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
         PortTakenError: something else listens at the address; on the ranks that notice.
-        UserError: CLAP_START_LIMIT_S isn't a number of seconds.
     """
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit_s = start_limit_s()
-    limit = timedelta(seconds=limit_s)
-    here = f"{socket.gethostname()}: rank {rank}"
-    if rank != 0 and (reason := _unreachable(address, port, limit_s)):
-        raise UnreachableError(f"{here} can't reach rank 0 at {address}:{port} within {limit_s:.0f} s: {reason}")
+    limit = timedelta(seconds=START_LIMIT_S)
+    here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
+    taken = f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run"
+    taken += ": give the launcher a free one by --master_port"
+    if rank != 0 and (reason := _unreachable(address, port)):
+        raise UnreachableError(f"{here} can't reach {there} within {START_LIMIT_S:.0f} s: {reason}")
 
     def connect() -> Any:
         return dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
 
+    missing: list[int] = []
     try:
         # Another program that listens there and says nothing would keep torch for ever.
-        store = connect() if rank == 0 else within(limit_s, connect)
-        if not _is_of_this_job(store, rank, limit):
-            raise PortTakenError(_taken(address, port))
-        store.append(_ARRIVED, f"{rank} ")
-        problem = _gather(store, world_size, limit_s, hosts) if rank == 0 else ""
+        store = connect() if rank == 0 else within(START_LIMIT_S, connect)
         if rank == 0:
-            store.set("clap/problem", problem)
-        else:
-            store.wait(["clap/problem"], limit * 1.2)
-            problem = store.get("clap/problem").decode()
+            store.set("clap/run", run)
+        store.wait(["clap/run"], limit)
+        if store.get("clap/run").decode() != run:
+            raise PortTakenError(taken)
+        store.append(_ARRIVED, f"{rank} ")
+        hosts = hosts or _slurm_hosts(world_size)
+        if rank == 0:
+            missing = _gather(store, world_size, hosts)
+            late = f"{_shown(missing, hosts)} didn't connect within {START_LIMIT_S:.0f} s" if missing else ""
+            store.set("clap/problem", late)
+        store.wait(["clap/problem"], limit * 1.2)
+        problem = store.get("clap/problem").decode()
     except (RuntimeError, TimeoutError) as error:
-        is_others = isinstance(error, TimeoutError) or "EADDRINUSE" in str(error) or "Ping failed" in str(error)
-        if is_others:
-            raise PortTakenError(_taken(address, port)) from None
+        if isinstance(error, TimeoutError) or "EADDRINUSE" in str(error) or "Ping failed" in str(error):
+            raise PortTakenError(taken) from None
         reason = str(error).splitlines()[0]
-        raise UnreachableError(f"{here} has lost rank 0 at {address}:{port} before all ranks met: {reason}") from None
+        raise UnreachableError(f"{here} has lost {there} before all ranks met: {reason}") from None
     if problem:
-        raise UnreachableError(problem)
+        raise UnreachableError(problem, _hosts_of(missing, hosts))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
 
 
-def start_limit_s() -> float:
-    """Seconds that all ranks have to meet; a UserError where the environment's isn't a number above 0."""
-    given = os.environ.get("CLAP_START_LIMIT_S") or START_LIMIT_S
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(given)) < math.inf:
-            return seconds
-    raise UserError(f"CLAP_START_LIMIT_S={given!r} in the environment: expected seconds, more than 0")
-
-
-def _unreachable(address: str, port: int, limit_s: float) -> str:
+def _unreachable(address: str, port: int) -> str:
     """Why nothing can be reached there within the limit, or nothing. torch, left alone, gives up at once for some reasons, and
     for others writes a stack to standard error at every attempt."""
-    begun, wait_s = time.monotonic(), 0.05
-    deadline, said = begun + limit_s, os.environ.get("LOCAL_RANK", "0") != "0"  # a host says it once
+    deadline, wait_s = time.monotonic() + START_LIMIT_S, 0.05
     while True:
         try:
             socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
             return ""
         except OSError as error:
             reason = error.strerror or str(error)
-        now = time.monotonic()
-        if now >= deadline:
+        if (left_s := deadline - time.monotonic()) <= 0:
             return reason
-        if not said and now - begun >= SAY_S:
-            said = True
-            unreached = f"{socket.gethostname()}: rank 0 at {address}:{port} can't be reached yet: {reason}"
-            print(f"{unreached}; trying for {limit_s:.0f} s", file=sys.stderr, flush=True)
         # There may be thousands of ranks, and they began together.
-        time.sleep(min(wait_s * random.uniform(0.5, 1.0), deadline - now))
+        time.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-def _taken(address: str, port: int) -> str:
-    where = f"port {port} of {address}, where the ranks are to meet"
-    return f"{where}, is taken, perhaps by another run: give the launcher a free one by --master_port"
-
-
-def _is_of_this_job(store: Any, rank: int, limit: timedelta) -> bool:
-    """Whether rank 0 is one of ours, as far as jobs can be told apart: of two runs that start at once on one port, the later
-    one's ranks would meet the earlier one's rank 0, and break both."""
-    job = os.environ.get("CLAP_JOB", "")
-    if not job and os.environ.get("CROSS_SIZE") == "1":
-        job = str(os.getppid())  # DeepSpeed's launcher on a single host is the parent of all ranks
-    if rank == 0:
-        store.set("clap/job", job)
-        return True
-    store.wait(["clap/job"], limit)
-    return bool(store.get("clap/job").decode() == job)
-
-
-def _gather(store: Any, world_size: int, limit_s: float, hosts: Sequence[str]) -> str:
-    """Rank 0 waits for every rank, and says now and then who is missing; what to say where one stays away."""
+def _gather(store: Any, world_size: int, hosts: Sequence[str]) -> list[int]:
+    """Rank 0 waits for every rank, and says now and then who is missing; those that stay away."""
     begun = said = time.monotonic()
     while True:
         # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
         missing = sorted(set(range(world_size)) - set(map(int, store.get(_ARRIVED).split())))
-        if not missing:
-            return ""
         now = time.monotonic()
-        if now - begun >= limit_s or now - said >= SAY_S:
-            where = _hosts_of(missing, hosts or _slurm_hosts(world_size))
-            if now - begun >= limit_s:
-                return f"{_shown(missing)} of {world_size}{where} didn't connect within {limit_s:.0f} s"
-            there, said = f"{world_size - len(missing)} of {world_size} ranks after {now - begun:.0f} s", now
-            print(f"{there}, missing: {_shown(missing)}{where}", file=sys.stderr, flush=True)
+        if not missing or now - begun >= START_LIMIT_S:
+            return missing
+        if now - said >= SAY_S:
+            said, here = now, world_size - len(missing)
+            who = f"{here} of {world_size} ranks after {now - begun:.0f} s, missing: {_shown(missing, hosts)}"
+            print(who, file=sys.stderr, flush=True)
         time.sleep(LOOK_S)
 
 
-def _shown(ranks: list[int]) -> str:
-    some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+def _shown(ranks: list[int], hosts: Sequence[str]) -> str:
+    where, more = _hosts_of(ranks, hosts), ", …"
+    shown = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}" + more * (len(ranks) > SHOWN)
+    return shown + (f" ({', '.join(where[:SHOWN])}{more * (len(where) > SHOWN)})" if where else "")
 
 
-def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
-    return f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})" if names else ""
+def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
 
 
 def _slurm_hosts(world_size: int) -> list[str]:
     """Every rank's host, as far as SLURM's environment tells."""
-    try:
+    with contextlib.suppress(ValueError):
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
-    except ValueError:
-        return []
-    per_host, odd = divmod(world_size, len(hosts))
-    return [] if odd else [host for host in hosts for _ in range(per_host)]
+        per_host, odd = divmod(world_size, len(hosts))
+        return [] if odd else [host for host in hosts for _ in range(per_host)]
+    return []

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from clap_ds.dist import progress
+from clap_ds.dist import watch
 from clap_ds.dist.agreement import rank
 from clap_ds.model.clap import ClapModel
 
@@ -92,7 +92,7 @@ def _note_compilations() -> None:
 
 
 def _begin_note(*_: Any) -> None:
-    _noted.enter_context(progress.doing("compiling"))
+    _noted.enter_context(watch.doing("compiling"))
 
 
 def _end_note(*_: Any) -> None:

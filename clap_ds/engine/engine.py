@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.dist import progress
+from clap_ds.dist import watch
 from clap_ds.dist.agreement import gather
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
@@ -95,7 +95,7 @@ class ClapEngine:
         self.sync.after_step()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        progress.step(self.steps)
+        watch.step(self.steps)
         return loss_mean
 
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:

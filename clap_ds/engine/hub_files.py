@@ -10,7 +10,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import on_first
 from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import doing
 
 
 @doing("asking the hub")

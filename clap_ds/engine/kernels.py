@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import gather, rank
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import doing
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.swin import SwinBlock
 from clap_ds.model.window_attention import attend_windows

@@ -6,6 +6,7 @@ Leaves the steps in between to the command.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -27,9 +28,10 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
-from clap_ds.dist import debug, distributed, progress
+from clap_ds.dist import debug, distributed, failure, watch
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
+from clap_ds.dist.failure import leave_word
 from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
@@ -38,13 +40,19 @@ from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.record import hardware, monitor
-from clap_ds.record.directory import RunDirectory, State, quiet_deepspeed, start_log
+from clap_ds.record.directory import RunDirectory, State, launcher_is_gone, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
 
 FAILED = 1
+GONE = "its launcher has gone away: nobody reads what it prints"
 HOST_ALONE = (
     "note: DeepSpeed's samples/s (RunningAvgSamplesPerSec) are those of the host, which queues steps before the GPU has done"
     " them: timers.throughput.synchronized is false"
+)
+_LOST = re.compile(
+    r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
+    "|collective operation timeout",
+    re.DOTALL,
 )
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -147,12 +155,11 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     with quiet_deepspeed():
         together(lambda: _check_deepspeed_sections(run))
     record = _make_record(run, ranks, device)
+    failure.speak_in(record.path, ranks.rank, ranks.host)
+    if not settings.enabled:  # a debugger may hold a rank for hours
+        watch.start(record.path, ranks.rank, ranks.host, ranks.neighbours)
     start = start or Start()
-    with (
-        _recorded_ending(run, ranks, record, device),
-        closing(start),
-        debug.watch(settings, ranks, record.path),
-    ):
+    with _recorded_ending(run, ranks, record, device), closing(start):
         together(lambda: hub_files.fetch(run, ranks))
         torch.manual_seed(run.clap.seed)
         model = together(lambda: start.build_model(run, device))
@@ -173,7 +180,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
             try:
                 yield Session(run, ranks, device, record, engine, batches, scalars)
             finally:
-                progress.ending()
+                watch.ending()
                 scalars.write()
             if run.deepspeed.get("comms_logger", {}).get("enabled"):
                 log_summary()
@@ -213,6 +220,8 @@ def _make_record(run: RunSettings, ranks: Ranks, device: torch.device) -> RunDir
     everywhere = gather((here["host"], here["device_name"]))
     record = RunDirectory(together(lambda: on_first(lambda: _describe(run, ranks, device, here, everywhere))))
     if ranks.is_first:
+        if ranks.job_folder is not None:
+            (ranks.job_folder / "run_directory").write_text(f"{record.path}\n")
         print(f"run directory: {record.path}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
@@ -330,14 +339,16 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
     except UserError as error:
         if ranks.is_first:
             record.finish("failed", str(error))
-        raise
+        raise  # the command leaves the word
     except Interrupted as stop:
+        leave_word(failure.STOPPED, f"stopped by {stop}", 128 + stop.number)
         if ranks.is_first:
             record.finish(stop.state, f"stopped by {stop}")
             print(f"rank {ranks.rank}: stopped by {stop}", file=sys.stderr, flush=True)
         distributed.leave(128 + stop.number)
     except NonFiniteError as error:
         _ignore_signals()
+        leave_word(failure.ERROR, str(error), FAILED)
         if ranks.is_first:
             record.finish("failed", str(error))
             _say(ranks, str(error))
@@ -345,6 +356,7 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
         distributed.leave(FAILED)
     except (ValueError, StopIteration) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
+        leave_word(failure.ERROR, str(error), FAILED)
         record.finish("failed", f"rank {ranks.rank}: {error}")
         _say(ranks, str(error))
         distributed.leave(FAILED)
@@ -352,17 +364,24 @@ def _recorded_ending(run: RunSettings, ranks: Ranks, record: RunDirectory, devic
         _ignore_signals()
         if is_out_of_memory(error):
             message = f"out of memory at micro-batch {run.micro_batch} on {hardware.device_name(device)}"
+            leave_word(failure.OUT_OF_MEMORY, message, FAILED)
             record.finish("out_of_memory", f"rank {ranks.rank}: {message}")
             _say(ranks, f"{message}: {str(error).splitlines()[0]}")
         elif _is_connection_lost(error):
-            record.finish("failed", f"rank {ranks.rank}: {error}")
             reason = str(error).splitlines()[0]
+            leave_word(failure.LOST_PEER, reason, FAILED)
+            record.finish("failed", f"rank {ranks.rank}: {error}")
             _say(ranks, f"another rank is gone: its connection to this one was lost ({reason})")
         else:
+            leave_word(failure.ERROR, f"{type(error).__name__}: {error}", FAILED)
             record.finish("failed", f"rank {ranks.rank}: {error}")
             traceback.print_exc()
         distributed.leave(FAILED)
     else:
+        watch.stop()
+        if ranks.is_first and launcher_is_gone():
+            record.finish("terminated", GONE)
+            distributed.leave(128 + signal.SIGPIPE)
         if ranks.is_first:
             record.finish("completed")
     finally:
@@ -383,8 +402,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_connection_lost(error: BaseException) -> bool:
-    """Whether an exception says that another process is gone, as gloo words it."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error) and "by peer" in str(error)
+    """Whether an exception says that another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
+    lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)
 
 
 def _say(ranks: Ranks, message: str) -> None:

@@ -28,7 +28,7 @@ from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.workers import WorkerError
 from clap_ds.dist.agreement import gather, gather_tensor, on_first, together
 from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import alive, doing
 from clap_ds.evaluation.clips import (
     FIELD,
     NUM_EXAMPLES,
@@ -205,6 +205,7 @@ class Evaluator:
                         audio[row] = found
                 rows.append(model.encode_audio(audio.to(self.device).float())[: len(numbers)])
                 on_batch(len(rows))
+                alive()
         except WorkerError as error:
             problem = f"rank {self.ranks.rank}: {error}"
         failed: dict[int, str] = {}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.dist.agreement import gather, gather_tensor
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import doing
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops

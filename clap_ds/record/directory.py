@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -89,25 +89,38 @@ class Tee(io.TextIOBase):
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream = stream
         self._log = log
+        self.is_broken = False  # who read it has gone
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
             with suppress(OSError):  # a full disk: what is written to the terminal may be why the run ends
                 self._log.write(text)
-        with suppress(OSError):  # which the terminal can be, too, where output goes to a file
-            self._stream.write(text)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        for stream in (self._log, self._stream):
-            with suppress(OSError):
-                stream.flush()
+        with suppress(OSError):
+            self._log.flush()
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BrokenPipeError:
+            self.is_broken = True
+        except OSError:  # the terminal can be a file, too, on a full disk
+            pass
 
     def isatty(self) -> bool:
         return self._stream.isatty()
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+
+def launcher_is_gone() -> bool:
+    """Whether nobody reads what this process prints any more, and so nobody would have ended it."""
+    return isinstance(sys.stdout, Tee) and sys.stdout.is_broken
 
 
 def start_log(path: Path) -> None:

@@ -31,11 +31,15 @@ class HeldError(ValueError):
 
 
 class FolderLock:
-    """This process's claim to be the one that writes a folder."""
+    """This process's claim to be the one that writes a folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        attempt: of a job, in whose folder for it this is; a job ends one before it begins the next.
+    """
+
+    def __init__(self, folder: Path, attempt: Path | None = None) -> None:
         self._path = folder / FILE
-        self._own = _identity()
+        self._own = _identity() | {"job": str(attempt or "")}
         self._file: int | None = None  # stays open, so that what is renewed is never a successor's
         self._beat = 0
         self._over = threading.Event()
@@ -124,9 +128,9 @@ class FolderLock:
         return True
 
     def _is_earlier_attempt(self, found: dict[str, Any]) -> bool:
-        """Whether the holder was another attempt of this same run, whose job ends one before it begins the next."""
-        run, _, attempt = str(self._own["job"]).rpartition(".")
-        its_run, _, its_attempt = str(found.get("job", "")).rpartition(".")
+        """Whether the holder was another attempt of this same run."""
+        run, _, attempt = str(self._own["job"]).rpartition("/")
+        its_run, _, its_attempt = str(found.get("job", "")).rpartition("/")
         return run != "" and run == its_run and attempt != its_attempt
 
     def _take_over(self, dead: dict[str, Any]) -> int | None:
@@ -167,7 +171,7 @@ def _identity() -> dict[str, Any]:
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
         "kernel": _kernel(),
-        "job": os.environ.get("CLAP_JOB", ""),
+        "job": "",
         "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
         "user": user,
     }

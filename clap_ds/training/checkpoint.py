@@ -21,7 +21,7 @@ from clap_ds.config.files import FULL
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import gather, on_first, rank
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import doing
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.random_state import random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite

@@ -1,7 +1,6 @@
 """What training starts from: a fresh model, another one's weights, or a checkpoint of the same run."""
 
 import glob
-import os
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.dist.agreement import gather, on_first
 from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.progress import doing
+from clap_ds.dist.watch import doing
 from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
@@ -140,9 +139,10 @@ class TrainingStart(session.Start):
         """
         resume, choices, checkpoints = self._run.clap.train.resume, self.choices, self.checkpoints
         is_chosen, is_path = choices.restart or choices.from_weights is not None, resume not in ("auto", "never")
-        job, _, attempt = os.environ.get("CLAP_JOB", "").rpartition(".")
+        attempt = self._ranks.job_folder
+        job = str(attempt.parent) if attempt else ""
         new_run = f"from {resume}" if is_path and not is_chosen else job or gather(uuid.uuid4().hex)[0]
-        is_repeated = attempt not in ("", "0") and (is_chosen or resume == "never")
+        is_repeated = attempt is not None and attempt.name != "0" and (is_chosen or resume == "never")
         if (is_repeated or (is_path and not is_chosen)) and checkpoints.was_begun_by(new_run):
             resume, choices = "auto", replace(choices, restart=False, from_weights=None)
         checkpoints.begin(new_run)
@@ -176,7 +176,7 @@ class TrainingStart(session.Start):
     @doing("waiting for the checkpoint folder")
     def _take(self, folder: Path) -> None:
         """Keep every other run from writing the checkpoints' folder until this one closes."""
-        self._lock = FolderLock(folder)
+        self._lock = FolderLock(folder, self._ranks.job_folder)
         try:
             self._lock.acquire()
         except HeldError as error:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from clap_ds.dist.failure import STOPPED, leave_word
 from clap_ds.engine.session import STOP_SIGNALS
 
 REPEAT_S = 5.0
@@ -46,6 +47,7 @@ class StopRequest:
                 continue  # another handler's, such as the end of a child
             if not self._number:
                 self._number, first_s = number, time.monotonic()
+                leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
             elif time.monotonic() - first_s > REPEAT_S:
                 self._end_at_once(number)
 

@@ -17,7 +17,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
 from clap_ds.dist.agreement import gather, together
 from clap_ds.dist.distributed import leave
-from clap_ds.dist.progress import ending
+from clap_ds.dist.watch import ending
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.session import Interrupted, Session
 from clap_ds.training.batches import with_captions_compared
