@@ -84,9 +84,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
         judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)
     elif not report.problems:
         cause = verdict.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
-        report.fault(
-            found.message if found else f"exit code {code}", ", ".join(found.hosts if found else ()) or "the ranks"
-        )
+        report.fault(cause.message if cause else f"exit code {code}", "the ranks failed")
     return report
 
 

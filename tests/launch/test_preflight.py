@@ -46,9 +46,9 @@ def measure():
         ("arrive('n2')", "n1: can't be reached, or starts no rank: no sign of life"),
         (
             "arrive('n1', 'n2'); fail(1, 'CUDA error: uncorrectable ECC')",
-            "n2: rank 1 on n2: CUDA error: uncorrectable ECC",
+            "the ranks failed: rank 1 on n2: CUDA error: uncorrectable ECC",
         ),
-        ("arrive('n1', 'n2'); sys.exit(3)", "the ranks: exit code 3"),
+        ("arrive('n1', 'n2'); sys.exit(3)", "the ranks failed: exit code 3"),
     ],
 )
 def test_verdict(
