@@ -28,6 +28,7 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
+from clap_ds.dist import verdict
 from clap_ds.dist.hostfile import format_hostfile, master_port
 from clap_ds.launch.hostfile import add_hosts, chosen_hosts
 from clap_ds.launch.launchers import LAUNCHERS, Launcher
@@ -73,15 +74,17 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
     for answer in ranks.values():
         answer["host"] = known.get(answer["host"].partition(".")[0], answer["host"])
     lines = (folder / "output").read_text(errors="replace").splitlines()
-    for host in slots.keys() - {answer["host"] for answer in ranks.values()}:
-        about = [found[1] for line in lines if (found := re.match(rf"(?:srun: error: )?{re.escape(host)}: (.*)", line))]
-        report.fault(f"can't be reached, or starts no rank: {about[-1] if about else 'no sign of life'}", host)
+    silent = [host for host in slots if host not in {answer["host"] for answer in ranks.values()}]
+    said = {found[1]: found[2] for line in lines if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
+    # SLURM terminates all tasks for the sake of one.
+    for host in [host for host in silent if not said.get(host, "").endswith("Terminated")] or silent:
+        report.fault(f"can't be reached, or starts no rank: {said.get(host, 'no sign of life')}", host)
     judge_hosts(ranks, slots, report)
     if (folder / "measured.json").exists():
         judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)
     elif not report.problems:
-        errors = [line.strip() for line in lines if re.search(r"\berror:|Error:", line)]
-        report.fault(errors[0] if errors else f"exit code {code}", "the ranks failed")
+        cause = verdict.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
+        report.fault(cause.message if cause else f"exit code {code}", "the ranks failed")
     return report
 
 

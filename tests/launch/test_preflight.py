@@ -11,12 +11,16 @@ from clap_ds.launch.launchers import Launcher
 
 RANKS = """
 import json, pathlib, sys, time
+from clap_ds.dist import failure
 folder, megabytes, packages = pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
 assert (folder / "hostfile").read_text() == "n1 slots=1\\nn2 slots=1\\n" and megabytes == "4.0" and "torch" in packages
 def arrive(*hosts):
     for rank, host in enumerate(hosts):
         answer = {"host": host, "gpus": {}, "cores": "0 (0)", "faults": [], "software": {"code": "x", "torch": "2"}}
         (folder / f"rank-{rank}.json").write_text(json.dumps(answer))
+def fail(rank, message):
+    failure.speak_in(folder, rank, f"n{rank + 1}")
+    failure.leave_word(failure.ERROR, message, 1)
 def measure():
     ranks = [{"clock": 1.0, "wrong": 0, "tflops": 1.0, "links": []}] * 2
     (folder / "measured.json").write_text(json.dumps({"bus_gb_per_s": 1.0, "ranks": ranks}))
@@ -35,8 +39,15 @@ def measure():
             "print('srun: error: n2: task 1: Killed'); arrive('n1')",
             "n2: can't be reached, or starts no rank: task 1: Killed",
         ),
+        (
+            "print('srun: error: n2: task 1: Exited\\nsrun: error: n1: task 0: Terminated')",
+            "n2: can't be reached, or starts no rank: task 1: Exited",
+        ),
         ("arrive('n2')", "n1: can't be reached, or starts no rank: no sign of life"),
-        ("arrive('n1', 'n2'); print('error: no route'); sys.exit(1)", "the ranks failed: error: no route"),
+        (
+            "arrive('n1', 'n2'); fail(1, 'CUDA error: uncorrectable ECC')",
+            "the ranks failed: rank 1 on n2: CUDA error: uncorrectable ECC",
+        ),
         ("arrive('n1', 'n2'); sys.exit(3)", "the ranks failed: exit code 3"),
     ],
 )
