@@ -111,10 +111,10 @@ def script(
     `log` is the output file in SLURM's notation; `micro_batch` what `launch/micro_batch.py` is to try.
     """
     site = request.load_site()
-    places, python = work_folder(), shlex.quote(sys.executable if site.container() else site.interpreter())
+    python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     lines = ["#!/bin/bash", *_header(request, site, nodes, name, log), ""]
-    lines += ["set -euo pipefail", f"cd {shlex.quote(str(places))}", *site.setup_lines()]
+    lines += ["set -euo pipefail", f"cd {shlex.quote(str(work_folder()))}", *site.setup_lines()]
     lines += [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
     lines += [f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"]
     if len(folders) > 1:
@@ -123,22 +123,15 @@ def script(
         lines += [f"folder={shlex.quote(str(folders[0]))}"]
     lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
     each = "{folder}" if micro_batch else "$folder"
-    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
-    words = [
-        shlex.quote(str(command)),
-        f'--deepspeed_config "{each}/run.json"',
-        *map(shlex.quote, request.train_options),
-    ]
-    run = [
-        f'{python} -m clap_ds.launch.job --folder "{each}" --hostfile "$folder/hostfile"',
-        *_job_options(request, site),
-    ]
+    run = [f'exec {python} -m clap_ds.launch.job --folder "{each}" --hostfile "$folder/hostfile"']
     if micro_batch:
-        trials = (
-            f'{python} -m clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder" --'
-        )
-        run = [trials, *run]
-    lines += [" \\\n    ".join(["exec " + run[0], *run[1:], "-- " + " ".join(words)])]
+        trials = f'clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder"'
+        run = [f"exec {python} -m {trials} --", run[0].removeprefix("exec ")]
+    command = shlex.quote(
+        str((Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py"))
+    )
+    words = ["--", command, f'--deepspeed_config "{each}/run.json"', *map(shlex.quote, request.train_options)]
+    lines += [" \\\n    ".join([*run, *_job_options(request, site), " ".join(words)])]
     return "\n".join(lines) + "\n"
 
 

@@ -117,13 +117,14 @@ class Jobs:
         paths = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
         said = check_environment(site, found, [*paths], train=self.request.train)
         problems: dict[str, str] = {}
-        for path, label in paths.items():
-            for line in said.splitlines():
-                _, is_of_it, problem = line.partition(f"{path}: ")
-                problems.update({problem: label} if is_of_it and problem not in problems else {})
-        found.problems += [f"{label}: {problem}" for problem, label in problems.items()] or said.strip().splitlines()[
-            -1:
-        ]
+        for line in said.splitlines():
+            for path in (path for path in paths if f"{path}: " in line):
+                problems.setdefault(line.partition(f"{path}: ")[2], paths[path])
+        found.problems += [f"{label}: {problem}" for problem, label in problems.items()] or said.splitlines()[-1:]
+        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
+            found.unchecked.append(
+                "cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one"
+            )
         return found
 
     def submit(self, jobs: list[Job]) -> Iterator[tuple[str, str, Job]]:

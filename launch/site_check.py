@@ -60,7 +60,7 @@ def show_check(site: Site) -> None:
     found.facts["launcher"] = site.chosen_launcher() + ("" if site.launcher else " (the site names none)")
     root = site.root()
     there = next(path for path in (root, *root.parents) if path.exists())
-    if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+    if os.access(there, os.W_OK | os.X_OK):
         found.facts["run_root"] = f"{root}: writable"
     else:
         found.problems.append(f"run_root: {there} isn't a folder that can be written to")

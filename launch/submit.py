@@ -56,10 +56,8 @@ def start(arguments: argparse.Namespace) -> None:
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
     print(f"submitted job {number}: {job.submitted_as}, {size}, {request.time_limit(site, job.nodes)}")
-    log = jobs.log(job)
-    print(
-        f"folder: {folder}\nlog: {log}\n\n    tail -F {shlex.quote(str(log))}\n    squeue -j {number}\n    scancel {number}"
-    )
+    print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
+    print(f"    squeue -j {number}\n    scancel {number}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -134,7 +134,11 @@ def test_nodes_that_are_down_for_now_do_not_keep_a_job_from_the_queue(
     assert "would refuse it: Requested node configuration is not available" in capsys.readouterr().err
     slurm.write("absent", "n[1-3]\nn7\n")
     assert call() == 0
-    assert "configuration is not available; out of service: n[1-3],n7" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "configuration is not available; out of service: n[1-3],n7" in shown
+    assert "cores:" not in shown
+    assert call(site={"sbatch": []}) == 0
+    assert "cores: with neither cpus_per_task nor --exclusive in the site" in capsys.readouterr().out
 
 
 def test_a_job_whose_answer_was_lost_is_found_by_its_name(

@@ -89,6 +89,9 @@ def test_nothing_is_queued_unless_every_job_can_run(
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
         assert not folder.exists()
+    folder.mkdir()
+    _start(tmp_path, "--train", code=2)
+    assert folder.exists(), "it was there before"
     assert slurm.calls == []
 
 
