@@ -41,7 +41,8 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
     """What this process computes on, and DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
 
     Raises:
-        UserError: the machine has a GPU, nobody asked for the CPUs, and torch can't use it; why, and what to do.
+        UserError: the machine has a GPU, or SLURM says so, nobody asked for the CPUs, and torch can't use it; why, and what to
+            do.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
@@ -54,6 +55,11 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
         if torch.cuda.is_available():
             return "cuda"
     if are_hidden() or not are_there():
+        if granted := granted_by_slurm():
+            raise UserError(
+                f"SLURM has granted this process GPUs ({granted}), and it sees none: look at CUDA_VISIBLE_DEVICES, the driver,"
+                " and the container's options; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+            )
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return "cpu"
     raise UserError(
@@ -84,6 +90,17 @@ def are_hidden() -> bool:
     """Whether `CUDA_VISIBLE_DEVICES` hides every GPU: it begins with nothing, a negative number or SLURM's `NoDevFiles`."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return first in ("", "NoDevFiles") or first.startswith("-")
+
+
+def granted_by_slurm() -> str:
+    """The variable by which SLURM says that this process has GPUs, with its value; empty without GPUs, and without SLURM."""
+    nothing = {
+        "SLURM_STEP_GPUS": "",
+        "SLURM_JOB_GPUS": "",
+        "SLURM_GPUS_ON_NODE": "0",
+    }  # the others are lists of numbers
+    found = {name: os.environ.get(name) or nothing[name] for name in nothing}
+    return next((f"{name}={value}" for name, value in found.items() if value != nothing[name]), "")
 
 
 def are_there() -> bool:

@@ -80,14 +80,15 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     still = [file for file in files if file.still_s is not None]
     if still and first_at > min(file.at for file in still):
         return _of_stall(still, files)
-    killed = _killed(words, files, hosts)
+    watched = run_directory is not None and (run_directory / stacks.FOLDER).is_dir()
+    killed = _silent(words, files, () if watched else hosts)
     if first is not None and not (killed and _OF_THE_LINK.search(first.message)):
         return first
     aborted = sorted((file for file in files if file.fatal), key=lambda file: file.at)
     if killed and (words or aborted):
         return _of_killed(killed)
-    if aborted and len(aborted) < len(files) + len(words):
-        return _of_signal(aborted[0])
+    if aborted:  # where several did, they have lost something in common
+        return replace(_of_signal(aborted[0]), hosts=[aborted[0].host] if len(aborted) == 1 else [])
     lost = [word for word in words if word.kind == LOST_PEER] or words
     return Verdict(str(lost[0]), lost[0].kind, [lost[0].rank], []) if lost else None
 
@@ -136,12 +137,11 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 
-def _killed(words: list[_Word], files: list[Stacks], hosts: Sequence[str]) -> dict[int, str]:
-    """Hosts of the ranks that are gone without a word. A rank that ends in an orderly way takes its stacks away."""
-    spoken = {word.rank for word in words}
-    if files:
-        return {file.rank: file.host for file in files if not file.text.strip() and file.rank not in spoken}
-    return {rank: host for rank, host in enumerate(hosts) if rank not in spoken}
+def _silent(words: list[_Word], files: list[Stacks], hosts: Sequence[str]) -> dict[int, str]:
+    """Hosts of the ranks that are gone without a word, of those that have `files` of stacks (who ends in an orderly way takes
+    its own away) or, before there are any, of all."""
+    everyone = dict(enumerate(hosts)) | {file.rank: file.host for file in files if not file.text.strip()}
+    return {rank: host for rank, host in everyone.items() if rank not in {word.rank for word in words}}
 
 
 def _of_killed(killed: dict[int, str]) -> Verdict:

@@ -33,7 +33,8 @@ class Machine:
         for name, place in {**places, "PCI_DEVICES": folder / "pci"}.items():
             monkeypatch.setattr(accelerator, name, place)
         monkeypatch.setenv("PATH", str(self.programs))
-        for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        of_slurm = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
+        for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", *of_slurm):
             monkeypatch.setenv(name, "")  # so that it is restored after the test
             monkeypatch.delenv(name)
         self.torch(cuda="13.0")
@@ -130,6 +131,49 @@ def test_cuda_is_set_up_unless_the_user_has(
     assert given == [*expected, "device 0"]
 
 
+@pytest.mark.parametrize(
+    ("there", "visible", "local_rank", "expected"),
+    [
+        (4, "0,1,2,3", 2, "cuda:2"),
+        (1, "2", 2, "cuda:0"),  # `--gpus-per-task`
+        (1, "", 2, "cuda:0"),
+        (1, "0,1,2,3", 2, "which has 1 visible GPUs"),
+        (2, "0,1", 2, "which has 2 visible GPUs"),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
+    monkeypatch: pytest.MonkeyPatch, there: int, visible: str, local_rank: int, expected: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(distributed, "choose_accelerator", lambda: "cuda")
+    monkeypatch.setattr(distributed, "set_up_cuda", lambda *, cuda_graphs: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    ranks = distributed.Ranks(2, 4, local_rank, 4)
+    if expected.startswith("cuda"):
+        assert distributed._choose_device(ranks, False) == torch.device(expected) == torch.device("cuda", chosen[0])
+    else:
+        with pytest.raises(UserError, match=f"rank 2 is number {local_rank} on .*{expected}"):
+            distributed._choose_device(ranks, False)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_GPUS=0,1", "SLURM_JOB_GPUS=0", "SLURM_GPUS_ON_NODE=4"])
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_gpus_that_slurm_grants_and_nobody_sees_end_the_run(machine: Machine, variable: str, is_hidden: bool) -> None:
+    name, _, value = variable.partition("=")
+    machine.monkeypatch.setenv(name, value)
+    if is_hidden:
+        machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match=f"SLURM has granted this process GPUs \\({variable}\\), and it sees none"):
+        machine.choice()
+    machine.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_accelerator() == "cpu"
+    for nothing in ("", "0") if name == "SLURM_GPUS_ON_NODE" else ("",):
+        machine.monkeypatch.setenv(name, nothing)
+        assert machine.choice() == "cpu"
+
+
 @pytest.mark.parametrize(("device", "world_size", "bound"), [("cuda:1", 2, True), ("cuda:0", 1, False)])
 def test_nccl_is_bound_to_the_rank_s_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, world_size: int, bound: bool
@@ -142,7 +186,7 @@ def test_nccl_is_bound_to_the_rank_s_gpu(
     monkeypatch.setattr(distributed, "meet", lambda *how: met.extend(how))
     ranks = distributed.Ranks(0, world_size, 0, world_size)
     assert distributed.initialize(ranks, compile_cpu_collective=False) == torch.device(device)
-    assert met[2:] == ["nccl", (), torch.device(device) if bound else None]
+    assert met[2:5] == ["nccl", (), torch.device(device) if bound else None]
 
 
 BUILT = "torch 2.13.0 is built for CUDA 13.0, which needs driver ≥ 580."
