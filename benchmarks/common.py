@@ -17,17 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+import psutil
+
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically, write_object
 from clap_ds.config.places import work_folder
 from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.dist.distributed import keep_freed_memory
-from clap_ds.launch.host_processes import LAST_WORDS_S, end_all
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+MARK = "CLAP_BENCHMARK"
+LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -119,12 +122,12 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     """Run a command with its output in `log`, and end every process it started when it or its time is over, orphans and those
     with sessions of their own among them: how it ended, `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    job = f"{os.environ.get('CLAP_JOB', '')}{uuid4().hex}."  # begins with that of a command above this one, which ends both
+    mark = f"{os.environ.get(MARK, '')}{uuid4().hex}."  # begins with that of a command above this one, which ends both
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=work_folder(),
-            env={**os.environ, "CLAP_JOB": job},
+            env={**os.environ, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -139,6 +142,14 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(LAST_WORDS_S)
-        end_all(job)
+        _kill_all(mark)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds on to stays
             process.wait(LAST_WORDS_S)
+
+
+def _kill_all(mark: str) -> None:
+    """Kill every process that has the mark, wherever it stands in the tree."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(mark):
+                process.kill()

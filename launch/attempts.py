@@ -47,7 +47,12 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
 
 
 def ending_of(
-    code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, lost: dict[str, str], step: str | None
+    code: int,
+    folder: Path,
+    hosts: Sequence[str],
+    stopped: signal.Signals | None,
+    lost: dict[str, str],
+    step: str | None,
 ) -> Ending:
     """How an attempt ended.
 
@@ -59,10 +64,11 @@ def ending_of(
         step: SLURM's state of the ranks' step, where it keeps accounts.
     """
     run = run_directory_of(folder)
+    summary: dict[str, Any] = {}
     try:
-        summary = dict(run.summary()) if run else {}
-    except (OSError, ValueError) as error:
-        summary = {"state": "failed", "error": f"{run.path if run else ''}/summary.json can't be read: {error}"}
+        summary |= run.summary() if run else {}
+    except (OSError, ValueError) as problem:
+        summary |= {"state": "failed", "error": f"the run's summary.json can't be read: {problem}"}
     state, error = summary.get("state"), summary.get("error")
     found = judge(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
@@ -83,7 +89,9 @@ def ending_of(
         return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code or 1, found.hosts)
     if state == "terminated" or step == "CANCELLED":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    unknown = f"{why}, says SLURM" if why else f"the ranks ended with code {code}, though the run never said it was over"
+    unknown = (
+        f"{why}, says SLURM" if why else f"the ranks ended with code {code}, though the run never said it was over"
+    )
     return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1)
 
 
@@ -149,5 +157,3 @@ class Attempts:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-

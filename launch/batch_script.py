@@ -1,33 +1,25 @@
-"""Job scripts, and the checks before one is queued: what `submit.py` and `sweep.py` share.
+"""What jobs ask for, and the text of their batch scripts.
 
 A script is what the job asks SLURM for, the site's shell lines and variables, and two commands: the hostfile, and
-`launch/job.py` with the run's own. Leaves sbatch itself to `slurm.py`.
+`launch/job.py` with the run's own. Leaves folders and submission to `jobs.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-from clap_ds.config.arguments import whole_number
-from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
-from clap_ds.dist.hostfile import expand
 from clap_ds.launch import slurm
-from clap_ds.launch.site_check import Found, check_environment, check_scripts
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
-TRAINING_S, TRAINING_WARNING_S = 24 * 3600, 300
+TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
 PASSED = ("OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH")
 """Variables that ranks get from the job's shell where ssh starts them, beside the site's; srun passes on all there are."""
 
@@ -46,7 +38,7 @@ class Request:
     spare_nodes: int = 0
     shrink: bool = False
     until_done: bool = False
-    train_options: tuple[str, ...] = ()  # of clap_ds/train.py, for a run that has checkpoints
+    train_options: list[str] = field(default_factory=list)  # of clap_ds/train.py, for a run that has checkpoints
 
     def load_site(self) -> Site:
         return load_site(self.site, self.launcher)
@@ -60,42 +52,30 @@ class Request:
         return min(usual, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30)  # SLURM counts in minutes
 
 
-def add_request(parser: argparse.ArgumentParser, **of_config: Any) -> None:
+def add_request(parser: argparse.ArgumentParser) -> None:
     """Options that `request_of` reads."""
     add = parser.add_argument
     add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name", **of_config)
     add("--train", action="store_true", help="training in place of the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node, in place of the site's")
     add("--launcher", choices=LAUNCHERS, help="what starts the ranks, in place of the site's")
+    spare = "nodes to allocate beside, for ones that fail"
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
+    add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
+    add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
+    add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     add_limits(parser)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Options that another submission of the same jobs may change."""
-    parser.add_argument("--time", type=time_limit, help="time limit, in place of the site's (training: a day)")
-    parser.add_argument("--exclude", metavar="HOSTS", type=host_list, help="hosts not to run on, in SLURM's notation")
+    parser.add_argument("--time", help="time limit, in place of the site's (training: a day)")
+    parser.add_argument("--exclude", metavar="HOSTS", help="hosts not to run on, in SLURM's notation")
 
 
-def time_limit(text: str) -> str:
-    try:
-        slurm.seconds_of(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def host_list(text: str) -> str:
-    try:
-        expand(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def request_of(arguments: argparse.Namespace, **more: Any) -> Request:
-    """The request of a command's options; a UserError where neither they, the site nor SLURM tell the number of GPUs."""
-    site, problem, nodes = load_site(arguments.site, arguments.launcher), "sinfo shows none", []
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
+    site, nodes, problem = load_site(arguments.site, arguments.launcher), [], "sinfo shows none"
     try:
         nodes = slurm.partition_nodes(site.partition)
     except UserError as error:
@@ -104,45 +84,23 @@ def request_of(arguments: argparse.Namespace, **more: Any) -> Request:
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
+    if not arguments.train and (arguments.until_done or arguments.train_options):
+        raise UserError("--until_done, and options after --, are for training: give --train, too")
+    parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
+    add_checkpoint_choices(parser)
+    check_checkpoint_choices(parser, parser.parse_args(arguments.train_options))
     time = arguments.time
     if arguments.train and time is None:
-        time = slurm.time_of(min([TRAINING_S, *(each.limit_s or TRAINING_S for each in nodes)]))
+        time = min([TRAINING_TIME, *(each.limit for each in nodes if each.limit)], key=slurm.seconds_of)
     name = arguments.site
-    given = {name: getattr(arguments, name) for name in ("train", "launcher", "exclude")}
-    is_file = name.endswith(".json") or "/" in name
-    gres = f"gpu:{gpus}" if shown or not nodes else None
-    return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
-
-
-def check(request: Request, scripts: dict[int, str], runs: dict[str, Path]) -> Found:
-    """Try the site, a script for each number of nodes, and every run's JSON, by what to call it in a message.
-
-    Problems that all runs have are said once.
-    """
-    found, site = Found(), request.load_site()
-    check_scripts(scripts.values(), found)
-    said = check_environment(site, found, runs.values(), train=request.train)
-    problems: dict[str, list[str]] = {}
-    if said and not any(f"{path}:" in said for path in runs.values()):
-        found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2].strip()}")
-    for line in map(str.strip, said.removeprefix("error: ").splitlines()):
-        for name, path in runs.items():
-            if line.startswith(f"{path}:"):
-                problems.setdefault(line.removeprefix(f"{path}:").strip(), []).append(name)
-    for problem, names in problems.items():
-        others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        found.problems.append(f"{names[0]}{others}: {problem}")
-    if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-        found.unchecked.append("cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
-    return found
-
-
-def check_batch(content: dict[str, Any], ranks: int, name: str) -> None:
-    """A UserError where a run's batch sizes, as written, can't be those of so many ranks; `name` says whose."""
-    try:
-        BatchSizes.of(content, ranks)
-    except ValueError as error:
-        raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
+    given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
+    given |= {
+        "site": str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name,
+        "gpus": gpus,
+        "gres": f"gpu:{gpus}" if shown or not nodes else None,
+        "time": time,
+    }
+    return Request(**given)
 
 
 def script(
@@ -150,7 +108,7 @@ def script(
 ) -> str:
     """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
 
-    `log` is the output file in SLURM's notation (`log_file`); `micro_batch` what `launch/micro_batch.py` is to try.
+    `log` is the output file in SLURM's notation; `micro_batch` what `launch/micro_batch.py` is to try.
     """
     site = request.load_site()
     places, python = work_folder(), shlex.quote(sys.executable if site.container() else site.interpreter())
@@ -164,19 +122,23 @@ def script(
     else:
         lines += [f"folder={shlex.quote(str(folders[0]))}"]
     lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
-    each = "'{folder}'" if micro_batch else '"$folder"'
+    each = "{folder}" if micro_batch else "$folder"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
+    words = [
+        shlex.quote(str(command)),
+        f'--deepspeed_config "{each}/run.json"',
+        *map(shlex.quote, request.train_options),
+    ]
     run = [
-        f'{python} -m clap_ds.launch.job --folder {each} --hostfile "$folder/hostfile"',
+        f'{python} -m clap_ds.launch.job --folder "{each}" --hostfile "$folder/hostfile"',
         *_job_options(request, site),
-        f"-- {shlex.quote(str(command))} --deepspeed_config {each}/run.json {shlex.join(request.train_options)}".strip(),
     ]
     if micro_batch:
         trials = (
             f'{python} -m clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder" --'
         )
         run = [trials, *run]
-    lines += [" \\\n    ".join(["exec " + run[0], *run[1:]])]
+    lines += [" \\\n    ".join(["exec " + run[0], *run[1:], "-- " + " ".join(words)])]
     return "\n".join(lines) + "\n"
 
 
@@ -205,7 +167,7 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
 
 
 def _job_options(request: Request, site: Site) -> list[str]:
-    """Options of `launch/job.py`, as the shell takes them."""
+    """Lines of options of `launch/job.py`, as the shell takes them."""
     launcher = site.launcher or "slurm"
     options: dict[str, object] = {
         "launcher": launcher,
@@ -219,7 +181,8 @@ def _job_options(request: Request, site: Site) -> list[str]:
     }
     words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
     words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
-    return [*words, *([f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else [])]
+    passed = [f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else []
+    return [" ".join(words), *passed]
 
 
 def _quoted(value: object) -> str:
@@ -228,32 +191,3 @@ def _quoted(value: object) -> str:
     if "\n" in text or "\\" in text:
         raise UserError(f"{text!r}: sbatch takes no backslash and no line end")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text
-
-
-def log_file(folder: Path, name: str) -> str:
-    """An output file in SLURM's notation, in which a folder's own % are doubled."""
-    return f"{str(folder).replace('%', '%%')}/{name}"
-
-
-@contextlib.contextmanager
-def finishing() -> Iterator[None]:
-    """Ctrl-C takes effect after this, when sbatch's answer is on record; a second one at once."""
-    heard: list[int] = []
-
-    def hear(number: int, frame: object) -> None:
-        if heard:
-            raise KeyboardInterrupt
-        heard.append(number)
-        print("\nwaiting for sbatch's answer; Ctrl-C again doesn't", file=sys.stderr, flush=True)
-
-    before = signal.signal(signal.SIGINT, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if heard:
-        raise KeyboardInterrupt("the jobs submitted so far are on record")
-
-
-def stamp() -> str:
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"

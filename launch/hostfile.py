@@ -56,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         first = next(iter(slots))
         if len(slots) == 1 and not is_this_host(first):
             # DeepSpeed starts the ranks of a single host where it runs itself.
-            print(f"note: {first} isn't this host ({os.uname().nodename}): give deepspeed --force_multi", file=sys.stderr)
+            print(
+                f"note: {first} isn't this host ({os.uname().nodename}): give deepspeed --force_multi", file=sys.stderr
+            )
 
     return exit_code_of(write)
 

@@ -30,7 +30,7 @@ from clap_ds.config.places import PACKAGE
 from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempts import Attempts, Ending, ending_of, now, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, default_launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_installed, default_launcher
 from clap_ds.launch.run_config import read_config, with_field
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -47,6 +47,7 @@ class Job:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
+        check_installed(arguments.launcher)
         self.slots = read_hostfile(arguments.hostfile or self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
@@ -142,15 +143,16 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         options = self.arguments
         launcher = Launcher(
-            options.launcher, sys.executable, [*shlex.split(options.srun_options), f"--job-name={name}"],
-            options.cpu_bind, options.cpus_per_task, shlex.split(options.wrapper), options.passed,
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            shlex.split(options.wrapper), options.passed, name,
         )  # fmt: skip
         command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
         # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
         child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
         code = self._wait(child, name)
-        step = slurm.step_state(slurm.job_id()) if code else None
-        lost = slurm.lost_nodes(hosts) if code and self.stopped is None else {}
+        in_job = slurm.job_id()
+        step = slurm.step_state(in_job) if code and in_job else None
+        lost = slurm.lost_nodes([*hosts]) if code and in_job and self.stopped is None else {}
         ranks = [host for host, count in hosts.items() for _ in range(count)]
         ending = ending_of(code, folder, ranks, self.stopped, lost, step)
         self._complete_run_record(run_directory_of(folder), ending)
@@ -211,7 +213,10 @@ class Job:
             return True
         done, most = self.attempts.requeues(), self.arguments.requeues
         if self.attempts.may_be_requeued() and done >= most:
-            print(f"SLURM isn't asked to start this job again: it was, {done} times of {most} (--requeues)", file=sys.stderr)
+            print(
+                f"SLURM isn't asked to start this job again: it was, {done} times of {most} (--requeues)",
+                file=sys.stderr,
+            )
         return self.attempts.may_be_requeued() and done < most
 
     def _start_anew(self) -> None:
@@ -250,12 +255,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
     add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
     add("--cpus_per_task", type=whole_number(), help="cores of each rank")
+    add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
     add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
     add("--shrink", action="store_true", help="go on with fewer hosts, in the same global batch")
     add("--until_done", action="store_true", help="queue training again when its time is over")
-    add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start the job anew after a host's fault")
+    add(
+        "--requeues",
+        type=whole_number(0),
+        default=0,
+        help="how often SLURM may start the job anew after a host's fault",
+    )
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ def default_launcher() -> str:
     return "slurm" if "SLURM_JOB_ID" in os.environ else "pdsh"
 
 
+def check_installed(name: str) -> None:
+    """A UserError where the program by which a launcher reaches hosts isn't on PATH."""
+    program = "pdsh" if name == "pdsh" else "srun"
+    if shutil.which(program) is None:
+        raise UserError(f"launcher {name}: {program} isn't installed on {os.uname().nodename}")
+
+
 @dataclass(frozen=True)
 class Launcher:
     """
@@ -34,6 +42,7 @@ class Launcher:
         cpus_per_task: cores of each rank.
         wrapper: words before torchrun's Python, such as a container's program.
         passed: variables that pdsh's ranks get; srun's have them all.
+        attempt: name of this start of the run, by which SLURM knows its step; there is no other like it.
     """
 
     name: str
@@ -43,6 +52,7 @@ class Launcher:
     cpus_per_task: int | None = None
     wrapper: Sequence[str] = ()
     passed: Sequence[str] = ()
+    attempt: str = "clap"
 
     def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
         """Command line that runs `words`, a script and its arguments, in every slot of these hosts.
@@ -71,7 +81,7 @@ class Launcher:
     def _step(self, slots: Mapping[str, int], tasks: int, cores: int) -> list[str]:
         """Options of a step with so many tasks on each of these hosts, of so many ranks' cores each."""
         options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
-        options += [f"--ntasks-per-node={tasks}"]
+        options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
         options += [f"--cpus-per-task={self.cpus_per_task * cores}"] if self.cpus_per_task else []
         options += [f"--cpu-bind={self.cpu_bind}"] if self.cpu_bind else []
         return [*options, *self.srun_options]
@@ -83,8 +93,8 @@ class Launcher:
         environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
         if self.name != "pdsh":
             return environment
-        own = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
-        lines = [line for path in own for line in path.read_text().splitlines() if line.strip()]
+        files = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
+        lines = [line for path in files for line in path.read_text().splitlines() if line.strip()]
         lines += [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
         (folder / "deepspeed_env").write_text("".join(f"{line}\n" for line in lines))
         return environment | {

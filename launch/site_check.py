@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 TRIAL_S = 300  # for module lines and a Python on a slow file system
 _NO_MODULE = re.compile(r"Unable to locate a modulefile|module\(s\) are unknown|cannot be loaded as requested")
 _NO_SUCH_NODES = "node configuration is not available"
+NOT_ASKED = "partition, account, nodes and time"
 
 
 @dataclass
@@ -68,94 +68,57 @@ def show_check(site: Site) -> None:
     found.refuse()
 
 
-def check_environment(site: Site, found: Found, files: Iterable[Path] = (), *, train: bool = False) -> str:
+def check_environment(site: Site, found: Found, files: Iterable[str] = (), *, train: bool = False) -> str:
     """Run the site's shell lines, then its Python on these runs' JSONs; what that says is wrong with them, if anything."""
-    words = ["-m", "clap_ds.check_runs", *(["--train"] if train else []), *map(str, files)]
-    program, container = (site.wrapper or [site.interpreter()])[0], site.container()
-    lines = ["set -euo pipefail"]
-    for number, line in enumerate(site.setup_lines(), start=1):
-        lines += [f"echo clap-line {number}", line]
-    lines += ["echo clap-ready", f"command -v {shlex.quote(program)} > /dev/null || {{ echo clap-missing; exit 0; }}"]
-    # A container that srun makes isn't there yet.
-    outside = container is not None and not site.wrapper
-    lines += ["true" if outside else f"exec {shlex.join([*site.wrapper, site.interpreter(), *words])}"]
-    result = _run(["bash", "-c", "\n".join(lines)])
-    if not _judge_setup(site, result, found):
+    python, check = [*site.wrapper, site.interpreter()], ["-m", "clap_ds.check_runs", *["--train"] * train, *files]
+    if site.container() and (not site.wrapper or not shutil.which(python[0])):
+        found.unchecked.append(f"python {python[-1]}: it is in a container that isn't here: {sys.executable} is tried")
+        python = [sys.executable]
+    lines = ["set -euo pipefail", "trap 'echo \"clap-failed $BASH_COMMAND\"' ERR", *site.setup_lines()]
+    code, shown, said = _run(["bash", "-c", "\n".join([*lines, "echo clap-ready", shlex.join([*python, *check])])])
+    last = (said.strip() or f"exit code {code}").rpartition("\n")[2].removeprefix("error: ")
+    setup, ready, rest = shown.partition("clap-ready\n")
+    complaint = next((line for line in said.splitlines() if _NO_MODULE.search(line)), None)  # may be with code 0
+    line = re.search("clap-failed (.*)", setup)
+    if complaint or not ready:
+        found.problems.append(f"setup: {repr(line[1]) + ': ' if line else ''}{complaint or last}")
         return ""
-    if container and (outside or "clap-missing" in result.stdout):
-        found.unchecked.append(f"python {site.interpreter()}: it is in a container ({container})")
-        result = _run([sys.executable, *words, "--files_only"])
-        if "has no pydantic" in result.stderr:
-            found.unchecked.append(f"the run's configuration: {sys.executable} has no pydantic")
-            return ""
-    elif "clap-missing" in result.stdout:
-        found.problems.append(f"python: {program}: no such program{' on PATH' if '/' not in program else ''}")
-        return ""
-    elif not _judge_python(shlex.join([*site.wrapper, site.interpreter()]), result, found):
-        return ""
-    return result.stderr if result.returncode else ""
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment, null = {**os.environ, "PYTHONPATH": python_path()}, subprocess.DEVNULL
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_S, env=environment, stdin=null)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"no end after {TRIAL_S} s")
-
-
-def python_path() -> str:
-    """`PYTHONPATH` by which a Python that this package isn't installed for finds it, too."""
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
-
-
-def _judge_setup(site: Site, result: subprocess.CompletedProcess[str], found: Found) -> bool:
-    """Whether the site's shell lines did what they should; module commands may fail with code 0."""
-    lines, ready = site.setup_lines(), "clap-ready" in result.stdout.splitlines()
-    complaint = next((line for line in result.stderr.splitlines() if _NO_MODULE.search(line)), None)
-    if ready and complaint is None:
-        if site.setup:
-            found.facts["setup"] = f"{len(site.setup)} shell lines run"
-        return True
-    at = [int(number) for number in re.findall(r"^clap-line (\d+)$", result.stdout, re.MULTILINE)]
-    line = f"{lines[at[-1] - 1]!r}: " if at and not ready else ""
-    found.problems.append(f"setup: {line}{_last_line(result) if complaint is None else complaint.strip()}")
-    return False
-
-
-def _judge_python(shown: str, result: subprocess.CompletedProcess[str], found: Found) -> bool:
-    """Whether the ranks' Python has what a run imports."""
-    line = re.search(r"^clap-check (\{.*\})$", result.stdout, re.MULTILINE)
-    versions = json.loads(line[1]) if line else {}
+    found.facts |= {"setup": f"{len(site.setup)} shell lines run"} if site.setup else {}
+    answer = re.search(r"^clap-check (\{.*\})$", rest, re.MULTILINE)
+    versions = json.loads(answer[1]) if answer else {}
     if not versions:
-        found.problems.append(f"python: {shown} can't run this package: {_last_line(result)}")
-    elif None in versions.values():
-        found.problems.append(f"python: {_last_line(result).removeprefix('error: ')}")
+        found.problems.append(f"python: {shlex.join(python)} can't run this package: {last}")
+    elif None not in versions.values():
+        parts = (f"{name} {versions[name]}" for name in ("torch", "deepspeed"))
+        found.facts["python"] = f"{shlex.join(python)}: Python {versions['python']}, {', '.join(parts)}"
+        return said if code else ""
+    elif python == [sys.executable] and site.container():
+        found.unchecked.append(f"the run's configuration: {last}")
     else:
-        names = ("torch", "deepspeed")
-        parts = [f"{shown}: Python {versions['python']}", *(f"{name} {versions[name]}" for name in names)]
-        found.facts["python"] = ", ".join(parts)
-        return True
-    return False
+        found.problems.append(f"python: {last}")
+    return ""
 
 
-def _last_line(result: subprocess.CompletedProcess[str]) -> str:
-    return (result.stderr.strip() or f"exit code {result.returncode}").rpartition("\n")[2].strip()
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """Exit code and output, in an environment in which any Python finds this package."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    environment, null = {**os.environ, "PYTHONPATH": path}, subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_S, env=environment, stdin=null)
+    except subprocess.TimeoutExpired:
+        return 1, "", f"no end after {TRIAL_S} s"
+    return done.returncode, done.stdout, done.stderr
 
 
 def check_scripts(texts: Iterable[str], found: Found) -> None:
     """Whether sbatch would take these scripts."""
-    if not shutil.which("sbatch"):
-        found.unchecked.append("partition, account, nodes and time: SLURM isn't installed here")
-        return
-    for text in texts:
+    for text in texts if shutil.which("sbatch") else ():
         try:
             reason = slurm.refusal(text)
             # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
             absent = slurm.out_of_service() if _NO_SUCH_NODES in (reason or "") else ""
         except UserError as error:
-            found.unchecked.append(f"partition, account, nodes and time: {error}")
+            found.unchecked.append(f"{NOT_ASKED}: {error}")
             return
         if absent:
             found.unchecked.append(f"whether sbatch takes the script: {reason}; out of service: {absent}")
@@ -163,4 +126,6 @@ def check_scripts(texts: Iterable[str], found: Found) -> None:
         if reason:
             found.problems.append(f"sbatch would refuse it: {reason}")
             return
-    found.facts["sbatch"] = "would take it"
+        found.facts["sbatch"] = "would take it"
+    if "sbatch" not in found.facts:
+        found.unchecked.append(f"{NOT_ASKED}: SLURM isn't installed here")

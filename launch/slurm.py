@@ -7,10 +7,12 @@ what its state means to `job_states.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -72,7 +74,7 @@ class Nodes:
     is_default: bool
     count: int
     gpus: int
-    limit_s: int | None  # the partition's time limit; None for none
+    limit: str | None  # the partition's time limit; None for none
 
 
 def partition_nodes(partition: str | None) -> list[Nodes]:
@@ -80,9 +82,10 @@ def partition_nodes(partition: str | None) -> list[Nodes]:
     names, found = partition.split(",") if partition else [], []
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%D|%G|%l"]).splitlines():
         name, count, gres, limit = line.split("|")
-        limit_s = seconds_of(limit) if _TIME.fullmatch(limit) else None
         gpus = sum(map(int, _GPUS.findall(gres)))
-        found.append(Nodes(name.rstrip("*"), name.endswith("*"), int(count), gpus, limit_s))
+        found.append(
+            Nodes(name.rstrip("*"), name.endswith("*"), int(count), gpus, limit if _TIME.fullmatch(limit) else None)
+        )
     return [each for each in found if (each.partition in names if names else each.is_default)]
 
 
@@ -120,13 +123,6 @@ def seconds_of(text: str) -> int:
     if total < 1:
         raise UserError(f"{text!r}: expected a time above zero")
     return total
-
-
-def time_of(seconds: int) -> str:
-    """A time as SLURM reads it."""
-    minutes, seconds = divmod(seconds, 60)
-    days, hours = divmod(minutes // 60, 24)
-    return f"{f'{days}-' if days else ''}{hours:02}:{minutes % 60:02}:{seconds:02}"
 
 
 # --- jobs, from a login node
@@ -239,6 +235,15 @@ def step_state(job: str) -> str | None:
     lines = [line.partition("|") for line in _accounting("JobID,State", "-j", job)]
     states = {int(step[1]): state for name, _, state in lines if (step := re.fullmatch(r"\d+\.(\d+)", name))}
     return states[max(states)].split()[0] if states else None
+
+
+def signal_step(name: str, number: signal.Signals) -> None:
+    """Signal the tasks of this job's step of a name, by which its ranks were started; nothing where there is none by now."""
+    with contextlib.suppress(UserError):
+        for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
+            step, _, its_name = line.partition(" ")
+            if its_name == name:
+                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
 
 
 def enough_nodes(without: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,8 +132,8 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     if asked and not tasks_are_ranks:
         return [asked] * num_hosts
     if not tasks:
-        passed_on = "(of --gpus, --gres and --exclusive salloc's shell isn't told)"
-        raise ValueError(f"SLURM's environment doesn't tell ranks: give --slots N, or allocate with --gpus-per-node=N {passed_on}")
+        how = "give --slots N, or allocate with --gpus-per-node=N"
+        raise ValueError(f"how many ranks SLURM doesn't tell its shell of --gres, --gpus and --exclusive: {how}")
     return tasks
 
 
@@ -188,10 +189,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     return slots
 
 
-def master_port(job: str) -> int:
-    """A port for rank 0: another one for each job and start (or step), such as `1234.0`."""
-    number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
-    return PORTS[number % len(PORTS)]
+def master_port(name: str) -> int:
+    """A port for rank 0: another one for each name of a job's step or attempt, the same on every rank."""
+    return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
 
 
 def _shown(text: str) -> str:

@@ -4,17 +4,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from clap_ds.dist import stacks, watch
 from clap_ds.dist.verdict import judge
-from clap_ds.engine import compiled
 from tests import processes
 
 BRIEF = {f"clap_ds.dist.watch.{name}": value for name, value in {"LEAST_S": 2.0, "GRACE_S": 1.0, "LOOK_S": 0.2}.items()}

@@ -76,6 +76,7 @@ def test_any_failure_above_a_size_that_completed_is_too_large(
     assert capfd.readouterr().out.splitlines()[-1] == "largest micro-batch that fits: 40 (48 failed: why)"
     assert main(["auto", *command, "stop"]) == 1
     assert "error: micro-batch 64: timeout: why" in capfd.readouterr().err
+    assert json.loads((tmp_path / "job.json").read_text())["state"] == "timeout"
 
 
 def test_range_keeps_rows_that_do_not_fit_and_a_failure_at_the_smallest_ends_it(

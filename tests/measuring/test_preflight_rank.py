@@ -80,7 +80,9 @@ def test_versions_are_of_what_can_be_imported(tmp_path: Path, monkeypatch: pytes
 
 def test_cores_are_those_of_this_process() -> None:
     first = min(os.sched_getaffinity(0))
-    command = "import os; os.sched_setaffinity(0, [{}]); from clap_ds.measuring import preflight_rank as r; print(r.cores())"
+    command = (
+        "import os; os.sched_setaffinity(0, [{}]); from clap_ds.measuring import preflight_rank as r; print(r.cores())"
+    )
     words = [sys.executable, "-c", command.format(first)]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(rf"{first} \(\d*\)\n", shown)
