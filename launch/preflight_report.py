@@ -43,7 +43,7 @@ def judge_hosts(ranks: Answers, slots: Mapping[str, int], report: Report) -> Non
     """Compare the hosts with each other, and their GPUs with the ranks they are to have."""
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     cores: dict[str, dict[str, None]] = defaultdict(dict)
-    for _, answer in sorted(ranks.items()):
+    for answer in ranks.values():
         gpus[answer["host"]] |= answer["gpus"]
         cores[answer["host"]][answer["cores"]] = None
         for breaks, text in answer["faults"]:
@@ -69,9 +69,8 @@ def _compare(what: str, values: Mapping[str, str | None], report: Report) -> Non
         if value is None:
             report.fault(f"{what} isn't installed" + " on any host" * (usual is None), host)
         elif len(counts) == 2 and counts[1][1] == most:
-            report.fault(
-                f"{what} differs: {', '.join(f'{at} {each}' for at, each in [*values.items()][:MOST_NAMED])}", host
-            )
+            told = ", ".join(f"{at} {each}" for at, each in [*values.items()][:MOST_NAMED])
+            report.fault(f"{what} differs: {told}", host)
         elif value != usual:
             report.fault(f"{what} is {value}, on most other hosts {usual}", host)
 
