@@ -59,7 +59,7 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(ARRIVE_S)
-            if len([*folder.glob("rank-*.json")]) == sum(slots.values()):
+            if len(answered(slots, folder)) == sum(slots.values()):
                 return process.wait()
         finally:
             process.terminate()  # it ends the ranks
@@ -67,10 +67,16 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
     return process.returncode
 
 
+def answered(slots: dict[str, int], folder: Path) -> dict[int, Path]:
+    """Files of the ranks that have answered. By name: a network's file system may list a folder as it was."""
+    paths = {rank: folder / f"rank-{rank}.json" for rank in range(sum(slots.values()))}
+    return {rank: path for rank, path in paths.items() if path.exists()}
+
+
 def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
     """What the answers in the folder amount to; hosts without one are named with the launcher's words about them."""
     report, known = Report(), {name.partition(".")[0]: name for name in slots}
-    ranks = {int(path.stem[5:]): read_object(path) for path in folder.glob("rank-*.json")}
+    ranks = {rank: read_object(path) for rank, path in answered(slots, folder).items()}
     for answer in ranks.values():
         answer["host"] = known.get(answer["host"].partition(".")[0], answer["host"])
     lines = (folder / "output").read_text(errors="replace").splitlines()
@@ -81,7 +87,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> Report:
         report.fault(f"can't be reached, or starts no rank: {said.get(host, 'no sign of life')}", host)
     judge_hosts(ranks, slots, report)
     if (folder / "measured.json").exists():
-        judge_ranks(read_object(folder / "measured.json"), [ranks[rank]["host"] for rank in sorted(ranks)], report)
+        judge_ranks(read_object(folder / "measured.json"), [answer["host"] for answer in ranks.values()], report)
     elif not report.problems:
         cause = verdict.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
         report.fault(cause.message if cause else f"exit code {code}", "the ranks failed")

@@ -6,27 +6,23 @@ Standard library only.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_SKEW_S = 1.0
 SLOW = 0.7  # a host whose rate is below this share of the median
 MOST_NAMED = 8
-Answers = Mapping[int, Any]
-"""What `clap_ds/measuring/preflight_rank.py` wrote, by rank."""
+Answers = Mapping[int, Any]  # what `clap_ds/measuring/preflight_rank.py` wrote, by rank
 
 
 class Report:
     """What was found: a row of the table for each host, and hosts by what would break a run there, or may be a nuisance."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, str]] = {}
+        self.rows: dict[str, dict[str, str]] = defaultdict(dict)
         self.problems: dict[str, dict[str, None]] = {}
         self.warnings: dict[str, dict[str, None]] = {}
-
-    def put(self, host: str, column: str, text: str) -> None:
-        self.rows.setdefault(host, {})[column] = text
 
     def fault(self, text: str, host: str, *, breaks: bool = True) -> None:
         (self.problems if breaks else self.warnings).setdefault(text, {})[host] = None
@@ -45,11 +41,11 @@ class Report:
 
 def judge_hosts(ranks: Answers, slots: Mapping[str, int], report: Report) -> None:
     """Compare the hosts with each other, and their GPUs with the ranks they are to have."""
-    gpus: dict[str, dict[str, str]] = {}
-    cores: dict[str, dict[str, None]] = {}
-    for _, answer in sorted(ranks.items()):
-        gpus.setdefault(answer["host"], {}).update(answer["gpus"])
-        cores.setdefault(answer["host"], {})[answer["cores"]] = None
+    gpus: dict[str, dict[str, str]] = defaultdict(dict)
+    cores: dict[str, dict[str, None]] = defaultdict(dict)
+    for answer in ranks.values():
+        gpus[answer["host"]] |= answer["gpus"]
+        cores[answer["host"]][answer["cores"]] = None
         for breaks, text in answer["faults"]:
             report.fault(text, answer["host"], breaks=breaks)
     software = {answer["host"]: answer["software"] for answer in ranks.values() if "software" in answer}
@@ -60,8 +56,7 @@ def judge_hosts(ranks: Answers, slots: Mapping[str, int], report: Report) -> Non
     for host, found in gpus.items():
         shown = {name: str(software.get(host, {}).get(name)) for name in ("code", "torch")}
         shown |= {"gpu": f"{len(found)} × {kinds[host]}" if found else "none", "cores (NUMA)": "; ".join(cores[host])}
-        for column, text in shown.items():
-            report.put(host, column, text)
+        report.rows[host] = shown
         if 0 < len(found) < slots.get(host, 0):
             report.fault(f"{len(found)} GPUs are visible, {slots[host]} ranks are to run", host)
 
@@ -74,9 +69,8 @@ def _compare(what: str, values: Mapping[str, str | None], report: Report) -> Non
         if value is None:
             report.fault(f"{what} isn't installed" + " on any host" * (usual is None), host)
         elif len(counts) == 2 and counts[1][1] == most:
-            report.fault(
-                f"{what} differs: {', '.join(f'{at} {each}' for at, each in [*values.items()][:MOST_NAMED])}", host
-            )
+            told = ", ".join(f"{at} {each}" for at, each in [*values.items()][:MOST_NAMED])
+            report.fault(f"{what} differs: {told}", host)
         elif value != usual:
             report.fault(f"{what} is {value}, on most other hosts {usual}", host)
 
@@ -97,7 +91,7 @@ def judge_ranks(measured: Mapping[str, Any], hosts: Sequence[str], report: Repor
     for column, rates in (("link, GB/s", best), ("compute, TFLOPS", compute)):
         for host, rate in rates.items():
             usual = statistics.median(rates.values())
-            report.put(host, column, f"{rate:.2f}")
+            report.rows[host][column] = f"{rate:.2f}"
             if rate < SLOW * usual:
                 report.fault(f"slow: {column.replace(', ', ' ')} {rate:.2f}, median {usual:.2f}", host, breaks=False)
-    report.put("all", "bus, GB/s", f"{measured['bus_gb_per_s']:.2f}")
+    report.rows["all"]["bus, GB/s"] = f"{measured['bus_gb_per_s']:.2f}"

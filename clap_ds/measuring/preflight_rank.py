@@ -36,8 +36,7 @@ TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what 
 OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
 MIN_FREE_GB, MIN_OPEN_FILES = 5.0, 4096
 NUMA = Path("/sys/devices/system/node")
-Fault = tuple[bool, str]
-"""Whether it would break a run, and what it is."""
+Fault = tuple[bool, str]  # whether it would break a run, and what it is
 
 
 def main(ranks: Ranks) -> None:
