@@ -26,7 +26,6 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
-from clap_ds.config.places import PACKAGE
 from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempts import Attempts, Ending, ending_of, now, run_directory_of
@@ -77,12 +76,13 @@ class Job:
             signal.signal(number, self._hear)
         try:
             self._record()
+            hosts = self._choose_hosts()
             while True:
-                started, hosts = now(), self._choose_hosts()
-                ending = self._attempt(hosts) if hosts else self._no_hosts()
+                started, ending = now(), self._attempt(hosts)
                 self.attempts.note(ending, hosts, [*self.slots], started)
                 self._record()
-                if self.stopped or not hosts or not self.attempts.may_go_on() or not self._choose_hosts():
+                hosts = self._choose_hosts() if self.attempts.may_go_on() and not self.stopped else {}
+                if not hosts:
                     return self._finish(ending)
                 without = f" without {', '.join(ending.hosts)}" if ending.hosts else ""
                 print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
@@ -116,14 +116,9 @@ class Job:
     def _config(self) -> Path:
         return Path(self.arguments.command[self.arguments.command.index(CONFIG) + 1])
 
-    def _no_hosts(self) -> Ending:
-        return Ending("failed", f"of {len(self.slots)} hosts none is left to run on", 1)
-
     def _words(self, hosts: dict[str, int], folder: Path) -> list[str]:
         """The ranks' script and arguments: with their hostfile, and with more accumulation on fewer hosts."""
         script, *words = self.arguments.command
-        if not Path(script).exists() and (PACKAGE.parent / script).exists():
-            script = str(PACKAGE.parent / script)  # a packaged one, where there is no checkout
         write_atomically(folder / "hostfile", format_hostfile(hosts))
         if CONFIG in words:
             words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
