@@ -24,7 +24,7 @@ from typing import Any
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
 from clap_ds.launch import slurm
@@ -36,8 +36,11 @@ from clap_ds.record.lock import FolderLock
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-CLEAR_S = 300.0
-"""For ranks to save and a launcher to be gone after a signal; a job's end by SLURM doesn't wait for that."""
+SAVE_S = 300.0
+"""For ranks to save after a signal; a job's end by SLURM doesn't wait for that."""
+LINGER_S = 45.0
+"""For a launcher to end after its run: it would wait for a host that nobody can reach."""
+LOOK_S = 0.5
 
 
 class Job:
@@ -144,29 +147,39 @@ class Job:
         command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
         # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
         child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
-        code = self._wait(child, name)
-        in_job = slurm.job_id()
-        step = slurm.step_state(in_job) if code and in_job else None
-        lost = slurm.lost_nodes([*hosts]) if code and in_job and self.stopped is None else {}
-        ranks = [host for host, count in hosts.items() for _ in range(count)]
-        ending = ending_of(code, folder, ranks, self.stopped, lost, step)
+        ending = self._judge(self._wait(child, name, folder), folder, hosts)
         self._complete_run_record(run_directory_of(folder), ending)
         return ending
 
-    def _wait(self, child: subprocess.Popen[bytes], name: str) -> int:
+    def _judge(self, code: int, folder: Path, hosts: dict[str, int]) -> Ending:
+        """How it ended, by what ranks left and by what SLURM knows of the hosts."""
+        in_job = slurm.job_id() if code and self.stopped is None else None
+        ranks = [host for host, count in hosts.items() for _ in range(count)]
+        step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
+        ending = ending_of(code, folder, ranks, self.stopped, lost, step)
+        if in_job and ending.state == "failed" and not ending.hosts and ending.code != USER_ERROR:
+            if silent := dict.fromkeys(slurm.silent_nodes([*hosts]), "srun can't reach it"):
+                return ending_of(code, folder, ranks, self.stopped, silent, step)
+        return ending
+
+    def _wait(self, child: subprocess.Popen[bytes], name: str, folder: Path) -> int:
         """The launcher's exit code, once it and all that it started here are gone; a signal of this job reaches the ranks."""
-        told: float | None = None
+        told = over = None
         while child.poll() is None or _group_lives(child.pid):
+            now_s = time.monotonic()
             if self.stopped and told is None:
-                told = time.monotonic()
+                told = now_s
                 if self.arguments.launcher == "pdsh":
                     child.terminate()  # it ends the ranks
                 else:
                     slurm.signal_step(name, self.stopped)
-            if told is not None and time.monotonic() - told > CLEAR_S:
+            if over is None and _is_over(folder):
+                over = now_s
+            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+                slurm.signal_step(name, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
     def _complete_run_record(self, run: RunDirectory | None, ending: Ending) -> None:
@@ -232,6 +245,14 @@ class Job:
         self._recorded.update(fields)
         self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether the run has recorded how it ended."""
+    with contextlib.suppress(OSError, ValueError):
+        run = run_directory_of(folder)
+        return run is not None and run.summary().get("state") not in (None, "running")
+    return False
 
 
 def _group_lives(group: int) -> bool:

@@ -95,6 +95,18 @@ def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
     return {host: states[host] for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))}
 
 
+def silent_nodes(hosts: Sequence[str]) -> list[str]:
+    """On which of these hosts of this job srun can't start a task, though SLURM doesn't count them as down yet."""
+    count = len(hosts)
+    step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    words = [*step, f"--nodelist={','.join(hosts)}", "printenv", "SLURMD_NODENAME"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=ANSWER_S).stdout
+        silent = [host for host in hosts if host not in shown.split()]
+        return silent if len(silent) < count else []
+    return []
+
+
 def out_of_service() -> str:
     """Nodes that are down or drained; empty where there are none."""
     return ",".join(ask(["sinfo", "-h", "-R", "-o", "%N"]).split())
