@@ -130,10 +130,11 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     seconds = min(file.still_s or 0.0 for file in still)
     found = elsewhere(files) or (files if len(files) == 1 else [])
     others = [file for file in files if file not in found]
-    most = Counter(file.where() for file in others).most_common(1)
-    wait = f"{'the other' if found else 'all'} {len(others)} {most[0][0]}" if most else ""
     shown = [f"rank {file.rank} on {file.host} {file.where()}" for file in found[:SHOWN]]
-    message = f"no step for {seconds:.0f} s: {'; '.join([*shown, wait] if wait else shown)}"
+    for where, number in Counter(file.where() for file in others).most_common(1):
+        part = "" if number == len(others) else f"{number} of "
+        shown.append(f"{part}{'the other' if found else 'all'} {len(others)} {where}")
+    message = f"no step for {seconds:.0f} s: {'; '.join(shown)}"
     return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 

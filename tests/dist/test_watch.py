@@ -11,7 +11,7 @@ import pytest
 from clap_ds.dist.verdict import judge
 from tests import processes
 
-BRIEF = {f"clap_ds.dist.watch.{name}": value for name, value in {"LEAST_S": 2.0, "GRACE_S": 1.0, "LOOK_S": 0.2}.items()}
+BRIEF = {"clap_ds.dist.watch.LEAST_S": 2.0, "clap_ds.dist.watch.LOOK_S": 0.2, "clap_ds.dist.standstill.GRACE_S": 1.0}
 
 # Steps of a run whose ranks wait for each other; what is done in rank 1's fifth stands in the command line.
 RUN = """
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.dist import failure, watch
 from clap_ds.dist.distributed import Ranks, initialize, leave
+from clap_ds.dist.standstill import Place
 from clap_ds.record.directory import RunDirectory
 
 def stop():
@@ -51,7 +52,7 @@ if ranks.world_size > 1:
 path = Path(sys.argv[1])
 record = RunDirectory(path)
 failure.speak_in(path, ranks.rank, "node")
-watch.start(path, ranks.rank, "node", range(ranks.world_size))
+watch.start(Place(path, ranks.rank, "node", range(ranks.world_size)))
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
@@ -76,7 +77,7 @@ def _recorded(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("what", "where"), [
-    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:16)"),
+    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:17)"),
 ])  # fmt: skip
 def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str, where: str) -> None:
     first, second = _run(tmp_path, what)
