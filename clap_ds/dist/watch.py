@@ -30,8 +30,34 @@ LEAST_S, MEDIANS, PAUSES = 60.0, 20.0, 3.0
 UNTIMED_S = 600.0  # before a step has been timed
 DOING_S = 1800.0  # while it starts, saves, evaluates, compiles …
 LOOK_S = 1.0
+_NOTHING = 1e-9
 STARTING, ENDING = "starting", "ending"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Pace:
+    """How long a rank takes from step to step, where nothing else is done in between."""
+
+    def __init__(self) -> None:
+        self._step_s: deque[float] = deque(maxlen=200)
+        self._longest_s = 0.0
+        self._last: float | None = None
+
+    def step(self, now: float) -> None:
+        if self._last is not None:
+            self._step_s.append(now - self._last)
+            self._longest_s = max(self._longest_s, now - self._last)
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Something else is done before the next step."""
+        self._last = None
+
+    def limit_s(self) -> float:
+        """How long after a step the next is due."""
+        if not self._step_s:
+            return UNTIMED_S
+        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
 
 
 class Watch:
@@ -41,9 +67,7 @@ class Watch:
         self._place = place
         place.path.parent.mkdir(exist_ok=True)
         self._file = os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._step_s: deque[float] = deque(maxlen=200)
-        self._longest_s, self._noted_s = 0.0, 1e-9
-        self._stepped_at: float | None = None  # where nothing else has been begun since
+        self._pace, self._noted_s = Pace(), _NOTHING
         self.steps, self.doing = 0, STARTING
         self.armed = (time.monotonic(), math.inf)
         self.arm()
@@ -56,9 +80,7 @@ class Watch:
     def limit_s(self) -> float:
         if self.doing:
             return math.inf if self.doing == ENDING else DOING_S
-        if not self._step_s:
-            return UNTIMED_S
-        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
+        return self._pace.limit_s()
 
     def arm(self) -> None:
         """A sign of life."""
@@ -77,16 +99,14 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int) -> None:
-        now = time.monotonic()
-        if self._stepped_at is not None:
-            self._step_s.append(now - self._stepped_at)
-            self._longest_s = max(self._longest_s, now - self._stepped_at)
-        self._stepped_at, self.steps, self.doing = now, number, ""
+        self._pace.step(time.monotonic())
+        self.steps, self.doing = number, ""
         self.arm()
 
     def change(self, doing: str) -> str:
         """Do something else from now on; what was done before."""
-        before, self.doing, self._stepped_at = self.doing, doing, None
+        before, self.doing = self.doing, doing
+        self._pace.interrupt()
         self.arm()
         return before
 
@@ -118,6 +138,7 @@ class Watch:
                 while self.armed == armed:
                     standstill.leave_together(self._place, time.monotonic() - since)
                     self._hear(LOOK_S)
+                self._noted_s = _NOTHING  # it goes on, and is to say so
 
     def _hear(self, for_s: float) -> None:
         """Wait, and leave a word of signals that come meanwhile: the main thread may never get to it."""
