@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from benchmarks import common, gpu_check
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
-from clap_ds.launch.host_processes import is_running
 from tests.training.training_commands import wait_until
 
 
@@ -81,7 +81,7 @@ def test_nothing_outlives_a_step(
     pid = tmp_path / "pid"
     stop_when(lambda: pid.exists() and pid.read_text() != "")
     assert common.run_for(["sh", "-c", STUBBORN, "sh", str(pid), then], tmp_path / "log", limit_s) == state
-    assert not is_running(int(pid.read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_step_s_own_commands_end_with_it(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_step_s_own_commands_end_with_it(tmp_path: Path) -> None:
     inner = ["sh", "-c", STUBBORN, "sh", str(pid), "kill -9 $PPID"]
     code = f"from benchmarks.common import *; run_for({inner}, Path({str(tmp_path / 'log')!r}))"
     assert common.run_for([sys.executable, "-c", code], tmp_path / "outer", 60) == "exit code -9"
-    assert not is_running(int(pid.read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_plan_s_steps_and_what_becomes_of_those_that_cannot_run(
