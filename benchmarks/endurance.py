@@ -36,6 +36,13 @@ TRAIN = str(Path(files.__file__).parents[1] / "train.py")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
 BEYOND_S = 4.0  # the time until some checkpoints are there: a run is left alone up to so long
+HURRIED = """
+import runpy, sys
+from clap_ds.dist import rendezvous
+rendezvous.START_LIMIT_S = 15.0
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 FAILING = """
 import errno, os, runpy, sys
 folder, number = sys.argv[1], int(sys.argv[2])
@@ -79,10 +86,9 @@ def training(config: Path, num_ranks: int, *before: str) -> Iterator[list[subpro
         ranks = []
         for rank in range(num_ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
-            env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                   "CLAP_START_LIMIT_S": "15"}  # fmt: skip
+            env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             to = output if rank == 0 else subprocess.DEVNULL
-            command = [sys.executable, "-u", *before, TRAIN, "--deepspeed_config", str(config)]
+            command = [sys.executable, "-u", *(before or ("-c", HURRIED)), TRAIN, "--deepspeed_config", str(config)]
             pipes: dict[str, Any] = {"stdout": to, "stderr": subprocess.STDOUT, "text": True}
             # Background jobs of a shell ignore SIGINT, and what they start does, too.
             ranks.append(

@@ -15,6 +15,8 @@ from pathlib import Path
 FOLDER = "stacks"
 FIRST_LINE_BYTES = 200
 STILL = "standing still"
+SLACK = 1.1
+"""How much a rank's limit may differ from what its first line says."""
 _FIRST_LINE = re.compile(r"# rank (\d+) on (\S+), pid (\d+), (.*?)(?: after step (\d+))?, limit (\d+) s\s*\n")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)

@@ -32,6 +32,7 @@ from clap_ds.dist import debug, distributed, failure, watch
 from clap_ds.dist.agreement import gather, on_first, together
 from clap_ds.dist.distributed import Ranks
 from clap_ds.dist.failure import leave_word
+from clap_ds.dist.standstill import Place
 from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
@@ -157,7 +158,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record = _make_record(run, ranks, device)
     failure.speak_in(record.path, ranks.rank, ranks.host)
     if not settings.enabled:  # a debugger may hold a rank for hours
-        watch.start(record.path, ranks.rank, ranks.host, ranks.neighbours)
+        watch.start(Place(record.path, ranks.rank, ranks.host, ranks.neighbours))
     start = start or Start()
     with _recorded_ending(run, ranks, record, device), closing(start):
         together(lambda: hub_files.fetch(run, ranks))

@@ -1,17 +1,25 @@
 """A rank that stands still, is stopped or crashes is named by what the ranks leave, and the run's record says so."""
 
+import faulthandler
 import json
+import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from clap_ds.dist import stacks, watch
+from clap_ds.dist.standstill import Place
 from clap_ds.dist.verdict import judge
+from clap_ds.engine import compiled
 from tests import processes
+from tests.training.training_commands import wait_until
 
-BRIEF = {f"clap_ds.dist.watch.{name}": value for name, value in {"LEAST_S": 2.0, "GRACE_S": 1.0, "LOOK_S": 0.2}.items()}
+BRIEF = {"clap_ds.dist.watch.LEAST_S": 2.0, "clap_ds.dist.watch.LOOK_S": 0.2, "clap_ds.dist.standstill.GRACE_S": 1.0}
 
 # Steps of a run whose ranks wait for each other; what is done in rank 1's fifth stands in the command line.
 RUN = """
@@ -20,6 +28,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.dist import failure, watch
 from clap_ds.dist.distributed import Ranks, initialize, leave
+from clap_ds.dist.standstill import Place
 from clap_ds.record.directory import RunDirectory
 
 def stop():
@@ -34,6 +43,10 @@ def hold_the_lock():
 def compile():
     with watch.doing("compiling"):
         time.sleep(4)
+
+def rest():
+    print("ready", flush=True)
+    time.sleep(1)
 
 def wait_for_nobody():
     threading.Event().wait()
@@ -51,7 +64,7 @@ if ranks.world_size > 1:
 path = Path(sys.argv[1])
 record = RunDirectory(path)
 failure.speak_in(path, ranks.rank, "node")
-watch.start(path, ranks.rank, "node", range(ranks.world_size))
+watch.start(Place(path, ranks.rank, "node", range(ranks.world_size)))
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
@@ -76,7 +89,7 @@ def _recorded(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("what", "where"), [
-    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:16)"),
+    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:17)"),
 ])  # fmt: skip
 def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str, where: str) -> None:
     first, second = _run(tmp_path, what)
@@ -108,6 +121,18 @@ def test_what_takes_long_and_says_so_is_waited_for_by_all(tmp_path: Path) -> Non
     assert list((tmp_path / "stacks").iterdir()) == []
 
 
+def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    ranks = _run(tmp_path, "rest")
+    wait_until(lambda: "ready" in ranks[1].stdout)
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(4)  # of two until somebody would be missed
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
+    assert list((tmp_path / "stacks").iterdir()) == []
+
+
 def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
     (alone,) = _run(tmp_path, "wait_for_nobody", 1)
     assert alone.wait() == 1
@@ -117,12 +142,103 @@ def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
 
 def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path) -> None:
     (alone,) = _run(tmp_path, "receive_signals", 1)
-    while "ready" not in alone.stdout:
-        time.sleep(0.1)
+    wait_until(lambda: "ready" in alone.stdout)
     alone.send_signal(signal.SIGTERM)
     path = tmp_path / "errors" / "rank0.json"
-    while not path.exists():
-        time.sleep(0.1)
+    wait_until(path.exists)
     alone.kill()
     extra = json.loads(path.read_text())["message"]["extraInfo"]
     assert (extra["kind"], extra["code"], extra["host"]) == ("stopped", 143, "node")
+
+
+# --- when a rank has stood still for too long
+
+
+@pytest.mark.parametrize(
+    ("step_s", "number", "limit_s"),
+    [([], 0, 600.0), ([0.5], 10, 60.0), ([5.0], 10, 100.0), ([1.0, 50.0, 1.0], 1, 150.0), ([9.0] * 210 + [2.0] * 200, 1, 60.0)],
+    ids=["untimed", "a minute", "twenty steps", "three pauses", "the latest steps"],
+)  # fmt: skip
+def test_limit_by_the_steps_so_far(step_s: list[float], number: int, limit_s: float) -> None:
+    pace, now = watch.Pace(), 0.0
+    pace.step(now)
+    for seconds in step_s * number:
+        pace.step(now := now + seconds)
+    assert pace.limit_s() == limit_s
+    pace.interrupt()
+    pace.step(now + 10_000)
+    assert pace.limit_s() == limit_s, "what was done in between is no step"
+
+
+class Armed:
+    """A watch of this process, whose limits are noted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = folder / "stacks" / "rank3.txt"
+        self.limits: list[float] = []
+        monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: self.limits.append(limit_s))
+        monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: self.limits.append(math.inf))
+        watch.start(Place(folder, 3, "n3", range(3, 4)))
+
+    def told(self) -> tuple[str, int, float]:
+        found = stacks.read(self.path)
+        assert found is not None
+        assert (found.rank, found.host, found.pid) == (3, "n3", os.getpid())
+        return found.doing, found.step, found.limit_s
+
+
+@pytest.fixture
+def armed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Armed]:
+    yield Armed(tmp_path, monkeypatch)
+    watch.stop()
+
+
+def test_limits_by_what_is_done(armed: Armed) -> None:
+    assert armed.told() == ("starting", 0, 1800)
+    for number in (7, 8):
+        watch.step(number)
+    with watch.doing("saving"), watch.doing("copying"):
+        assert armed.told() == ("saving", 8, 1800)
+        watch.alive()
+    assert armed.told() == ("stepping", 8, 60)
+    watch.ending()
+    assert armed.limits == [1800, 600, 60, 1800, 1800, 1800, 1800, 60, math.inf]
+    with watch.doing("copying"):
+        pass
+    assert armed.limits[-2:] == [1800, math.inf]
+    watch.stop()
+    assert not armed.path.exists()
+
+
+def test_compiling_is_said_whenever_it_is_done(armed: Armed) -> None:
+    said = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        said.append(armed.told()[0])
+        return graph
+
+    compiled._note_compilations()
+    watch.step(7)
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    double(torch.ones(3))
+    assert (said, armed.told()[0]) == (["compiling"], "stepping")
+    torch._dynamo.reset()
+
+
+def test_a_forked_process_is_not_watched(armed: Armed) -> None:
+    number = os.fork()
+    if number == 0:
+        os._exit(int(faulthandler.is_enabled() or signal.set_wakeup_fd(-1) != -1 or watch._watch is not None))
+    assert os.waitpid(number, 0)[1] == 0
+    assert faulthandler.is_enabled()
+    assert armed.path.exists()
+
+
+def test_a_directory_that_cannot_be_seen_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watch.start(Place(tmp_path / "elsewhere", 3, "n3", range(3, 4)))
+    watch.step(1)
+    with watch.doing("evaluating"):
+        watch.alive()
+    watch.ending()
+    watch.stop()
+    assert capfd.readouterr().err.startswith("warning: n3: rank 3 isn't watched: [Errno 2] No such file or directory")

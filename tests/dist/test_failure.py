@@ -1,0 +1,52 @@
+"""A rank's last word, as torch elastic's readers and this project's expect it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.dist import failure
+from clap_ds.dist.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(failure, "_place", None)
+    leave_word(ERROR, "nobody asks", 1)
+    failure.speak_in(tmp_path, 3, "n2")
+    assert list(tmp_path.iterdir()) == []
+    return tmp_path / "errors" / "rank3.json"
+
+
+def _said(path: Path) -> tuple[str, dict[str, Any]]:
+    message = json.loads(path.read_text())["message"]
+    return message["message"], message["extraInfo"]
+
+
+def test_what_it_says(path: Path) -> None:
+    try:
+        raise KeyError("caption")
+    except KeyError as error:
+        leave_word(ERROR, f"two\nlines: {error}\n", 1)
+    message, extra = _said(path)
+    assert message == "two; lines: 'caption'"
+    assert "test_failure.py" in extra.pop("py_callstack")
+    assert float(extra.pop("timestamp")) == pytest.approx(path.stat().st_mtime, abs=5)
+    assert extra == {"host": "n2", "rank": 3, "kind": "error", "code": 1, "missing": []}
+    assert [each.name for each in path.parent.iterdir()] == ["rank3.json"]
+
+
+def test_a_consequence_replaces_no_word_and_a_cause_does(path: Path) -> None:
+    leave_word(STOPPED, "stopped by SIGTERM", 143)
+    leave_word(LOST_PEER, "closed by peer", 1)
+    assert _said(path)[0] == "stopped by SIGTERM"
+    leave_word(UNREACHABLE, "n7 didn't come", 1, missing=["n7"])
+    assert (_said(path)[0], _said(path)[1]["missing"]) == ("n7 didn't come", ["n7"])
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    failure.speak_in(tmp_path / "file", 3, "n2")
+    leave_word(ERROR, "it broke", 1)
+    assert (tmp_path / "file").read_bytes() == b""
