@@ -28,7 +28,7 @@ def speak_in(folder: Path, rank: int, host: str) -> None:
     _place = folder / FOLDER, rank, host
 
 
-def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = ()) -> None:
+def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
     """Write why this rank ends, with the stack of the exception being handled; not at all where it can't be written.
 
     Args:
@@ -36,6 +36,7 @@ def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (
         message: its lines become one.
         code: the exit code that follows.
         missing: hosts that didn't come, for `UNREACHABLE`; that are to blame, for `STALL`.
+        ranks: that are to blame, for `STALL`.
     """
     if _place is None:
         return
@@ -44,7 +45,7 @@ def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (
     if kind in CONSEQUENCES and path.exists():
         return
     extra = {"py_callstack": stack, "timestamp": f"{time.time():.3f}", "host": host, "rank": rank, "kind": kind}
-    extra |= {"code": code, "missing": list(missing)}
+    extra |= {"code": code, "missing": list(missing), "ranks": list(ranks)}
     content = {"message": {"message": "; ".join(message.strip().splitlines()), "extraInfo": extra}}
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

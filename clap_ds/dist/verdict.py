@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.dist import stacks
@@ -56,6 +57,7 @@ class _Word:
     kind: str
     message: str
     missing: list[str]
+    ranks: list[int]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.message}"
@@ -72,7 +74,8 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     words = _words([folder for folder in (job_folder, run_directory) if folder is not None])
     for word in words:
         if word.kind == STALL:
-            return Verdict(word.message, STALL, [], word.missing)
+            blamed = list(dict.fromkeys(hosts[rank] for rank in word.ranks)) if hosts else word.missing
+            return Verdict(word.message, STALL, word.ranks, blamed)
     files = stacks.read_all(run_directory) if run_directory is not None else []
     if hosts:  # by the names that whoever asks has for them
         words = [replace(word, host=hosts[word.rank]) for word in words]
@@ -104,8 +107,12 @@ def _words(folders: Iterable[Path]) -> list[_Word]:
             said = json.loads(path.read_text())["message"]
             extra = said["extraInfo"]
             place = float(extra["timestamp"]), int(extra["rank"]), str(extra["host"])
-            words.append(_Word(*place, str(extra["kind"]), str(said["message"]), list(extra.get("missing", []))))
+            words.append(_Word(*place, str(extra["kind"]), str(said["message"]), *_lists(extra)))
     return sorted(words, key=lambda word: (word.at, word.rank))
+
+
+def _lists(extra: dict[str, Any]) -> tuple[list[str], list[int]]:
+    return list(extra.get("missing", [])), list(extra.get("ranks", []))
 
 
 def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
