@@ -12,4 +12,4 @@ def test_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
     rows = json.loads(output.with_suffix(".json").read_text())["rows"]
     assert [row["ranks"] for row in rows] == [2, 3]
     assert all(row["met_s"] >= row["started_s"] > 0 for row in rows)
-    assert [row["hostfile_kb"] for row in rows] == [0.026, 0.039]
+    assert [row["hostfile_kb"] for row in rows] == [0.028, 0.042]
