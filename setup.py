@@ -114,6 +114,7 @@ setup(
             "clap-plan = clap_ds.plan:command",
             "clap-shards = clap_ds.shards:command",
             "clap-train = clap_ds.train:command",
+            "clap-hostfile = clap_ds.launch.hostfile:main",
             "clap-sites = clap_ds.launch.sites:main",
             "clap-preflight = clap_ds.launch.preflight:main",
             "clap-submit = clap_ds.launch.submit:main",

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import cost, efficiency, plot_run, plot_scaling, project
+from clap_ds.analysis import cost, efficiency, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.figure import Picture, anchor, page
 from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
@@ -56,10 +56,12 @@ class Report:
 
     def markdown(self) -> str:
         """The whole of it. A part that can't be made is named in its place."""
+        watched = monitor.table([Path(source) for source in dict.fromkeys(run.source for run in self.runs)])
         sections: dict[str, Callable[[], Iterable[str]]] = {
             "Efficiency": self.efficiency,
             "Against the published tables": lambda: [published_comparison(self.rows)],
             "Where a step's time goes": self.step_time,
+            **({"What the GPUs did meanwhile": lambda: [watched]} if watched else {}),
             "Projection": self.projections,
             **({f"Cost of {self.options.samples:g} samples": self.cost} if self.options.samples else {}),
             "Runs": lambda: [provenance(self.runs)],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -16,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically, write_object
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-LAST_WORDS_S = 5.0
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+MARK = "CLAP_BENCHMARK"
+LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -120,15 +121,12 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
     """Run a command with its output in `log`, and end every process it started when it or its time is over, orphans and those
     with sessions of their own among them: how it ended, `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    import psutil
-
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent becomes a child of this process
-    here = psutil.Process()
-    others = here.children(recursive=True)
+    mark = f"{os.environ.get(MARK, '')}{uuid4().hex}."  # begins with that of a command above this one, which ends both
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=work_folder(),
+            env={**os.environ, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -143,10 +141,14 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(LAST_WORDS_S)
-        for _ in range(3):  # one that is killed leaves its children to be found
-            left = [each for each in here.children(recursive=True) if each not in others]
-            for each in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-            psutil.wait_procs(left, LAST_WORDS_S if left else 0)  # one that a driver holds on to stays
-        process.poll()
+        _kill_all(mark)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds on to stays
+            process.wait(LAST_WORDS_S)
+
+
+def _kill_all(mark: str) -> None:
+    """Kill every process that has the mark, wherever it stands in the tree."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(mark):
+                process.kill()

@@ -3,7 +3,7 @@
     python -m clap_ds.check_runs [--train] FILE…
 
 First prints what this Python has of the packages a run needs, which is how `launch/` learns whether the ranks' Python will
-do. Every problem is a line; exit code 2 where there is one. Loads neither torch nor DeepSpeed.
+do. Every problem is a line; exit code 2 where there is one. Imports none of those packages but pydantic.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
 
-PACKAGES = ("torch", "deepspeed", "pydantic")
+PACKAGES = (
+    "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
+    "numpy", "psutil", "rich", "tensorboard",
+)  # fmt: skip
+"""What every run imports."""
+PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")
 
 
 def version(package: str) -> str | None:
@@ -30,10 +37,15 @@ def version(package: str) -> str | None:
         return "of unknown version"
 
 
+def missing(packages: Iterable[str]) -> str:
+    """Which of these packages this Python lacks, in words; empty where it has all."""
+    names = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{sys.executable} has no {', '.join(names)}" if names else ""
+
+
 def check(paths: list[Path], *, train: bool) -> None:
     """A UserError with the problems of all files, each line beginning with its file."""
     from clap_ds.config.settings import load_run  # not at the top: pydantic may be what is missing
-    from clap_ds.training.checks import problems_for_training
 
     problems = []
     for path in paths:
@@ -42,7 +54,13 @@ def check(paths: list[Path], *, train: bool) -> None:
         except UserError as error:
             problems.append(str(error))
             continue
-        problems += [f"{path}: {problem}" for problem in (problems_for_training(run) if train else ())]
+        needed = PACKAGES_FOR_SHARDS if run.clap.data.source == "shards" else ("fsspec",) if train else ()
+        if lack := missing(needed):
+            problems.append(f"{path}: {lack}: `pip install 'clap-ds[train]'`")
+        elif train:
+            from clap_ds.training.checks import problems_for_training
+
+            problems += [f"{path}: {problem}" for problem in problems_for_training(run)]
     if problems:
         raise UserError("\n".join(problems))
 
@@ -51,9 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m clap_ds.check_runs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--train", action="store_true", help="what training needs besides, too")
+    parser.add_argument("--files_only", action="store_true", help="whatever this Python lacks: the ranks have another")
     arguments = parser.parse_args()
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     print("clap-check", json.dumps(versions), flush=True)
+    if lack := missing(("pydantic",) if arguments.files_only else PACKAGES):
+        raise UserError(f"{lack}: `make setup` makes .venv, which has all, or name another python in the site file")
     if arguments.files:
         check(arguments.files, train=arguments.train)
 

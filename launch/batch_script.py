@@ -1,35 +1,27 @@
-"""Job scripts, and the checks before one is queued: what `submit.py` and `sweep.py` share.
+"""What jobs ask for, and the text of their batch scripts.
 
-A script is the site's options, what this job asks for, and one start of `bench.sbatch`. Leaves sbatch itself to `slurm.py`.
+A script is what the job asks SLURM for, the site's shell lines and variables, and two commands: the hostfile, and
+`launch/job.py` with the run's own. Leaves folders and submission to `jobs.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-from clap_ds.config.arguments import whole_number
-from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.places import work_folder
-from clap_ds.dist.hostfile import expand
+from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.site_check import Found, check_environment, check_partition, check_scripts
-from clap_ds.launch.sites import LAUNCHERS, Site, launcher_name, load_site
+from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
-BENCH = Path(__file__).resolve().parent / "bench.sbatch"
-TRAINING_S = 24 * 3600
-SAVING_SHARE = 0.8
-"""Of the time between the warning and the limit, for a training run to save in."""
+TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
+PASSED = ("OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH")
+"""Variables that ranks get from the job's shell where ssh starts them, beside the site's; srun passes on all there are."""
 
 
 @dataclass(frozen=True)
@@ -46,123 +38,69 @@ class Request:
     spare_nodes: int = 0
     shrink: bool = False
     until_done: bool = False
-    train_options: tuple[str, ...] = ()  # of clap_ds/train.py, for a run that has checkpoints
+    train_options: list[str] = field(default_factory=list)  # of clap_ds/train.py, for a run that has checkpoints
+
+    def load_site(self) -> Site:
+        return load_site(self.site, self.launcher)
 
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
 
     def warning_s(self, site: Site, nodes: int) -> int:
-        """Seconds before the limit at which the run is signalled: half the limit where it is too short for more."""
-        limit_s = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 60  # SLURM counts in minutes
-        usual = site.warning(self.train)
-        return limit_s // 2 if limit_s <= 2 * usual else usual
-
-    def notes(self, site: Site, nodes: int) -> list[str]:
-        """What a user should know of the choices made for a job."""
-        notes = []
-        warning, limit = self.warning_s(site, nodes), self.time_limit(site, nodes)
-        if warning < site.warning(self.train):
-            notes.append(
-                f"a time limit of {limit} is short: the run is told to stop {warning} s before it, after half of it"
-            )
-        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            notes.append(
-                "the site has neither cpus_per_task nor --exclusive: SLURM may give all ranks of a node one core"
-            )
-        return notes
+        """Seconds before the limit at which the run is signalled, at most half of it; training has to save."""
+        usual = TRAINING_WARNING_S if self.train else site.warning_s
+        return min(usual, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30)  # SLURM counts in minutes
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Options that `request_of` reads."""
     add = parser.add_argument
     add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     add("--train", action="store_true", help="training in place of the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node, in place of the site's")
-    add("--launcher", type=launcher_name, choices=LAUNCHERS)
+    add("--launcher", choices=LAUNCHERS, help="what starts the ranks, in place of the site's")
+    spare = "nodes to allocate beside, for ones that fail"
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
+    add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
+    add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
+    add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     add_limits(parser)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Options that another submission of the same jobs may change."""
-    parser.add_argument("--time", type=time_limit, help="time limit, in place of the site's (training: a day)")
-    parser.add_argument("--exclude", metavar="HOSTS", type=host_list, help="hosts not to run on, in SLURM's notation")
+    parser.add_argument("--time", help="time limit, in place of the site's (training: a day)")
+    parser.add_argument("--exclude", metavar="HOSTS", help="hosts not to run on, in SLURM's notation")
 
 
-def time_limit(text: str) -> str:
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
+    site, nodes, problem = load_site(arguments.site, arguments.launcher), [], "sinfo shows none"
     try:
-        slurm.seconds_of(text)
+        nodes = slurm.partition_nodes(site.partition)
     except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def host_list(text: str) -> str:
-    try:
-        expand(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def request_of(arguments: argparse.Namespace, site: Site, **more: Any) -> Request:
-    """The request of a command's options; a UserError where neither they, the site nor SLURM tell the number of GPUs."""
-    problem, everything = "sinfo shows no GPUs in its partition", None
-    with contextlib.suppress(UserError):
-        everything = slurm.partitions()
-    if everything is None:
-        problem, nodes = "SLURM can't be asked here", []
-    elif missing := slurm.missing_partition(everything, site.partition):
-        raise UserError(missing)
-    else:
-        nodes = slurm.of_partition(everything, site.partition)
-    most = max((each.gpus for each in nodes), default=0)
-    gpus = arguments.gpus or site.ranks() or most
+        problem = f"SLURM can't be asked: {error}"
+    shown = max((each.gpus for each in nodes), default=0)
+    gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
+    if not arguments.train and (arguments.until_done or arguments.train_options):
+        raise UserError("--until_done, and options after --, are for training: give --train, too")
+    parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
+    add_checkpoint_choices(parser)
+    check_checkpoint_choices(parser, parser.parse_args(arguments.train_options))
     time = arguments.time
     if arguments.train and time is None:
-        limits = [each.limit_s or TRAINING_S for each in nodes]
-        time = slurm.time_of(min([TRAINING_S, *limits]))
+        time = min([TRAINING_TIME, *(each.limit for each in nodes if each.limit)], key=slurm.seconds_of)
     name = arguments.site
-    given = {name: getattr(arguments, name) for name in ("train", "launcher", "exclude")}
-    is_file = name.endswith(".json") or "/" in name
-    gres = f"gpu:{gpus}" if most or everything is None else None
-    return Request(str(Path(name).resolve()) if is_file else name, gpus, gres, time=time, **given, **more)
-
-
-def check(request: Request, site: Site, scripts: dict[int, str], runs: dict[str, Path]) -> Found:
-    """Try the site, a script for each number of nodes, and every run's JSON, by what to call it in a message.
-
-    Problems that all runs have are said once.
-    """
-    found, most = Found(), max(scripts) + request.spare_nodes
-    limits = {request.time_limit(site, each) for each in scripts}
-    own = site.own_gpus()
-    if own and own[1] != request.gpus:
-        found.problems.append(f"--gpus {request.gpus}: the site's sbatch options have {own[0]}")
-    check_partition(site, found, nodes=most, gpus=request.gpus, time=max(limits, key=slurm.seconds_of))
-    check_scripts(site, scripts.values(), found)
-    said = check_environment(site, found, list(runs.values()), train=request.train)
-    problems: dict[str, list[str]] = {}
-    if said and not any(f"{path}:" in said for path in runs.values()):
-        found.problems.append(f"the check of the configuration failed: {said.strip().rpartition(chr(10))[2].strip()}")
-    for line in map(str.strip, said.removeprefix("error: ").splitlines()):
-        for name, path in runs.items():
-            if line.startswith(f"{path}:"):
-                problems.setdefault(line.removeprefix(f"{path}:").strip(), []).append(name)
-    for problem, names in problems.items():
-        others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        found.problems.append(f"{names[0]}{others}: {problem}")
-    return found
-
-
-def check_batch(content: dict[str, Any], ranks: int, name: str) -> None:
-    """A UserError where a run's batch sizes, as written, can't be those of so many ranks; `name` says whose."""
-    try:
-        BatchSizes.of(content, ranks)
-    except ValueError as error:
-        raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
+    given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
+    given |= {
+        "site": str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name,
+        "gpus": gpus,
+        "gres": f"gpu:{gpus}" if shown or not nodes else None,
+        "time": time,
+    }
+    return Request(**given)
 
 
 def script(
@@ -170,56 +108,74 @@ def script(
 ) -> str:
     """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
 
-    `log` is the output file in SLURM's notation (`log_file`).
+    `log` is the output file in SLURM's notation; `micro_batch` what `launch/micro_batch.py` is to try.
     """
-    site = load_site(request.site)
-    warning, train = request.warning_s(site, nodes), request.train
-    total = nodes + request.spare_nodes
-    header = {
-        "job-name": name,
-        "output": log,
-        "nodes": total,
-        "ntasks-per-node": 1,
-        "gres": request.gres,
-        "cpus-per-task": site.cpus_per_task and site.cpus_per_task * request.gpus,
-        "time": request.time_limit(site, nodes),
-        "account": site.account,
-        "partition": site.partition,
-        "exclude": request.exclude,
-        "signal": f"B:USR1@{warning}",
-        "open-mode": "append",
-    }
-    own = {option.partition("=")[0].removeprefix("--") for option in site.sbatch}
-    if any(name.startswith("gpus") for name in own):
-        own.add("gres")  # GPUs asked for in the site's own way
-    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
-    lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags)]
-    for key, value in header.items():
-        if value is not None and not (key in ("gres", "cpus-per-task") and key in own):
-            lines.append(f"#SBATCH --{key}={_quoted(value)}")
-    lines += ["", "set -euo pipefail"]
-    lines += [f"export CLAP_ROOT={shlex.quote(str(work_folder()))}", 'cd "$CLAP_ROOT"']
+    site = request.load_site()
+    python = shlex.quote(sys.executable if site.container() else site.interpreter())
+    threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
+    lines = ["#!/bin/bash", *_header(request, site, nodes, name, log), ""]
+    lines += ["set -euo pipefail", f"cd {shlex.quote(str(work_folder()))}", *site.setup_lines()]
+    lines += [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
+    lines += [f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"]
     if len(folders) > 1:
         lines += [f"folders=({shlex.join(map(str, folders))})", "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}"]
     else:
         lines += [f"folder={shlex.quote(str(folders[0]))}"]
-    options = {
-        "site": shlex.quote(request.site),
-        "config": '"$folder/run.json"',
-        "folder": '"$folder"',
-        "python": shlex.quote(sys.executable),
-        "slots": request.gpus,
-        "launcher": request.launcher,
-        "micro_batch": micro_batch,
-        "command": "clap_ds/train.py" if train else None,
-        "grace": int(SAVING_SHARE * warning) if train else None,
-        "spare_nodes": request.spare_nodes or None,
-    }
-    words = [f"--{key} {value}" for key, value in options.items() if value is not None]
-    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
-    words += ["-- " + shlex.join(request.train_options)] if request.train_options else []
-    lines += [" \\\n    ".join([f"exec bash {shlex.quote(str(BENCH))}", *words])]
+    lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
+    each = "{folder}" if micro_batch else "$folder"
+    run = [f'exec {python} -m clap_ds.launch.job --folder "{each}" --hostfile "$folder/hostfile"']
+    if micro_batch:
+        trials = f'clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder"'
+        run = [f"exec {python} -m {trials} --", run[0].removeprefix("exec ")]
+    command = shlex.quote(
+        str((Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py"))
+    )
+    words = ["--", command, f'--deepspeed_config "{each}/run.json"', *map(shlex.quote, request.train_options)]
+    lines += [" \\\n    ".join([*run, *_job_options(request, site), " ".join(words)])]
     return "\n".join(lines) + "\n"
+
+
+def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
+    """The #SBATCH lines."""
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)  # in the site's own way
+    # SLURM signals the ranks of a step of its own; under pdsh it knows of the script alone.
+    to_whom = "B:" if site.launcher == "pdsh" else ""
+    options = {
+        "job-name": name,
+        "output": log,
+        "nodes": nodes + request.spare_nodes,
+        "ntasks-per-node": request.gpus,
+        "gres": None if asks_for_gpus else request.gres,
+        "cpus-per-task": site.cpus_per_task,
+        "time": request.time_limit(site, nodes),
+        "account": site.account,
+        "partition": site.partition,
+        "exclude": request.exclude,
+        "signal": f"{to_whom}USR1@{request.warning_s(site, nodes)}",
+        "open-mode": "append",
+    }
+    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
+    flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    return [f"#SBATCH {flag}" for flag in flags]
+
+
+def _job_options(request: Request, site: Site) -> list[str]:
+    """Lines of options of `launch/job.py`, as the shell takes them."""
+    launcher = site.launcher or "slurm"
+    options: dict[str, object] = {
+        "launcher": launcher,
+        "srun_options": shlex.join(site.srun) or None,
+        "cpu_bind": site.cpu_bind,
+        "cpus_per_task": site.cpus_per_task,
+        "wrapper": shlex.join(site.wrapper) or None,
+        "python": site.interpreter() if site.container() else None,
+        "spare_nodes": request.spare_nodes or None,
+        "requeues": site.requeues,
+    }
+    words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
+    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
+    passed = [f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else []
+    return [" ".join(words), *passed]
 
 
 def _quoted(value: object) -> str:
@@ -228,32 +184,3 @@ def _quoted(value: object) -> str:
     if "\n" in text or "\\" in text:
         raise UserError(f"{text!r}: sbatch takes no backslash and no line end")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text
-
-
-def log_file(folder: Path, name: str) -> str:
-    """An output file in SLURM's notation, in which a folder's own % are doubled."""
-    return f"{str(folder).replace('%', '%%')}/{name}"
-
-
-@contextlib.contextmanager
-def finishing() -> Iterator[None]:
-    """Ctrl-C takes effect after this, when sbatch's answer is on record; a second one at once."""
-    heard: list[int] = []
-
-    def hear(number: int, frame: object) -> None:
-        if heard:
-            raise KeyboardInterrupt
-        heard.append(number)
-        print("\nwaiting for sbatch's answer; Ctrl-C again doesn't", file=sys.stderr, flush=True)
-
-    before = signal.signal(signal.SIGINT, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if heard:
-        raise KeyboardInterrupt("the jobs submitted so far are on record")
-
-
-def stamp() -> str:
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"

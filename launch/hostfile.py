@@ -1,7 +1,9 @@
-"""Command: SLURM's environment, or a node list, to a DeepSpeed hostfile.
+"""Command: SLURM's environment, or a node list, to a DeepSpeed hostfile, and how `deepspeed` is to be called with it.
 
-python launch/hostfile.py --output "$job/hostfile"            inside an allocation
-python launch/hostfile.py --nodelist 'n[01-04]' --slots 4     anywhere
+    clap-hostfile --output H                                        inside an allocation
+    python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, from a checkout without installation, too
+
+Python 3.11 or newer, the standard library alone.
 """
 
 from __future__ import annotations
@@ -9,10 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Started by its path, this file's folder, not the package's, is on the search path.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
+from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, is_this_host, slots_from_slurm
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -34,17 +41,24 @@ def chosen_hosts(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/hostfile.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="clap-hostfile", description=(__doc__ or "").splitlines()[0])
     add_hosts(parser)
     parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
     arguments = parser.parse_args(argv)
 
     def write() -> None:
-        text = format_hostfile(chosen_hosts(arguments))
-        if arguments.output:
-            write_atomically(arguments.output, text)
-        else:
+        slots = chosen_hosts(arguments)
+        text = format_hostfile(slots)
+        if not arguments.output:
             sys.stdout.write(text)
+            return
+        write_atomically(arguments.output, text)
+        first = next(iter(slots))
+        if len(slots) == 1 and not is_this_host(first):
+            # DeepSpeed starts the ranks of a single host where it runs itself.
+            print(
+                f"note: {first} isn't this host ({os.uname().nodename}): give deepspeed --force_multi", file=sys.stderr
+            )
 
     return exit_code_of(write)
 

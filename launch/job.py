@@ -1,82 +1,69 @@
-"""Runs a command's ranks on the hosts of an allocation, and sees to how that ends. The last line of a job script.
+"""Runs a command's ranks on the hosts of an allocation, attempt after attempt. The last line of a job script.
 
-    exec python launch/job.py --site mine --folder F -- clap_ds/bench.py --deepspeed_config C
+    python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
 
-Starts an agent on each host (`launch/agents.py`), which starts the ranks there by DeepSpeed's launcher, torchrun or itself.
-Signals reach every rank; a host or rank that is lost, or that the others wait for, ends the attempt with its name; then spare
-hosts take over (`--spare_nodes`), the run goes on with fewer (`--shrink`), or SLURM starts the job anew without that host. No
-process stays on any host, and the exit code is the run's. `job.json` in the folder says how it went, and so does the run
-directory. No torch.
+Each attempt is one start of the launcher, whose exit code and what ranks and SLURM left say how it went. After a host's fault
+a spare host takes over (`--spare_nodes`), the run goes on with fewer (`--shrink`), or SLURM starts the job anew without that
+host. `job.json` in the folder says how it went, and so does the run directory. No torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
-from clap_ds.config.places import work_folder
-from clap_ds.dist.hostfile import format_hostfile, hosts_from_slurm, read_hostfile, slots_from_slurm
-from clap_ds.launch import slurm_job
-from clap_ds.launch.agents import Agents
-from clap_ds.launch.attempt import FAILED, Attempt
-from clap_ds.launch.connection import Message
-from clap_ds.launch.job_signals import Signals
-from clap_ds.launch.launchers import python_path, this_host
-from clap_ds.launch.rank_environment import rank_environment
-from clap_ds.launch.recovery import Attempts, Ending, now
+from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
+from clap_ds.launch import slurm
+from clap_ds.launch.attempts import Attempts, Ending, ending_of, now, run_directory_of
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_installed, default_launcher
 from clap_ds.launch.run_config import read_config, with_field
-from clap_ds.launch.sites import LAUNCHERS, launcher_name, load_site
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
 
-RECONNECT_S = 20.0  # that hosts whose connection broke have to answer again
-STOP_S = 20.0
 CONFIG = "--deepspeed_config"
+STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SAVE_S = 300.0
+"""For ranks to save after a signal; a job's end by SLURM doesn't wait for that."""
+LINGER_S = 45.0
+"""For a launcher to end after its run: it would wait for a host that nobody can reach."""
+LOOK_S = 0.5
 
 
 class Job:
-    """One start of a job, from its hosts' first answer to their last."""
+    """One start of a job."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """Read site and hosts; a ValueError or UserError where they can't be used."""
+        """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
-        self.site = load_site(arguments.site)
-        self.launcher = arguments.launcher or self.site.chosen_launcher()
-        self.slots = self._hosts()
+        check_installed(arguments.launcher)
+        self.slots = read_hostfile(arguments.hostfile or self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
             raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
         # Two runs in one allocation have a folder each.
         digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
-        self.name = f"{slurm_job.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.name = f"{slurm.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
-        self.attempt: Attempt | None = None
-        is_training = any(word.endswith("train.py") for word in arguments.command)
-        self.signals = Signals(self.site.warning(is_training))
         self.attempts = Attempts(int(os.environ.get("SLURM_RESTART_COUNT") or 0), self._earlier_attempts())
         self._recorded: dict[str, Any] = {
-            "job": self.name, "command": arguments.command, "launcher": self.launcher, "hosts": self.slots,
+            "job": self.name, "command": arguments.command, "launcher": arguments.launcher, "hosts": self.slots,
             "state": "running", "error": None, "started": now(), "attempts": self.attempts.all,
         }  # fmt: skip
-        step, lost_after_s = self.site.step(self.launcher), self.site.lost_after_s
-        self.agents = Agents(self.name, step, lost_after_s, self._hear, folder=str(self.folder))
-
-    def _hosts(self) -> dict[str, int]:
-        if self.arguments.hostfile is not None:
-            return read_hostfile(self.arguments.hostfile)
-        hosts = hosts_from_slurm(os.environ)
-        wanted = self.arguments.slots or self.site.gpus_per_node
-        return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), wanted), strict=True))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         """Those before SLURM started this job anew."""
@@ -84,51 +71,38 @@ class Job:
         earlier = read_object(path) if path.exists() else {}
         return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
 
-    def _hear(self, message: Message) -> None:
-        if self.attempt is not None:
-            self.attempt.hear(message)
-
-    # --- attempts
-
     def run(self) -> int:
         """Run it; the job's exit code. Raises a ValueError where another job has the folder."""
         lock = FolderLock(self.folder)
         lock.acquire()
+        for number in STOPS:
+            signal.signal(number, self._hear)
         try:
-            return self._run()
+            self._record()
+            hosts = self._choose_hosts()
+            while True:
+                started, ending = now(), self._attempt(hosts)
+                self.attempts.note(ending, hosts, [*self.slots], started)
+                self._record()
+                hosts = self._choose_hosts() if self.attempts.may_go_on() and not self.stopped else {}
+                if not hosts:
+                    return self._finish(ending)
+                without = f" without {', '.join(ending.hosts)}" if ending.hosts else ""
+                print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
         finally:
             lock.release()
 
-    def _run(self) -> int:
-        self._record()
-        stopped = lambda: self.signals.received() is not None  # noqa: E731
-        self.agents.connect(list(self.slots), self._start_limit_s(), stopped)
-        while True:
-            started, hosts = now(), self._choose_hosts()
-            ending = self._run_on(hosts) if hosts else self._no_hosts()
-            excluded = ending.hosts
-            if ending.lost and not stopped():
-                # A connection may break of a host that is well.
-                broken = [name for name in ending.hosts if not self.agents.hosts[name].is_silent]
-                there = {*broken} - {host.name for host in self.agents.connect(broken, RECONNECT_S, stopped)}
-                excluded = [name for name in ending.hosts if name not in there]
-            self.attempts.note(ending, hosts, self.slots, started, excluded)
-            self._record()
-            if stopped() or not hosts or not self.attempts.may_go_on() or not self._choose_hosts():
-                return self._finish(ending)
-            without = f" without {', '.join(excluded)}" if excluded else ""
-            print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = self.stopped or signal.Signals(number)
 
-    def _start_limit_s(self) -> float:
-        return float(self.site.start_limit_s or 120 + len(self.slots) / 4)
+    # --- which hosts, and what they run
 
     def _choose_hosts(self) -> dict[str, int]:
         """Hosts of the next attempt: as many as wanted, or fewer where the job may shrink; none where that can't be."""
-        known, excluded = self.agents.hosts, self.attempts.excluded()
-        up = [name for name in self.slots if known[name].heard is not None and known[name].lost is None]
-        good = [name for name in up if name not in excluded]
+        excluded = self.attempts.excluded()
+        good = [name for name in self.slots if name not in excluded]
         if len(good) < self.wanted and not self.attempts.of_this_start():
-            good = up  # SLURM gave the job a host again that it was to do without
+            good = [*self.slots]  # SLURM gave the job a host again that it was to do without
         chosen = {name: self.slots[name] for name in good[: self.wanted]}
         if len(chosen) < self.wanted:
             may_shrink = self.arguments.shrink and CONFIG in self.arguments.command
@@ -145,88 +119,123 @@ class Job:
     def _config(self) -> Path:
         return Path(self.arguments.command[self.arguments.command.index(CONFIG) + 1])
 
-    def _command(self, hosts: dict[str, int]) -> list[str]:
-        """The ranks' script and arguments: with the hostfile, and with more accumulation on fewer hosts."""
-        command = list(self.arguments.command)
-        write_atomically(self.folder / "hostfile", format_hostfile(hosts))
-        if CONFIG in command and "--hostfile" not in command:
-            command += ["--hostfile", str(self.folder / "hostfile")]
+    def _words(self, hosts: dict[str, int], folder: Path) -> list[str]:
+        """The ranks' script and arguments: with their hostfile, and with more accumulation on fewer hosts."""
+        script, *words = self.arguments.command
+        write_atomically(folder / "hostfile", format_hostfile(hosts))
+        if CONFIG in words:
+            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
         if len(hosts) < self.wanted:
-            steps, path = self._accumulation(hosts), self.folder / f"config-{len(hosts)}.json"
+            steps, path = self._accumulation(hosts), folder / "run.json"
             write_object(path, with_field(read_config(self._config()), "gradient_accumulation_steps", steps))
-            command[command.index(CONFIG) + 1] = str(path)
+            words[words.index(CONFIG) + 1] = str(path)
             print(f"going on with {len(hosts)} of {self.wanted} hosts, {steps} accumulation steps", flush=True)
-        return command
+        return [script, *words]
 
-    def _run_on(self, hosts: dict[str, int]) -> Ending:
-        start, signals = self._start_message(hosts), self.signals
-        self.attempt = Attempt(self.agents, start, signals.received, self.arguments.grace, self.folder)
-        return self.attempt.run()
+    # --- an attempt
 
-    def _start_message(self, hosts: dict[str, int]) -> Message:
+    def _attempt(self, hosts: dict[str, int]) -> Ending:
+        """Run the launcher to its end, and say how that was."""
         name = f"{self.name}.{len(self.attempts.all)}"
-        command, site = self._command(hosts), self.site
-        files = [path for path in (Path(work_folder(), word) for word in command) if os.path.isfile(path)]
-        environment = rank_environment(os.environ, site.environment, site.not_passed)
-        environment |= {
-            "PYTHONPATH": python_path(),
-            "PYTHONUNBUFFERED": "1",
-            "CLAP_START_LIMIT_S": str(self._start_limit_s()),
-        }
-        return {
-            "do": "start", "attempt": name, "launcher": self.launcher, "slots": hosts, "gpus": slurm_job.gpus_by_host(),
-            "address": next(iter(hosts)), "port": port_of(name), "wrapper": site.wrapper, "python": site.interpreter(),
-            "command": command, "environment": environment, "folder": str(work_folder()), "job_host": this_host(),
-            "files": {str(path): path.stat().st_size for path in files}, "start_limit_s": self._start_limit_s(),
-        }  # fmt: skip
+        folder = self.folder / "attempts" / str(len(self.attempts.all))
+        folder.mkdir(parents=True, exist_ok=True)
+        options = self.arguments
+        launcher = Launcher(
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            shlex.split(options.wrapper), options.passed, name,
+        )  # fmt: skip
+        command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
+        # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
+        child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
+        ending = self._judge(self._wait(child, name, folder), folder, hosts)
+        self._complete_run_record(run_directory_of(folder), ending)
+        return ending
 
-    def _no_hosts(self) -> Ending:
-        """No attempt can be made: who isn't there."""
-        if number := self.signals.received():
-            return Ending("terminated", f"stopped by {number.name} before it began", 128 + number)
-        missing = [host for host in self.agents.hosts.values() if host.heard is None or host.lost is not None]
-        reasons = "; ".join(f"{host.name} ({host.lost or host.last_words or 'no answer'})" for host in missing)
-        message = f"{len(missing)} of {len(self.slots)} hosts can't be reached: {reasons}"
-        return Ending("failed", message, FAILED, [host.name for host in missing], lost=True)
+    def _judge(self, code: int, folder: Path, hosts: dict[str, int]) -> Ending:
+        """How it ended, by what ranks left and by what SLURM knows of the hosts."""
+        in_job = slurm.job_id() if code and self.stopped is None else None
+        ranks = [host for host, count in hosts.items() for _ in range(count)]
+        step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
+        ending = ending_of(code, folder, ranks, self.stopped, lost, step)
+        if in_job and ending.state == "failed" and not ending.hosts and ending.code != USER_ERROR:
+            if silent := dict.fromkeys(slurm.silent_nodes([*hosts]), "srun can't reach it"):
+                return ending_of(code, folder, ranks, self.stopped, silent, step)
+        return ending
+
+    def _wait(self, child: subprocess.Popen[bytes], name: str, folder: Path) -> int:
+        """The launcher's exit code, once it and all that it started here are gone; a signal of this job reaches the ranks."""
+        told = over = None
+        while child.poll() is None or _group_lives(child.pid):
+            now_s = time.monotonic()
+            if self.stopped and told is None:
+                told = now_s
+                if self.arguments.launcher == "pdsh":
+                    child.terminate()  # it ends the ranks
+                else:
+                    slurm.signal_step(name, self.stopped)
+            if over is None and _is_over(folder):
+                over = now_s
+            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+                slurm.signal_step(name, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            time.sleep(LOOK_S)
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+    def _complete_run_record(self, run: RunDirectory | None, ending: Ending) -> None:
+        """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
+        if run is None:
+            return
+        try:
+            run.finish(ending.state, ending.message or None)
+            knows_more = self.stopped is None and ending.state == "failed"
+            if knows_more or run.summary().get("state") != ending.state:
+                run.update_summary(state=ending.state, error=ending.message or None)
+        except (OSError, ValueError) as error:
+            # However that goes, the job's own record and exit code tell how it ended.
+            print(f"warning: {run.path}: {error}", file=sys.stderr, flush=True)
 
     # --- the end
 
     def _finish(self, ending: Ending) -> int:
-        """Let the hosts go; say and record how it went; have SLURM start the job anew, where that is asked for."""
-        began, message = time.monotonic(), ending.message
+        """Say and record how it went; have SLURM start the job anew, where that is asked for."""
+        message, last = ending.message, self.attempts.all[-1]
         if hosts := self.attempts.hosts_of_same_error():
             message = f"the same error on {', '.join(hosts)}, so it is the program's: {message}"
-        unconfirmed = self.agents.stop(timeout_s=STOP_S)
-        run_directory = self.attempt.run_directory if self.attempt else None
-        self.attempts.all[-1]["requeued"] = again = self._asks_for_another_start(ending)
+        last["requeued"] = again = self._asks_for_another_start(ending)
+        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts.all) - 1))
         self._record(
-            state=ending.state, error=message or None, exit_code=ending.code, finished=now(), unconfirmed=unconfirmed,
-            run_directory=str(run_directory) if run_directory else None, seconds=round(time.monotonic() - self.began, 1),
-            seconds_to_stop=round(time.monotonic() - began, 1),
+            state=ending.state, error=message or None, exit_code=ending.code, finished=now(),
+            run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
         )  # fmt: skip
         if message:
             print(f"{'error: ' if ending.code else ''}{message}", file=sys.stderr, flush=True)
-        for name in unconfirmed:
-            print(f"warning: {name} didn't confirm that its processes are gone", file=sys.stderr, flush=True)
         if again:
             self._start_anew()
         return ending.code
 
     def _asks_for_another_start(self, ending: Ending) -> bool:
-        if slurm_job.job_id() is None or self.signals.received() in (signal.SIGTERM, signal.SIGINT):
+        if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        most = self.site.requeues if self.arguments.requeues is None else self.arguments.requeues
-        done_later = self.arguments.until_done and ending.state == "timeout" and ending.code == 0
-        return done_later or self.attempts.may_be_requeued(most)
+        if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
+            return True
+        done, most = self.attempts.requeues(), self.arguments.requeues
+        if self.attempts.may_be_requeued() and done >= most:
+            print(
+                f"SLURM isn't asked to start this job again: it was, {done} times of {most} (--requeues)",
+                file=sys.stderr,
+            )
+        return self.attempts.may_be_requeued() and done < most
 
     def _start_anew(self) -> None:
-        self.signals.ignore()  # SLURM ends this job before it starts it again
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
         without = self.attempts.excluded()
         where = f" without {', '.join(without)}" if without else ""
-        if without and not slurm_job.enough_nodes(without):
+        if without and not slurm.enough_nodes(without):
             where, without = f", perhaps with {', '.join(without)}: the partition has no other nodes", []
         print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
-        if problem := slurm_job.requeue(without):
+        if problem := slurm.requeue(without):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
             self.attempts.all[-1]["requeued"] = False
             self._record()
@@ -238,27 +247,43 @@ class Job:
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
-def port_of(name: str) -> int:
-    """A port for rank 0, below those the kernel gives out: another one for each run and attempt."""
-    return 16000 + zlib.crc32(name.encode()) % 16000
+def _is_over(folder: Path) -> bool:
+    """Whether the run has recorded how it ended."""
+    with contextlib.suppress(OSError, ValueError):
+        run = run_directory_of(folder)
+        return run is not None and run.summary().get("state") not in (None, "running")
+    return False
+
+
+def _group_lives(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--folder", type=Path, required=True, help="the job's own folder, on a shared file system")
-    add("--hostfile", type=Path, help="hosts and their ranks, in place of the allocation's")
-    add("--slots", type=int, metavar="N", help="ranks on each host of the allocation")
-    add("--launcher", type=launcher_name, choices=LAUNCHERS, help="in place of the site's")
-    add("--grace", type=float, default=0.0, metavar="S", help="seconds to save after a signal")
-    add("--spare_nodes", type=int, default=0, metavar="K", help="hosts of the allocation that take over from lost ones")
-    add("--shrink", action="store_true", help="go on with fewer hosts, keeping the global batch by accumulation")
-    add("--requeues", type=int, metavar="N", help="how often SLURM may start the job anew after losing a host")
-    add("--until_done", action="store_true", help="have SLURM start it anew when its time is over, until it completes")
-    add("command", nargs="+", help="-- script and its arguments")
+    add("--folder", type=Path, required=True, help="of this job: its record, and a folder for each attempt")
+    add("--hostfile", type=Path, help="hosts and ranks (default: hostfile in the folder)")
+    add("--launcher", choices=LAUNCHERS, default=default_launcher())
+    add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
+    add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
+    add("--cpus_per_task", type=whole_number(), help="cores of each rank")
+    add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
+    add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
+    add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
+    add("--shrink", action="store_true", help="go on with fewer hosts, in the same global batch")
+    add("--until_done", action="store_true", help="queue training again when its time is over")
+    add(
+        "--requeues",
+        type=whole_number(0),
+        default=0,
+        help="how often SLURM may start the job anew after a host's fault",
+    )
+    add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 
 
@@ -268,6 +293,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main())

@@ -13,16 +13,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.launch.slurm import WAITING, is_on_its_way
 
-ENDS = {
-    "TIMEOUT": ("timeout", "its time was over before it could record its end"),
-    "NODE_FAIL": ("failed", "a node failed"),
-    "BOOT_FAIL": ("failed", "a node didn't boot"),
-    "PREEMPTED": ("terminated", "another job took its nodes"),
-    "OUT_OF_MEMORY": ("failed", "a host's memory, not the GPU's, was exhausted"),
-    "DEADLINE": ("terminated", "its deadline passed"),
-    "CANCELLED": ("terminated", "cancelled"),
-}
-"""State (`record.schema.State`) and its reason, by SLURM's state of a job that recorded no end."""
+ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
+"""State (`record.schema.State`) by SLURM's of a job that recorded no end; others have failed."""
 
 
 def state_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> tuple[str, str]:
@@ -36,13 +28,10 @@ def state_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: P
         return str(state), note
     if slurm_id is None:
         return "init", "not submitted"
-    ended, reason = ENDS.get(slurm_state or "", ("failed", "it recorded no end"))
+    ended = ENDS.get(slurm_state or "", "failed")
     if not log.exists():
-        if slurm_state in (None, "CANCELLED"):
-            return "terminated", "cancelled before it began"
-        return ended, f"{reason}, before it began"
-    known = f"SLURM: {slurm_state}" if slurm_state else "SLURM no longer knows the job"
-    return ended, f"{known}: {reason}; see {log}"
+        return (ended if slurm_state else "terminated"), f"{(slurm_state or 'cancelled').lower()} before it began"
+    return ended, f"SLURM: {slurm_state or 'no longer known'}; see {log}"
 
 
 def recorded(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Inside a job: tries micro-batches, one run after the other, and makes a table of what each gave.
+"""Inside a job: tries micro-batches, one run after the other, and lists what each gave.
 
-    python launch/micro_batch.py 8:1024:8 --config C --folder F -- python launch/job.py …      (as launch/bench.sbatch does)
+    python -m clap_ds.launch.micro_batch 8:1024:8 --config C --folder F -- python -m clap_ds.launch.job --folder {folder} …
 
 `auto` looks for the largest multiple of 8 that fits, by doubling and then bisection. A micro-batch that exhausts the
 memory is a row like any other, and so is one that fails in another way where a smaller one completed: a kernel that can't be
@@ -13,7 +13,7 @@ import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +23,6 @@ from clap_ds.config.files import read_object, write_object
 from clap_ds.launch.run_config import read_config, with_field
 
 STEP, LARGEST = 8, 2**20
-COLUMNS = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "memory, GB"}
 Row = dict[str, Any]
 
 
@@ -59,42 +58,45 @@ def row_of(micro_batch: int, job: dict[str, Any]) -> Row:
     }
 
 
-def show_table(rows: Iterable[Row]) -> None:
-    layout = "{:>11}" + "  {:>13}" * len(COLUMNS) + "  {}"
-    print(layout.format("micro-batch", *COLUMNS.values(), "note"))
-    for row in sorted(rows, key=lambda row: int(row["micro_batch"])):
-        numbers = ["–" if row[name] is None else f"{row[name]:.2f}" for name in COLUMNS]
-        note = {"completed": "", "out_of_memory": "out of memory"}.get(row["state"], f"{row['state']}: {row['note']}")
-        print(layout.format(row["micro_batch"], *numbers, note).rstrip())
+def shown(row: Row) -> str:
+    """A row as a line of the log."""
+    names = {"samples_per_s_per_gpu": "samples/s/GPU", "tflops_per_gpu": "TFLOPS/GPU", "memory_gb": "GB"}
+    numbers = [f"{row[name]:.2f} {unit}" for name, unit in names.items() if row[name] is not None]
+    state = {"completed": [], "out_of_memory": ["out of memory"]}.get(row["state"], [f"{row['state']}: {row['note']}"])
+    return f"micro-batch {row['micro_batch']}: {', '.join([*numbers, *state])}"
+
+
+class StoppedError(Exception):
+    """A run that ended in a way that its size can't be why: the state of the whole job, and what to say."""
 
 
 class Trials:
     def __init__(self, config: Path, folder: Path, command: list[str]) -> None:
         self.content, self.folder, self.command = read_config(config), folder, command
         self.rows: dict[int, Row] = {}
-        self.stopped: signal.Signals | None = None
+        self.stopped = False
         self._child: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = signal.Signals(number)
+        """The run records that it was stopped, and is the last one."""
+        self.stopped = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 
     def fits(self, micro_batch: int) -> bool:
-        """Run a micro-batch, unless it was before: whether it completed. A RuntimeError for a signal, and for one that failed
-        otherwise than for want of memory where no smaller one completed, so that its size can't be why."""
+        """Run a micro-batch, unless it was before: whether it completed."""
         if micro_batch not in self.rows:
+            if self.stopped:
+                raise StoppedError("terminated", f"stopped before micro-batch {micro_batch}")
             self.rows[micro_batch] = self._run(micro_batch)
             write_object(self.folder / "micro_batch.json", list(self.rows.values()))
         row = self.rows[micro_batch]
-        if self.stopped:
-            raise RuntimeError(f"stopped by {self.stopped.name}")
         completed = [size for size, each in self.rows.items() if each["state"] == "completed"]
         is_too_large = row["state"] == "failed" and min(completed, default=micro_batch) < micro_batch
         if row["state"] not in ("completed", "out_of_memory") and not is_too_large:
-            raise RuntimeError(f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
+            raise StoppedError(row["state"], f"micro-batch {micro_batch}: {row['state']}: {row['note']}")
         return bool(row["state"] == "completed")
 
     def _run(self, micro_batch: int) -> Row:
@@ -110,11 +112,6 @@ class Trials:
         path = folder / "job.json"
         return row_of(micro_batch, read_object(path) if path.exists() else {"error": "the job left no job.json"})
 
-    def _why_no_larger(self, largest: int) -> str:
-        """What ended the next larger one that was tried, where that wasn't want of memory."""
-        row = self.rows.get(min((size for size in self.rows if size > largest), default=0))
-        return f" ({row['micro_batch']} {row['state']}: {row['note']})" if row and row["state"] == "failed" else ""
-
     def run(self, sizes: str) -> int:
         """Try `FIRST:LAST:STEP` or `auto`; show and record what came of it. The exit code."""
         job: dict[str, Any] = {"state": "completed", "error": None}
@@ -125,16 +122,19 @@ class Trials:
                 first, last, step = map(int, sizes.split(":"))
                 for size in range(first, last + 1, step):
                     self.fits(size)
-        except RuntimeError as error:
-            ended = "timeout" if self.stopped == signal.SIGUSR1 else "terminated"
-            job = {"state": ended if self.stopped else "failed", "error": str(error)}
+        except StoppedError as stopped:
+            job["state"], job["error"] = stopped.args
         write_object(self.folder / "job.json", job)
-        show_table(self.rows.values())
+        print("", *(shown(self.rows[size]) for size in sorted(self.rows)), sep="\n")
         if largest := job.get("largest_micro_batch"):
-            print(f"largest micro-batch that fits: {largest}{self._why_no_larger(largest)}")
+            next_one = self.rows.get(min((size for size in self.rows if size > largest), default=0), {})
+            why = (
+                f" ({next_one['micro_batch']} failed: {next_one['note']})" if next_one.get("state") == "failed" else ""
+            )
+            print(f"largest micro-batch that fits: {largest}{why}")
         if job["error"]:
             print(f"error: {job['error']}", file=sys.stderr)
-        return 128 + self.stopped if self.stopped else int(job["state"] != "completed")
+        return int(job["state"] != "completed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,13 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sizes", metavar="FIRST:LAST:STEP|auto")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.epilog = "After -- follows the command that runs one; {folder} in it is that run's own folder."
-    words = sys.argv[1:] if argv is None else argv
-    split = words.index("--") if "--" in words else len(words)
-    arguments, command = parser.parse_args(words[:split]), words[split + 1 :]
-    if not command:
-        parser.error("no command after --")
-    return exit_code_of(lambda: Trials(arguments.config, arguments.folder, command).run(arguments.sizes))
+    parser.add_argument("command", nargs="+", metavar="-- COMMAND", help="runs one; {folder} in it is its own folder")
+    arguments = parser.parse_args(argv)
+    return exit_code_of(lambda: Trials(arguments.config, arguments.folder, arguments.command).run(arguments.sizes))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,13 @@
-"""A copy of a run's JSON with some fields changed, for one job of many.
-
-    python launch/run_config.py ds_configs/htsat_tiny.json --output c.json --label one
-
-Leaves judging the result to the run itself, whose rank 0 refuses a wrong field before torch is loaded.
-"""
+"""A copy of a run's JSON with some fields changed, for one job of many. Leaves judging the result to the run itself."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_object
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import read_object
 from clap_ds.config.places import find_config
 
 
@@ -68,22 +61,3 @@ def with_output(
     if label or "label" not in given:
         content = with_field(content, "clap.output.label", label or stem)
     return content
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/run_config.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--label", help="clap.output.label")
-    parser.add_argument("--root", help="clap.output.root, where the file doesn't say")
-    arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: _write(arguments))
-
-
-def _write(arguments: argparse.Namespace) -> None:
-    content, stem = read_config(arguments.config), arguments.config.stem
-    write_object(arguments.output, with_output(content, stem=stem, label=arguments.label, root=arguments.root))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

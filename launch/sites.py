@@ -1,13 +1,10 @@
 """A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
 
     python launch/sites.py check mine     tries what the file says on this cluster: python, module lines, partition, account
-    python launch/sites.py setup mine     shell lines that make the environment ready, inside a job
 
 Standard library only: it runs before the project's environment is there. Leaves trying to `site_check.py`, and job scripts
 to `batch_script.py`.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -17,28 +14,24 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # run as a file, by any Python
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"error: launch/sites.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import CHECKOUT, work_folder
-from clap_ds.launch import slurm
-from clap_ds.launch.site_check import check_site, problems_of_allocation
+from clap_ds.launch.launchers import LAUNCHERS
+from clap_ds.launch.site_check import show_check
+from clap_ds.launch.slurm import seconds_of
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-LAUNCHERS = ("ssh", "slurm", "srun", "torchrun")
-OWN_SBATCH_OPTIONS = {
-    **{"--account": "account", "--partition": "partition", "--time": "walltimes", "--signal": "warning_s"},
-    **dict.fromkeys(("--array", "--job-name", "--nodes", "--ntasks-per-node", "--open-mode", "--output"), ""),
-}
-"""Options that the site's other fields, or the commands that write job scripts, decide."""
-
-
-def launcher_name(text: str) -> str:
-    """One of `LAUNCHERS`, by its name or by the one DeepSpeed has for it; anything else as it is."""
-    return "ssh" if text == "pdsh" else text
+OLD_LAUNCHERS = {"ssh": "pdsh", "srun": "slurm"}
 
 
 @dataclass(frozen=True)
@@ -47,58 +40,37 @@ class Site:
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = (
-        None  # ranks per node; null takes that of a `--gres` in `sbatch`, or else what `sinfo` shows
-    )
+    gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows
     cpus_per_task: int | None = None  # of each rank, and its OMP_NUM_THREADS
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
     python: str | None = None
     """Of the ranks; null takes `.venv/bin/python` of the checkout or else `python3`, and without a checkout the Python that
     has this package."""
-    wrapper: list[str] = field(
-        default_factory=list
-    )  # words in front of every rank's python, such as `apptainer exec …`
-    srun: list[str] = field(default_factory=list)  # options of the step that reaches the hosts: `--container-image=…`
+    wrapper: list[str] = field(default_factory=list)  # words before every rank's python, such as `apptainer exec …`
+    srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--container-image=…`
     environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
-    not_passed: list[str] = field(default_factory=list)  # variables that ranks don't get: names or patterns (fnmatch)
     launcher: str | None = None
-    """How hosts are reached and ranks started, one of `LAUNCHERS`; null takes slurm where srun is installed, else ssh."""
+    """What starts the ranks, one of `LAUNCHERS`; null takes slurm where srun is installed, else pdsh."""
+    cpu_bind: str | None = None  # srun's `--cpu-bind`; under pdsh any value has DeepSpeed bind ranks to cores
     run_root: str = "runs"
     """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a benchmark by the largest number of nodes it holds for; the last holds for more nodes, too."""
     warning_s: int = 60  # before a benchmark's time limit, at which it is signalled to stop; training has 300
-    start_limit_s: int | None = None  # that hosts and ranks have to come up; null: 120, and 1 more for every 4 hosts
-    lost_after_s: int = field(default=60, metadata={"least": 60})  # of silence after which a host counts as lost
     requeues: int = field(default=2, metadata={"least": 0})  # how often a job queues itself again after losing a host
-
-    def own_gpus(self) -> tuple[str, int] | None:
-        """The option of `sbatch` that says how many GPUs a node has for a job, and that number; None where none does."""
-        asked = [(option, count) for option in self.sbatch if (count := slurm.gpus_asked_for(option))]
-        return asked[-1] if asked else None
-
-    def ranks(self) -> int | None:
-        """Ranks per node; None where the site leaves that to what `sinfo` shows."""
-        own = self.own_gpus()
-        return own[1] if own else self.gpus_per_node
 
     def walltime(self, num_nodes: int) -> str:
         """Time limit of a job on this many nodes."""
         bounds = sorted(self.walltimes, key=int)
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
 
-    def warning(self, train: bool) -> int:
-        """Seconds before its time limit at which a run is told to stop: training has to save."""
-        return 300 if train else self.warning_s
-
     def chosen_launcher(self) -> str:
-        return self.launcher or ("slurm" if shutil.which("srun") else "ssh")
+        return self.launcher or ("slurm" if shutil.which("srun") else "pdsh")
 
-    def step(self, launcher: str) -> list[str] | None:
-        """Options of the srun step by which a launcher reaches the hosts; None where that is ssh."""
-        in_job = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
-        return self.srun if launcher in ("srun", "slurm") or (launcher == "torchrun" and in_job) else None
+    def container(self) -> str | None:
+        """What puts the ranks into a container of their own, with another Python than the job's; None where nothing does."""
+        return next((word for word in (*self.wrapper, *self.srun) if word in self.wrapper or "container" in word), None)
 
     def interpreter(self) -> str:
         if self.python:
@@ -118,29 +90,30 @@ class Site:
 
 
 # What a field's type wants, in words, and whether a value is of it.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a string", lambda value: isinstance(value, str) and value != ""),
-    "int": ("a whole number", lambda value: type(value) is int),
-    "list[str]": ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
-    "dict[str, str]": ("an object of strings", lambda v: isinstance(v, dict) and {*map(type, v.values())} <= {str}),
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a string", lambda value: isinstance(value, str) and value != ""),
+    int: ("a whole number", lambda value: type(value) is int),
+    list[str]: ("a list of strings", lambda value: isinstance(value, list) and {*map(type, value)} <= {str}),
+    dict[str, str]: ("an object of strings", lambda v: isinstance(v, dict) and {*map(type, v.values())} <= {str}),
 }
 
 
-def load_site(name: str) -> Site:
-    """Read a site by its name under `launch/clusters/`, or by a file's path; a UserError names every wrong field."""
+def load_site(name: str, launcher: str | None = None) -> Site:
+    """Read a site by its name under `launch/clusters/`, or by a file's path, with another launcher if one is given.
+
+    Raises:
+        UserError: there is no such site, or some of its fields are wrong: a line each.
+    """
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
-    problems = _wrong_fields(content)
-    if not problems:
-        site = Site(**content)
-        site = replace(site, launcher=site.launcher and launcher_name(site.launcher))
-        problems = [*_wrong_values(site)]
+    content.update({"launcher": launcher} if launcher else {})
+    problems = _wrong_fields(content) or [*_wrong_values(Site(**content))]
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return site
+    return Site(**content)
 
 
 def _wrong_fields(content: dict[str, Any]) -> list[str]:
@@ -150,73 +123,55 @@ def _wrong_fields(content: dict[str, Any]) -> list[str]:
         if name not in known:
             problems.append(f"{name}: no such field{did_you_mean(name, known)}")
             continue
-        kind, _, optional = str(known[name].type).partition(" | ")
+        kind: Any = known[name].type
+        optional = "" if kind in _KINDS else " or null"
+        kind = kind if kind in _KINDS else kind.__args__[0]
         expected, is_valid = _KINDS[kind]
-        least = known[name].metadata.get("least", 1) if kind == "int" else None
+        least = known[name].metadata.get("least", 1) if kind is int else None
         expected += "" if least is None else f", at least {least}"
         if value is None and optional:
             continue
         if not is_valid(value) or (least is not None and value < least):
-            problems.append(f"{name}: expected {expected}{' or null' if optional else ''}, found {json.dumps(value)}")
+            problems.append(f"{name}: expected {expected}{optional}, found {json.dumps(value)}")
     return problems
 
 
 def _wrong_values(site: Site) -> Iterator[str]:
-    if site.launcher and site.launcher not in LAUNCHERS:
+    if site.launcher in OLD_LAUNCHERS:
+        yield f"launcher: {site.launcher!r} is called {OLD_LAUNCHERS[site.launcher]!r} now"
+    elif site.launcher and site.launcher not in LAUNCHERS:
         found = json.dumps(site.launcher) + did_you_mean(site.launcher, LAUNCHERS)
         yield f"launcher: expected one of {', '.join(LAUNCHERS)}, found {found}"
-    for name, value in site.environment.items():
+    container = site.container()
+    if container and site.launcher != "torchrun":
+        place = "wrapper" if site.wrapper else "srun"
+        yield f"{place}: {container} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
+    for name in site.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"environment.{name}: expected a variable's name: letters, digits and _"
-        elif "\0" in value:
-            yield f"environment.{name}: expected no zero byte, found {json.dumps(value)}"
     if not site.walltimes:
         yield "walltimes: expected at least one time limit"
     for bound, limit in site.walltimes.items():
         if not re.fullmatch("[1-9][0-9]*", bound):
             yield f"walltimes.{bound}: expected a number of nodes"
-        elif not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
-            yield f"walltimes.{bound}: expected a SLURM time such as 00:15:00, found {json.dumps(limit)}"
-    for option in site.sbatch:
-        name = option.partition("=")[0]
-        if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
-            yield f"sbatch: expected options such as --exclusive or --qos=debug, found {json.dumps(option)}"
-        elif name in OWN_SBATCH_OPTIONS:
-            place = OWN_SBATCH_OPTIONS[name]
-            yield f"sbatch: {name} is decided {f'by the field {place}' if place else 'when a job is submitted'}"
-    own = site.own_gpus()
-    if own and site.gpus_per_node not in (None, own[1]):
-        yield f"gpus_per_node: {site.gpus_per_node}, but sbatch has {own[0]}: both are the number of GPUs of each node"
-    for name in ("wrapper", "srun", "not_passed"):
-        if "" in getattr(site, name):
-            yield f"{name}: expected no empty string"
-    for option in site.srun:
-        if not option.startswith("-"):
-            yield f"srun: expected options such as --mpi=none, found {json.dumps(option)}"
+        try:
+            seconds_of(limit)
+        except UserError as error:
+            yield f"walltimes.{bound}: {error}"
+    for name in ("sbatch", "srun"):
+        for option in getattr(site, name):
+            if not re.match("--[a-z]|-[A-Za-z]", option) or "\n" in option:
+                yield f"{name}: expected options such as --exclusive or --mpi=none, found {json.dumps(option)}"
+    if "" in site.wrapper:
+        yield "wrapper: expected no empty string"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/sites.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["setup", "check"])
+    parser.add_argument("what", choices=["check"])
     parser.add_argument("site", help="name under launch/clusters/, or a file")
     arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: _show(arguments.what, load_site(arguments.site)))
-
-
-def _show(what: str, site: Site) -> None:
-    if what == "check":
-        found = check_site(site)
-        print(found.format())
-        found.refuse()
-        return
-    if problems := problems_of_allocation(site, os.environ):
-        raise UserError("\n".join(problems))
-    if site.sbatch and "SLURM_JOB_ID" in os.environ and "CLAP_ROOT" not in os.environ:  # which written scripts set
-        options = " ".join(site.sbatch)
-        note = f"this job was submitted by hand: it has the site's {options} only if sbatch was given that"
-        print(f"note: {note}; launch/submit.py does it by itself", file=sys.stderr)
-    print(*site.setup_lines(), f"site_run_root={shlex.quote(site.run_root)}", sep="\n")
-    print(f"site_cpus_per_task={site.cpus_per_task or ''}")
+    return exit_code_of(lambda: show_check(load_site(arguments.site)))
 
 
 if __name__ == "__main__":

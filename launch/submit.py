@@ -3,11 +3,9 @@
     python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json [--check]
     python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
 
-The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `submitted.json`
-with the job's id, its log, and what the job records itself. Runs on a login node. Leaves many jobs at once to `sweep.py`.
+The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `jobs.json` with
+the job's id, its log, and what the job records itself. Runs on a login node. Leaves many jobs at once to `sweep.py`.
 """
-
-from __future__ import annotations
 
 import argparse
 import re
@@ -15,129 +13,62 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
+if not __package__:  # run as a file, by any Python
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"error: launch/submit.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
-from clap_ds.launch.batch_script import (
-    Request,
-    add_request,
-    check,
-    check_batch,
-    finishing,
-    log_file,
-    request_of,
-    script,
-)
+from clap_ds.launch.batch_script import add_request, request_of
+from clap_ds.launch.jobs import Job, Jobs, stamp
 from clap_ds.launch.run_config import read_config, with_output
-from clap_ds.launch.sites import Site, load_site
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
-RECORD = "submitted.json"
+NAME = "slurm"  # of the script and the log
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Check everything; then write the job's folder and submit it, or with `--check` show the script."""
-    if arguments.until_done and not arguments.train:
-        raise UserError("--until_done: only training goes on where it was, a benchmark doesn't: give --train, too")
-    site = load_site(arguments.site)
-    config = find_config(arguments.config).resolve()
-    more = {name: getattr(arguments, name) for name in ("spare_nodes", "shrink", "until_done")}
-    more["train_options"] = tuple(_train_options(arguments))
-    request = request_of(arguments, site, **more)
+    """Write and check everything; then submit it, or with `--check` show the script and leave nothing."""
+    request, config = request_of(arguments), find_config(arguments.config).resolve()
+    site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
-    check_batch(content, arguments.nodes * request.gpus, str(arguments.config))
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(content["clap"]["output"]["label"]))
-    jobs = site.root() / "jobs"
-    refuse_second(jobs, label)
-    folder, name = RunDirectory.create(jobs, label).path, slurm.unique_name(f"clap-{label}")
+    output = content["clap"]["output"]
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["label"]))
+    folder = site.root() / "jobs" / f"{label}-{stamp()}"
+    job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.root": output["root"]})
+    jobs = Jobs(folder, request, [job])
+    found = jobs.prepare(keep=not arguments.check)
+    if arguments.check:
+        print(f"{found.format()}\n\n# {folder / NAME}.sbatch\n{jobs.text(NAME, [job])}", end="")
+        return
+    print("".join(f"note: {note}\n" for note in found.unchecked), end="")
     try:
-        text = script(request, arguments.nodes, name, log_file(folder, "slurm-%j.out"), [folder])
-        write_object(folder / "run.json", content)
-        found = check(request, site, {arguments.nodes: text}, {str(arguments.config): folder / "run.json"})
-        if arguments.check:
-            print(found.format())
-        for note in (*(() if arguments.check else found.unchecked), *request.notes(site, arguments.nodes)):
-            print(f"note: {note}")
-        found.refuse()
-        write_atomically(folder / "job.sbatch", text)
-    except BaseException:
+        ((_, number, _),) = jobs.submit([job])
+    except slurm.RefusedError:
         shutil.rmtree(folder)
         raise
-    if arguments.check:
-        shutil.rmtree(folder)
-        print(f"\n# {folder / 'job.sbatch'}\n{text}", end="")
-        return
-    queue(request, site, arguments.nodes, folder, name)
-
-
-def _train_options(arguments: argparse.Namespace) -> list[str]:
-    """What follows `--`, if `clap_ds/train.py` takes it; ends the program otherwise."""
-    options: list[str] = arguments.train_options
-    if options and not arguments.train:
-        raise UserError(f"-- {' '.join(options)}: options of training, without --train")
-    parser = argparse.ArgumentParser("launch/submit.py … --train --", allow_abbrev=False)
-    add_checkpoint_choices(parser)
-    check_checkpoint_choices(parser, parser.parse_args(options))
-    return options
-
-
-def queue(request: Request, site: Site, nodes: int, folder: Path, name: str) -> None:
-    """Record the job's name, submit it, record its id, and say how to follow it."""
-    record: dict[str, Any] = {"name": name, "job": None, "submitted": slurm.now(), "nodes": nodes + request.spare_nodes}
-    write_object(folder / RECORD, record)
-    with finishing():
-        try:
-            record["job"] = slurm.submit(folder / "job.sbatch", name)
-        except slurm.RefusedError:
-            shutil.rmtree(folder)
-            raise
-        write_object(folder / RECORD, record)
-        spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-        size = f"{record['nodes']} nodes{spare}, {request.gpus} ranks on each, {request.time_limit(site, nodes)}"
-        print(f"submitted job {record['job']}: {name}, {size}\nfolder: {folder}")
-        print(how_to_follow(folder, record["job"]))
-
-
-def how_to_follow(folder: Path, job: str) -> str:
-    log = folder / f"slurm-{job}.out"
-    return f"log: {log}\n\n    tail -F {shlex.quote(str(log))}\n    squeue -j {job}\n    scancel {job}"
-
-
-def refuse_second(jobs: Path, label: str) -> None:
-    """A UserError, once, where an earlier call was cut off before it knew the id of a job that SLURM does have."""
-    for path in sorted(jobs.glob(f"{label}-*/{RECORD}")):
-        record = read_object(path)
-        if record["job"] is None and (found := slurm.find_job(record["name"], record["submitted"])):
-            write_object(path, {**record, "job": found})
-            raise UserError(
-                f"job {found} was submitted at {record['submitted']} by a call that was cut off; nothing is submitted now\n"
-                f"{how_to_follow(path.parent, found)}\n\nThe same command again submits another job."
-            )
+    except UserError as error:
+        ask = f"`launch/sweep.py status {folder}` tells whether SLURM has the job nevertheless"
+        raise UserError(f"{error}\n{ask}") from None
+    spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
+    size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
+    print(f"submitted job {number}: {job.submitted_as}, {size}, {request.time_limit(site, job.nodes)}")
+    print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
+    print(f"    squeue -j {number}\n    scancel {number}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "launch/submit.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    add_request(parser)
+    summary = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("launch/submit.py", description=summary, allow_abbrev=False)
     add = parser.add_argument
+    add_request(parser)
+    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     add("--nodes", type=whole_number(), default=1)
     add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
-    add(
-        "--spare_nodes",
-        type=whole_number(0),
-        default=0,
-        metavar="K",
-        help="nodes to allocate beside, for ones that fail",
-    )
-    add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
-    add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("--check", action="store_true", help="check everything and show the script, submit nothing")
-    add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

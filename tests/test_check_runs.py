@@ -1,10 +1,16 @@
 """Runs' JSONs checked without torch, in one process."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from clap_ds import check_runs
+from clap_ds.check_runs import PACKAGES
+from clap_ds.config.errors import UserError
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +32,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
         heading, _, versions = done.stdout.partition(" ")
         assert heading == "clap-check"
-        assert set(json.loads(versions)) == {"python", "torch", "deepspeed", "pydantic"}
+        assert set(json.loads(versions)) == {"python", *PACKAGES}
         lines = done.stderr.splitlines()
         imported = {
             line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time")
@@ -42,3 +48,38 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
     code, said = problems("--train")
     assert (code, len(said)) == (2, 3)
     assert said[0].startswith("no_samples.json: clap.train: missing samples or epochs")
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = check_runs.importlib.util.find_spec
+    monkeypatch.setattr(
+        check_runs.importlib.util, "find_spec", lambda name: None if name == "webdataset" else real(name)
+    )
+    shards = {"source": "shards", "shards": "x-{0..3}.tar", "tokenizer": "roberta-base"}
+    for data in ({"source": "synthetic"}, shards):
+        (tmp_path / f"{data['source']}.json").write_text(json.dumps(micro_run(clap={"data": data})))
+    check_runs.check([tmp_path / "synthetic.json"], train=False)
+    with pytest.raises(UserError, match=r"shards.json: \S+ has no webdataset: `pip install 'clap-ds\[train\]'`"):
+        check_runs.check([tmp_path / "shards.json"], train=False)
+    assert "has no webdataset" in check_runs.missing(["webdataset", "json"])
+    monkeypatch.setattr(check_runs, "PACKAGES", ("json", "webdataset"))
+    monkeypatch.setattr(sys, "argv", ["check_runs"])
+    with pytest.raises(UserError, match="has no webdataset: `make setup` makes"):
+        check_runs.main()
+
+
+@pytest.mark.parametrize("command", ["bench", "train"])
+def test_every_package_that_a_run_imports_is_asked_for(command: str) -> None:
+    """What the rooms behind a command import at their top, of what setup.py requires."""
+    required = {
+        line.partition(">")[0].strip(' "') for line in (ROOT / "setup.py").read_text().splitlines() if ">=" in line
+    }
+    rooms = ["engine", "data", "dist", "model", "native", "record", "config", "evaluation", "weights"]
+    rooms += ["measuring"] if command == "bench" else ["training"]
+    files = [path for room in rooms for path in (ROOT / "clap_ds" / room).glob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for path in [*files, ROOT / "clap_ds" / f"{command}.py"]
+        for name in re.findall(r"^(?:import|from) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert imported & (required | {"huggingface_hub"}) <= {*PACKAGES, *check_runs.PACKAGES_FOR_SHARDS, "triton"}

@@ -48,9 +48,7 @@ RULES = {
     r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",
     r"python launch/sweep\.py (status|resume) \S+( --.*)?": "tests/launch/test_sweep.py::test_status_and_resume",
     "pip install --no-index .*": "tests/test_wheelhouse.py::test_installs_and_runs_without_an_index",
-    r"sbatch .* launch/train\.sbatch .*": (
-        "tests/cluster/test_jobs.py::test_training_saves_at_its_time_and_is_queued_until_done"
-    ),
+    r"python launch/sweep\.py --site jupiter .*": "tests/launch/test_sweep.py::test_both_published_models_on_1_to_128_",
     r"clap-shards build .*|python (-m clap_ds\.weights\.export|clap_ds/evaluate\.py) .*": (
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
     ),
@@ -141,7 +139,7 @@ def test_programs_scripts_and_configurations_are_there(
 
 
 def test_configurations_shown_are_valid(tmp_path: Path) -> None:
-    assert len(JSON_BLOCKS) == len(SITES) == 2
+    assert (len(JSON_BLOCKS), len(SITES)) == (2, 3)
     for block in JSON_BLOCKS:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")

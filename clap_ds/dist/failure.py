@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
-STOPPED, UNREACHABLE = "stopped", "unreachable"
+STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """What a rank reports because of something else; never to blame, and no word that is there is replaced by it."""
 FOLDER = "errors"
@@ -35,7 +35,7 @@ def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (
         kind: one of this module's.
         message: its lines become one.
         code: the exit code that follows.
-        missing: hosts that didn't come, for `UNREACHABLE`.
+        missing: hosts that didn't come, for `UNREACHABLE`; that are to blame, for `STALL`.
     """
     if _place is None:
         return

@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,12 @@ def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
     return hosts
 
 
+def is_this_host(name: str) -> bool:
+    """Whether SLURM's name of a host is this one's, which may have a domain that the other hasn't."""
+    own = {os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.uname().nodename}
+    return name.partition(".")[0] in {each.partition(".")[0] for each in own}
+
+
 def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int | None = None) -> list[int]:
     """Ranks for each host: as many as `wanted`, or else its GPUs or, where SLURM manages none, its tasks.
 
@@ -121,13 +128,12 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
     tasks_are_ranks = tasks is not None and set(tasks) != {1}
     if tasks and asked and tasks_are_ranks and max(tasks) != asked:
         problem = f"SLURM_TASKS_PER_NODE={value} doesn't fit {asked} GPUs on a host"
-        raise ValueError(f"{problem}: give --slots, or allocate one task per GPU or one per host")
+        raise ValueError(f"{problem}: give --slots N, or allocate one task per GPU or one per host")
     if asked and not tasks_are_ranks:
         return [asked] * num_hosts
     if not tasks:
-        raise ValueError(
-            "SLURM's environment has neither GPUs nor tasks that were asked for: give --slots or --gres=gpu:N"
-        )
+        how = "give --slots N, or allocate with --gpus-per-node=N"
+        raise ValueError(f"how many ranks SLURM doesn't tell its shell of --gres, --gpus and --exclusive: {how}")
     return tasks
 
 
@@ -183,10 +189,9 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     return slots
 
 
-def master_port(job: str) -> int:
-    """A port for rank 0: another one for each job and start (or step), such as `1234.0`."""
-    number = sum(int(part) * factor for part, factor in zip(re.findall(r"\d+", job), (7, 1), strict=False))
-    return PORTS[number % len(PORTS)]
+def master_port(name: str) -> int:
+    """A port for rank 0: another one for each name of a job's step or attempt, the same on every rank."""
+    return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
 
 
 def _shown(text: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from clap_ds.dist import stacks
+from clap_ds.dist.failure import STALL, leave_word
 from clap_ds.dist.limits import within
 from clap_ds.dist.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
@@ -62,6 +63,8 @@ def _longest_wait_s(place: Place) -> float:
 def _speak(place: Place) -> None:
     verdict = judge(place.run_directory, None, ())
     message = verdict.message if verdict else "no step, and no stacks"
+    # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
+    leave_word(STALL, message, 1, missing=verdict.hosts if verdict else ())
     RunDirectory(place.run_directory).finish("failed", message)
     print(f"error: {message}; stacks: {place.run_directory / stacks.FOLDER}", file=sys.stderr, flush=True)
 

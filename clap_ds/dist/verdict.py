@@ -20,10 +20,10 @@ from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.dist import stacks
-from clap_ds.dist.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, UNREACHABLE
+from clap_ds.dist.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, STALL, UNREACHABLE
 from clap_ds.dist.stacks import Stacks, elsewhere
 
-STALL, SIGNAL, KILLED = "stall", "signal", "killed"
+SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
 ABORTED = "Aborted"  # how libraries end a rank that has lost another, as well as one that is broken
 SHOWN = 8
@@ -70,6 +70,9 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
         hosts: of every rank, where that is known.
     """
     words = _words([folder for folder in (job_folder, run_directory) if folder is not None])
+    for word in words:
+        if word.kind == STALL:
+            return Verdict(word.message, STALL, [], word.missing)
     files = stacks.read_all(run_directory) if run_directory is not None else []
     if hosts:  # by the names that whoever asks has for them
         words = [replace(word, host=hosts[word.rank]) for word in words]

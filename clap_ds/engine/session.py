@@ -40,7 +40,7 @@ from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
-from clap_ds.record import hardware
+from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, State, launcher_is_gone, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
 
@@ -177,7 +177,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
                 record.update_summary(kernels=kernels)
         scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), start.folder or record.path)
         batches = together(lambda: _build_batches(run, ranks, device, data_state))
-        with batches:
+        with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
             try:
                 yield Session(run, ranks, device, record, engine, batches, scalars)
             finally:

@@ -1,104 +1,139 @@
-"""One rank of `launch/preflight.py`: all-reduces a buffer of the gradient's size, checks the sum, and times links and
-processors.
+"""One rank of `launch/preflight.py`: what it finds on its host, then what all measure together.
 
-A launcher starts this file by its path, with the package on PYTHONPATH: `preflight_rank.py OUTPUT MEGABYTES`.
+    preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
+
+Leaves `rank-N.json` before anything is imported that a host may lack, and rank 0 `measured.json`: comparing is left to
+`launch/preflight_report.py`.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
 import sys
-from functools import partial
+import sysconfig
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from clap_ds.dist.agreement import gather
+from clap_ds.config.files import write_object
+from clap_ds.config.places import PACKAGE
+from clap_ds.dist.accelerator import OLDEST_DRIVER, are_there, driver_version, is_too_old, nvidia_smi, torch_cuda
 from clap_ds.dist.distributed import Ranks, initialize, run_command
-from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-from clap_ds.record.clock import seconds
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
-REPEATS = 3
-LARGEST_LINK_BUFFER = 32_000_000
-PIECE = 2**20  # elements, an even number
+OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
+MIN_FREE_GB, MIN_OPEN_FILES = 5.0, 4096
+NUMA = Path("/sys/devices/system/node")
+Fault = tuple[bool, str]  # whether it would break a run, and what it is
 
 
 def main(ranks: Ranks) -> None:
-    output, megabytes = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    device = initialize(ranks, compile_cpu_collective=False, collective_timeout_s=TIMEOUT_S)
-    num_elements = max(1, int(float(megabytes) * 1e6 / 2))
-    wrong, best_s = _all_reduce(num_elements, ranks, device)
-    links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
-    tflops = measure_matmul_tflops(device, None if device.type == "cuda" else 512, warm_up_s=0.2, measure_s=0.5)
-    everyone = gather((wrong, best_s, links, tflops))
+    place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
+    folder, mine = Path(place), gpus()
+    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    answer: dict[str, Any] = {"host": host, "gpus": mine, "cores": cores(), "faults": [*faults(mine, folder)]}
+    if ranks.local_rank == 0:
+        versions = {"python": platform.python_version(), **{name: version(name) for name in packages.split(",")}}
+        answer["software"] = {"code": code_digest(), **versions}
+    write_object(folder / f"rank-{ranks.rank}.json", answer)
+    try:
+        device = initialize(ranks, compile_cpu_collective=False, collective_timeout_s=TIMEOUT_S)
+        from clap_ds.measuring.links import measure  # torch may be what is missing
+
+        measured = measure(float(megabytes), ranks, device)
+    except Exception:
+        until = time.monotonic() + OTHERS_WRITE_S
+        while len([*folder.glob("rank-*.json")]) < ranks.world_size and time.monotonic() < until:
+            time.sleep(0.2)
+        raise
     if ranks.is_first:
-        size = ranks.world_size
-        slowest_s = max(each[1] for each in everyone)
-        measured = {
-            "wrong_elements": [each[0] for each in everyone],
-            # Bytes a ring sends and receives per rank over the time of the slowest rank: comparable between world sizes.
-            "bus_gb_per_s": 2 * (size - 1) / size * num_elements * 2 / slowest_s / 1e9,
-            "links_gb_per_s": [link for each in everyone for link in each[2]],
-            "tflops": [each[3] for each in everyone],
-        }
-        Path(output).write_text(json.dumps(measured, indent=2) + "\n")
+        write_object(folder / "measured.json", measured)
 
 
-def _all_reduce(num_elements: int, ranks: Ranks, device: torch.device) -> tuple[int, float]:
-    """Wrong elements after an all-reduce whose sum is known exactly, and the best seconds of some repeats.
-
-    Filled and looked through a piece at a time, for a host may have as many such buffers in memory as ranks.
-    """
-    # Small integers: exact in bf16 up to 256, whatever the order of the sum; above that a sum may round.
-    pattern = torch.arange(PIECE, device=device) % 2
-    expected = (pattern * ranks.world_size).to(torch.bfloat16)
-    tolerance = expected * (2**-8) * (ranks.world_size > 256) * ranks.world_size**0.5
-    buffer = torch.empty(num_elements, dtype=torch.bfloat16, device=device)
-    pieces = buffer.split(PIECE)
-    wrong, best = 0, float("inf")
-    for _ in range(REPEATS):
-        for piece in pieces:
-            piece.copy_(pattern[: len(piece)])
-        dist.barrier()
-        best = min(best, seconds(partial(dist.all_reduce, buffer), device))
-        wrong = max(wrong, sum(_num_wrong(piece, expected, tolerance) for piece in pieces))
-    return wrong, best
+def cores() -> str:
+    """Those this rank may use, and their NUMA domains in brackets: `0-7,16 (0)`."""
+    paths = (path for core in os.sched_getaffinity(0) for path in NUMA.glob(f"node*/cpu{core}"))
+    domains = sorted({int(path.parent.name.removeprefix("node")) for path in paths})
+    text = re.search(r"Cpus_allowed_list:\s*(\S+)", Path("/proc/self/status").read_text())
+    return f"{text[1] if text else '?'} ({','.join(map(str, domains))})"
 
 
-def _num_wrong(piece: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> int:
-    """Elements that are further off than the tolerance, or NaN."""
-    fits = (piece - expected[: len(piece)]).abs() <= tolerance[: len(piece)]
-    return len(piece) - int(fits.sum())
+def code_digest() -> str:
+    """Short hash of the package's Python files, presets and scripts, names included."""
+    digest = hashlib.sha256()
+    found = [os.path.join(at, name) for at, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
+    for path in sorted(path for path in found if path.endswith((".py", ".json", ".sbatch"))):
+        with contextlib.suppress(FileNotFoundError):  # a link to nowhere, such as an editor's lock
+            digest.update(os.path.relpath(path, PACKAGE).encode() + b"\0" + Path(path).read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
-def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
-    """GB/s between neighbouring hosts, by the first rank of each: in three rounds, so that no host is in two pairs at once."""
-    leads = [rank for rank in gather(ranks.rank if ranks.local_rank == 0 else None) if rank is not None]
-    num_hosts = len(leads)
-    rounds: list[list[tuple[int, int]]] = [[], [], []]
-    for first in range(num_hosts if num_hosts > 2 else num_hosts - 1):
-        second = (first + 1) % num_hosts
-        rounds[2 if second < first else first % 2].append((first, second))
-    buffer = torch.ones(num_elements, dtype=torch.bfloat16, device=device)
-    found = []
-    for pairs in rounds:
-        dist.barrier()
-        for first, second in pairs:
-            if ranks.rank in (leads[first], leads[second]):
-                other = leads[second] if ranks.rank == leads[first] else leads[first]
-                exchange = partial(_exchange, buffer, ranks.rank, other)
-                best = min(seconds(exchange, device) for _ in range(REPEATS))
-                if ranks.rank == leads[first]:
-                    found.append((first, second, 2 * buffer.numel() * 2 / best / 1e9))
-    return found
+def version(package: str) -> str | None:
+    """Of a package that can be imported here; None where it can't be found."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
+        return None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "of unknown version"
 
 
-def _exchange(buffer: torch.Tensor, own: int, other: int) -> None:
-    """Send and receive, the lower rank first."""
-    for sends in (own < other, own > other):
-        (dist.send if sends else dist.recv)(buffer, other)
+def gpus() -> dict[str, str]:
+    """Name, memory and driver by UUID of the GPUs this rank may use, of what nvidia-smi shows."""
+    words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    lines = [line.split(", ", 2) for line in nvidia_smi("--query-gpu=index,uuid,name,memory.total,driver_version")]
+    is_mine = lambda index, uuid: any(word == index or (word and uuid.startswith(word)) for word in words)  # noqa: E731
+    return {uuid: shown for index, uuid, shown in lines if words == [""] or is_mine(index, uuid)}
+
+
+def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
+    """Want of disk space, files, drivers or compilers, and who else has these GPUs."""
+    for place in (str(folder.parent), "/tmp"):
+        free_gb = shutil.disk_usage(place).free / 1e9
+        if free_gb < MIN_FREE_GB:
+            yield True, f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
+    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    if 0 <= files < MIN_OPEN_FILES:
+        yield False, f"ulimit -n is {files}; workers and NCCL may need {MIN_OPEN_FILES}"
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return
+    if not mine and any(os.environ.get(f"SLURM_{name}") for name in ("STEP_GPUS", "JOB_GPUS", "GPUS_ON_NODE")):
+        yield True, "SLURM gave the job GPUs there, and none can be seen"
+    if not mine and not are_there():
+        return
+    for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
+        uuid, pid, memory, name = line.split(", ", 3)
+        command = Path(f"/proc/{pid}/cmdline")
+        is_rank = command.exists() and str(folder).encode() in command.read_bytes()
+        # CUDA's own server, by which processes share a GPU, is nobody's.
+        if uuid in mine and not is_rank and not name.endswith("nvidia-cuda-mps-server"):
+            yield True, f"a GPU is in use by process {pid} ({name}), {memory}"
+    (torch, cuda), driver = torch_cuda(), driver_version()
+    if torch and cuda is None:
+        yield True, f"torch {torch} is built without CUDA, and the host has a GPU"
+    if driver is None:
+        yield True, "there is a GPU, but no NVIDIA driver is running"
+    elif cuda and is_too_old(driver, cuda):
+        # Not surely a problem: a cuda-compat module makes up for it. The ranks will tell.
+        oldest = OLDEST_DRIVER[int(cuda.partition(".")[0])]
+        yield False, f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
+    if locked != -1:
+        yield False, f"ulimit -l is {locked} bytes; InfiniBand needs it unlimited"
+    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")
+    if not (compiler and Path(sysconfig.get_paths()["include"], "Python.h").exists()):
+        yield False, "Triton (clap.compile, clap.model.attention 'triton') needs a C compiler and Python.h"
 
 
 if __name__ == "__main__":

@@ -97,11 +97,14 @@ def test_says_where_numbers_come_from(folder: Path) -> None:
 def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {key: SUMMARY[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
     failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")
+    (failed / "monitor").mkdir()
+    (failed / "monitor" / "n1.jsonl").write_text('{"time": 1, "gpu": 0, "sm_percent": 80}\n')
     command(monkeypatch, report.main, failed, "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
     assert "No rate was measured (out_of_memory)" in text
     assert "too &lt;big&gt;" in text
     assert "<big>" not in text
+    assert ">100% (most n1:0)</td>" in text
 
 
 def test_method_follows_the_configuration() -> None:

@@ -81,7 +81,11 @@ def test_nothing_outlives_a_step(
     pid = tmp_path / "pid"
     stop_when(lambda: pid.exists() and pid.read_text() != "")
     assert common.run_for(["sh", "-c", STUBBORN, "sh", str(pid), then], tmp_path / "log", limit_s) == state
-    assert not psutil.pid_exists(int(pid.read_text()))
+    assert not _is_running(int(pid.read_text()))
+
+
+def _is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_step_s_own_commands_end_with_it(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_a_step_s_own_commands_end_with_it(tmp_path: Path) -> None:
     inner = ["sh", "-c", STUBBORN, "sh", str(pid), "kill -9 $PPID"]
     code = f"from benchmarks.common import *; run_for({inner}, Path({str(tmp_path / 'log')!r}))"
     assert common.run_for([sys.executable, "-c", code], tmp_path / "outer", 60) == "exit code -9"
-    assert not psutil.pid_exists(int(pid.read_text()))
+    assert not _is_running(int(pid.read_text()))
 
 
 def test_plan_s_steps_and_what_becomes_of_those_that_cannot_run(

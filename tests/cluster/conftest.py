@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from clap_ds.launch.batch_script import Request, script
+from clap_ds.launch.run_config import with_output
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run
 
-RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|launch/(?:host_agent|job|monitor)\.py"
+RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.job"
 """Matches the command line of everything a job starts."""
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
@@ -77,12 +79,12 @@ class Submitted:
 
     def ranks(self, host: str) -> dict[str, dict[str, str]]:
         """Environments of the ranks on a host, by process id as the host counts."""
-        lines = self.cluster.processes(r"clap_ds/(?:bench|train)\.py").get(host, [])
+        lines = self.cluster.processes(r"python\S* -u \S*clap_ds/(?:bench|train)\.py").get(host, [])
         found = {}
-        for pid in (line.split()[0] for line in lines):
+        for pid, program in (line.split()[:2] for line in lines):
             text = self.cluster.run(host, "cat", f"/proc/{pid}/environ", check=False).stdout
             variables = dict(line.partition("=")[::2] for line in text.split("\0"))
-            if "RANK" in variables and variables.get("SLURM_JOB_ID") == self.number:
+            if "python" in program and variables.get("SLURM_JOB_ID") == self.number:
                 found[pid] = variables
         return found
 
@@ -101,27 +103,30 @@ Submit = Callable[..., Submitted]
 
 @pytest.fixture
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
-    """Submit bench.sbatch with a micro run: `submit(nodes, launcher, sbatch=(…), options=(…), clap={…})`.
+    """Submit the script of a micro run: `submit(nodes, launcher, sbatch=(…), site={…}, clap={…})`.
 
-    Each job has a folder of its own. `variables` are those of the shell that submits, `site` changes of the site file.
+    Each job has a folder of its own. `variables` are those of the shell that submits, `site` changes of the site file, `asks`
+    what the job asks for beside (`Request`).
     """
     cluster.wait_until_idle()
 
     def start(
-        nodes: int, launcher: str, *, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = (),
+        nodes: int, launcher: str = "slurm", *, sbatch: tuple[str, ...] = (), asks: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None, site: dict[str, Any] | None = None, **changes: Any,
     ) -> Submitted:  # fmt: skip
-        variables, site = variables or {}, site or {}
         folder = tmp_path / f"job{len([*tmp_path.glob('job*')]) + 1}"
-        (folder / "runs").mkdir(parents=True)
-        (folder / "micro.json").write_text(json.dumps(micro_run(**changes)))
-        number = cluster.run(
-            "ctl", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--parsable", f"--nodes={nodes}",
-            "--gpus-per-node=2", f"--output={folder}/%j.out", *sbatch, "launch/bench.sbatch", "--site",
-            site_file(folder, **site), "--config", str(folder / "micro.json"), "--launcher", launcher, "--folder",
-            str(folder / "job"), "--python", sys.executable, *options, folder=ROOT,
-        ).stdout.strip()  # fmt: skip
-        return Submitted(cluster, number, folder)
+        (folder / "job").mkdir(parents=True)
+        (folder / "runs").mkdir()
+        run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
+        (folder / "job" / "run.json").write_text(json.dumps(run))
+        request = Request(
+            site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
+        )
+        text = script(request, nodes, "micro", f"{folder}/%j.out", [folder / "job"])
+        (folder / "job.sbatch").write_text(text)
+        given = [f"{name}={value}" for name, value in (variables or {}).items()]
+        words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]
+        return Submitted(cluster, cluster.run("ctl", *given, *words, folder=ROOT).stdout.strip(), folder)
 
     yield start
     cluster.run("ctl", "scancel", "--user=root")  # what a test that failed has left

@@ -171,7 +171,7 @@ class SlurmCluster:
             ReturnToService=2 SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/slurmd-%n.pid
             SlurmdSpoolDir={folder}/spool/%n StateSaveLocation={folder}/state
             SlurmctldLogFile={folder}/log/slurmctld.log SlurmdLogFile={folder}/log/slurmd-%n.log
-            SlurmctldTimeout=60 SlurmdTimeout=300 InactiveLimit=0 KillWait=15 MinJobAge=3600
+            SlurmctldTimeout=60 SlurmdTimeout=30 InactiveLimit=0 KillWait=15 MinJobAge=3600
             SchedulerType=sched/backfill SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
             SelectType=select/cons_tres SelectTypeParameters=CR_Core PropagateResourceLimits=NONE
             JobRequeue=1 GresTypes=gpu SlurmdParameters=config_overrides"""

@@ -1,6 +1,7 @@
 """Jobs on a real SLURM, through every launcher."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, ROOT, Submit, site_file
+from tests.cluster.conftest import ENDLESS, ROOT, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
 pytestmark = pytest.mark.end_to_end
+CPU = ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
 SECRET = "not-for-others"
 TRICKY = """a "quoted" $HOME, `b` % \\n"""
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("ssh", 2), ("slurm", 2), ("srun", 2), ("torchrun", 2)])
+@pytest.mark.parametrize(("launcher", "nodes"), [("slurm", 2), ("pdsh", 2), ("torchrun", 2), ("slurm", 1)])
 def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster, launcher: str, nodes: int) -> None:
     job = submit(nodes, launcher)
     job.ends("COMPLETED", 0)
@@ -32,13 +34,11 @@ def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster,
 
 
 def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Two jobs through each way to reach hosts, at once on the same nodes: each has GPUs of its own, and one environment."""
-    variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "AWS_KEPT_BACK": "1", "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
-    jobs = []
-    for launcher in ("ssh", "srun"):
-        site = {"not_passed": ["AWS_*"]}
-        more: dict[str, Any] = {"variables": variables, "site": site, "clap": ENDLESS}
-        jobs.append(submit(2, launcher, sbatch=("--nodelist=node[1-2]", "--cpus-per-task=2"), **more))
+    """Two jobs at once on the same nodes: each has GPUs of its own, and one environment."""
+    variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
+    more: dict[str, Any] = {"variables": variables, "clap": ENDLESS}
+    more["sbatch"] = ("--nodelist=node[1-2]", "--cpus-per-task=2")
+    jobs = [submit(2, launcher, **more) for launcher in ("slurm", "torchrun")]
     for job in jobs:
         job.wait_for_steps()
     cluster.wait_until(
@@ -47,12 +47,10 @@ def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmC
     for host in cluster.nodes[:2]:
         ranks = [ranks for job in jobs for ranks in job.ranks(host).values()]
         taken = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
-        assert taken[0] == taken[1] != taken[2] == taken[3]  # by LOCAL_RANK a rank takes its own of the host's
+        assert taken[0] == taken[1] != taken[2] == taken[3]  # by its local rank a rank takes its own of the host's
         assert sorted(",".join({*taken}).split(",")) == ["0", "1", "2", "3"]
         for rank in ranks:
-            assert {name: rank[name] for name in variables if name in rank} == {
-                name: value for name, value in variables.items() if name != "AWS_KEPT_BACK"
-            }
+            assert {name: rank[name] for name in variables if name in rank} == variables
             assert rank["CLAP_TEST_LIST"] == "Tree,Ring"  # the site's settings, whole
     assert cluster.processes(SECRET) == {}
     for job in jobs:
@@ -64,27 +62,28 @@ def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmC
 
 
 def test_exit_code_and_state_are_the_runs(submit: Submit) -> None:
-    job = submit(2, "ssh", clap={"bench": {"windws": 2}})
+    job = submit(2, clap={"bench": {"windws": 2}})
     job.ends("FAILED", 2)
     message = "clap.bench.windws: no such field; did you mean 'windows'?"
-    assert job.output.count(message) == 2  # the rank's, and the job's
+    assert job.output.count(message) == 2  # rank 0's, and the job's
     assert (job.record["state"], job.record["exit_code"]) == ("failed", 2)
     assert message in job.record["error"]
 
 
 def test_exhausted_memory_is_the_jobs_state(submit: Submit) -> None:
-    job = submit(2, "srun", train_micro_batch_size_per_gpu=10**12)
+    job = submit(2, train_micro_batch_size_per_gpu=10**12)
     job.ends("FAILED", 1)
     assert job.record["state"] == job.summaries[0]["state"] == "out_of_memory"
     assert f"micro-batch {10**12}" in job.record["error"]
 
 
 def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
-    options = ("--command", "clap_ds/train.py", "--grace", "60", "--until_done")
     settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 120, "log_every_steps": 1}}
-    job = submit(2, "ssh", options=options, clap=settings)
+    job = submit(2, asks={"train": True, "until_done": True}, clap=settings)
     job.wait_for_steps()
-    cluster.run("ctl", "scancel", "--batch", "--signal=USR1", job.number)
+    cluster.run(
+        "ctl", "scancel", "--signal=USR1", job.number
+    )  # as SLURM does before the limit: to the ranks' step alone
     job.wait_for_steps(2)
     job.ends("COMPLETED", 0)
     stopped, resumed = job.summaries
@@ -96,18 +95,64 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     ]  # fmt: skip
 
 
+def test_requeued_by_slurm_resumes(submit: Submit, cluster: SlurmCluster) -> None:
+    """As after a preemption: the ranks save when they are told to end, and the next start goes on."""
+    settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 120, "log_every_steps": 1}}
+    job = submit(2, asks={"train": True}, clap=settings)
+    job.wait_for_steps()
+    cluster.run("ctl", "scontrol", "requeue", job.number)
+    job.wait_for_steps(2)
+    job.ends("COMPLETED", 0)
+    stopped, resumed = job.summaries
+    assert (stopped["state"], resumed["state"]) == ("terminated", "completed")
+    assert resumed["resumed_at_step"] == stopped["step"]
+
+
 def test_two_runs_in_one_allocation(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Neither takes the other's processes for its own, or its port."""
     cluster.wait_until_idle()
-    site = site_file(tmp_path)
     (tmp_path / "micro.json").write_text(json.dumps(micro_run(clap={"output": {"root": str(tmp_path / "runs")}})))
-    run = f"{shlex.quote(sys.executable)} launch/job.py --site {site} --launcher ssh --folder {tmp_path}/$n"
+    python = shlex.quote(sys.executable)
+    run = f"mkdir {tmp_path}/$n && {python} launch/hostfile.py --output {tmp_path}/$n/hostfile --slots 2"
+    run += f" && {python} -m clap_ds.launch.job --folder {tmp_path}/$n"
     run += f" -- clap_ds/bench.py --deepspeed_config {tmp_path}/micro.json"
-    both = f"for n in 1 2; do {run} > {tmp_path}/$n.out 2>&1 & done; wait"
-    cluster.run(
-        "ctl", "salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "bash", "-c", both, folder=ROOT, timeout=240
-    )
+    both = f"for n in 1 2; do ({run}) > {tmp_path}/$n.out 2>&1 & done; wait"
+    allocate = ["env", *CPU, "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    cluster.run("ctl", *allocate, "bash", "-c", both, folder=ROOT, timeout=240)
     for number in (1, 2):
         record = json.loads((tmp_path / str(number) / "job.json").read_text())
         assert record["state"] == "completed", (tmp_path / f"{number}.out").read_text()
     assert len({re.sub(r".*/", "", path.parent.name) for path in tmp_path.glob("runs/*/summary.json")}) == 2
+
+
+# --- DeepSpeed's own line, as the first lines of docs/cluster.md have it
+
+
+def _line(launcher: str) -> str:
+    """The page's commands, in a shell of salloc's, on a smaller model."""
+    page = (ROOT / "docs" / "cluster.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
+    lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
+    (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
+    (start,) = (
+        line for line in lines if line.startswith("deepspeed") and ("--launcher slurm" in line) == (launcher == "slurm")
+    )
+    return f"{hostfile} && {start}"
+
+
+@pytest.mark.parametrize(("launcher", "nodes"), [("pdsh", 2), ("slurm", 2), ("slurm", 1)])
+def test_deepspeeds_own_line(cluster: SlurmCluster, tmp_path: Path, launcher: str, nodes: int) -> None:
+    """From a folder with nothing in it but the run's JSON; the login node computes nothing."""
+    cluster.wait_until_idle()
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
+    (tmp_path / "clap_ds").symlink_to(ROOT / "clap_ds")
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    allocate = ["env", f"PATH={path}", f"PYTHONPATH={ROOT}", *CPU, "salloc", "--quiet", f"--nodes={nodes}"]
+    words = [*allocate, "--ntasks-per-node=2", "--gpus-per-node=2", "bash", "-c", _line(launcher)]
+    done = cluster.run("ctl", *words, folder=tmp_path, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = tmp_path.glob("runs/*/summary.json")
+    assert (json.loads(run.read_text())["state"], json.loads(run.read_text())["world_size"]) == ("completed", 2 * nodes)
+    assert json.loads((run.parent / "environment.json").read_text())["hosts"] == cluster.nodes[:nodes]
+    assert ("--force_multi" in done.stderr) == (nodes == 1), "what else DeepSpeed would do is said"

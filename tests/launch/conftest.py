@@ -27,8 +27,8 @@ SCRIPTS = {
             --name=*) [ -e forgotten ] || sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;;
         esac; done
         cat queue""",
-    "sinfo": "case $* in *-R*) cat absent ;; *) cat partitions ;; esac",
-    "sacctmgr": "cat accounts || exit 1",
+    "sinfo": "case $* in *-R*) cat absent ;; *-N*) cat nodes ;; *) cat partitions ;; esac",
+    "scontrol": 'echo "$*" >> asked',
     "sacct": """
         [ -e accounting ] || { echo 'Slurm accounting storage is disabled' >&2; exit 1; }
         for word in "$@"; do case $word in --name=*) sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;; esac; done
@@ -46,10 +46,10 @@ def wait_for(done: Callable[[], object]) -> None:
 @dataclass
 class FakeSlurm:
     """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo),
-    `absent` (sinfo -R), `accounts`.
+    `absent` (sinfo -R), `nodes` (sinfo -N).
 
     `refuse` makes sbatch refuse with its text, `refuse_test` already when it is asked, `silent` lose its answer;
-    `forgotten` makes squeue know no job by name.
+    `forgotten` makes squeue know no job by name; `asked` has scontrol's command lines.
     """
 
     folder: Path
@@ -81,9 +81,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
-    fake.write("accounts", "mine\nours\n")
-    for name in ("queue", "calls", "names", "tested", "absent"):
+    for name in ("queue", "calls", "names", "tested", "absent", "nodes", "asked"):
         fake.write(name)
     path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setattr("clap_ds.launch.slurm.PAUSE_S", 0.0)
     return fake

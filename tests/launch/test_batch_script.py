@@ -1,21 +1,19 @@
-"""Scripts for sites of several kinds, and submission that is interrupted."""
+"""Scripts for sites of several kinds, and what bash makes of them."""
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.batch_script import Request, finishing, log_file, script
-from clap_ds.launch.sites import load_site
-from tests.launch.conftest import FakeSlurm
+from clap_ds.launch.batch_script import Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
+TRICKY = 'a "b" $HOME `c` %h!\nd'
 
 
 def _site(tmp_path: Path, **fields: object) -> str:
@@ -23,70 +21,108 @@ def _site(tmp_path: Path, **fields: object) -> str:
     return str(tmp_path / "site.json")
 
 
-@pytest.mark.parametrize(
-    ("train", "limit", "warning"),
-    [(False, "00:15:00", 60), (False, "2", 60), (False, "1:30", 60), (False, "00:01:00", 30),
-     (True, "1-00:00:00", 300), (True, "10", 300), (True, "10:30", 300), (True, "00:09:00", 270)],
-)  # fmt: skip
-def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, warning: int) -> None:
-    site = load_site(_site(tmp_path, sbatch=["--exclusive"]))
-    request = Request("site", 4, None, train=train, time=limit)
-    assert request.warning_s(site, 1) == warning
-    assert bool(request.notes(site, 1)) == (warning < (300 if train else 60))
+def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
+    """The script's two commands as bash makes them, after OMP_NUM_THREADS and A: the Python in it is a stand-in."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "${A-}" "$@" END\n')
+    python.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP"))}
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**kept, **variables})
+    return [each.strip("\0").split("\0") for each in done.stdout.split("END\0")[:-1]]
 
 
-def test_paths_with_spaces_quotes_and_percents(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("it's 50%", "b c")]
-    request = Request(_site(tmp_path), 4, None)
-    text = script(request, 1, "name", log_file(folders[0], "slurm-%j.out"), folders)
-    assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/slurm-%j.out"' in text
-    shown = text.partition("exec bash")[0] + 'echo "$folder"\n'
-    for task, folder in enumerate(folders):
-        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task)}
-        told = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True, env=environment)
-        assert told.stdout == f"{folder}\n"
-    with pytest.raises(UserError, match="no backslash"):
-        script(request, 1, "name", "a\\b", folders)
-
-
-def test_interrupted_while_sbatch_answers(tmp_path: Path, slurm: FakeSlurm) -> None:
-    """Ctrl-C in a terminal goes to the command and to what it started: the job's id is on record all the same."""
-    slurm.write("sbatch", "#!/bin/bash\ntouch asked\nuntil [ -e answer ]; do sleep 0.05; done\necho 7\n")
-    program = """
-from pathlib import Path
-from clap_ds.config.errors import exit_code_of
-from clap_ds.launch.batch_script import finishing
-from clap_ds.launch.slurm import submit
-def act():
-    with finishing():
-        Path("id").write_text(submit(Path("script"), "name"))
-    print("not here")
-raise SystemExit(exit_code_of(act))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
+        partition="gpu", python="/opt/python", cpu_bind="cores", srun=["--mpi=none"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
-    while not (tmp_path / "asked").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    (tmp_path / "answer").touch()
-    out, err = process.communicate(timeout=180)
-    assert (process.returncode, out) == (130, "")
-    assert "error: interrupted" in err
-    assert (tmp_path / "id").read_text() == "7"
+    request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
+    assert (
+        script(request, 2, "name", "/jobs/one/slurm-%j.out", [Path("/jobs/one")])
+        == f"""\
+#!/bin/bash
+#SBATCH --qos=big
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --job-name=name
+#SBATCH --output=/jobs/one/slurm-%j.out
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=1-00:00:00
+#SBATCH --account=mine
+#SBATCH --partition=gpu
+#SBATCH --exclude=n[1-2]
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
+
+set -euo pipefail
+cd {ROOT}
+module load CUDA
+export NCCL_ALGO=Tree,Ring
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-8}}
+export PYTHONPATH={ROOT}${{PYTHONPATH:+:$PYTHONPATH}}
+folder=/jobs/one
+
+/opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
+exec /opt/python -m clap_ds.launch.job --folder "$folder" --hostfile "$folder/hostfile" \\
+    --launcher=slurm --srun_options=--mpi=none --cpu_bind=cores --cpus_per_task=8 --spare_nodes=1 --requeues=1 --until_done \\
+    -- clap_ds/train.py --deepspeed_config "$folder/run.json"
+"""
+    )
 
 
-def test_a_second_interrupt_ends_the_wait() -> None:
-    def interrupt_twice() -> None:
-        with finishing():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("still waiting")
+def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
+    """Of paths with spaces, quotes and percents, tricky values and micro-batches, in an array of jobs."""
+    folders = [tmp_path / name for name in ("it's 50%", "b c")]
+    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="pdsh")
+    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%A.out", folders, "8:16:8")
+    assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%A.out"' in text
+    assert not re.search("--gres|--gpus", text)
+    own = Request(_site(tmp_path, sbatch=["--gpus-per-node=h100:4"]), 4, "gpu:4")
+    assert re.findall("--g(?:res|pus).*", script(own, 1, "name", "log", folders)) == ["--gpus-per-node=h100:4"]
+    for task, folder in enumerate(folders):
+        hosts, run = _commands(tmp_path, text, SLURM_ARRAY_TASK_ID=str(task), SLURM_CPUS_PER_TASK="6")
+        assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
+        assert run[2:9] == [
+            "-m", "clap_ds.launch.micro_batch", "8:16:8", "--config", f"{folder}/run.json", "--folder", str(folder),
+        ]  # fmt: skip
+        job = ["--folder", "{folder}", "--hostfile", f"{folder}/hostfile", "--launcher=pdsh", "--requeues=2"]
+        passed = ["--pass", "A", "OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH"]
+        command = ["--", "clap_ds/bench.py", "--deepspeed_config", "{folder}/run.json"]
+        assert run[9:] == ["--", str(tmp_path / "python"), "-m", "clap_ds.launch.job", *job, *passed, *command]
+    with pytest.raises(UserError, match="no backslash"):
+        script(Request(site, 4, None), 1, "name", "a\\b", folders)
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_twice()
-    assert signal.getsignal(signal.SIGINT) is before
+
+def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
+    site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
+    text = script(Request(site, 4, None), 1, "name", "log", [tmp_path])
+    assert f"exec {sys.executable} -m clap_ds.launch.job" in text
+    assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
+
+
+def test_threads_are_the_users_then_the_sites_then_slurms(tmp_path: Path) -> None:
+    for site, variables, threads in (
+        ({"environment": {"OMP_NUM_THREADS": "3"}, "cpus_per_task": 8}, {}, "3"),
+        ({"cpus_per_task": 8}, {"OMP_NUM_THREADS": "5"}, "5"),
+        ({"cpus_per_task": 8}, {"SLURM_CPUS_PER_TASK": "6"}, "8"),
+        ({}, {"SLURM_CPUS_PER_TASK": "6"}, "6"),
+        ({}, {}, "1"),
+    ):
+        request = Request(_site(tmp_path, python=str(tmp_path / "python"), **site), 4, None)
+        hosts, run = _commands(tmp_path, script(request, 1, "name", "log", [tmp_path]), **variables)
+        assert (hosts[0], run[0]) == (threads, threads)
+
+
+@pytest.mark.parametrize(
+    ("train", "limit", "launcher", "signal"),
+    [(False, "00:15:00", None, "USR1@60"), (False, "2", "torchrun", "USR1@60"), (False, "1:30", "pdsh", "B:USR1@60"),
+     (False, "00:01:00", None, "USR1@30"), (True, "10", None, "USR1@300"), (True, "00:09:00", "pdsh", "B:USR1@270")],
+)  # fmt: skip
+def test_warning_is_never_more_than_half_the_limit(
+    tmp_path: Path, train: bool, limit: str, launcher: str | None, signal: str
+) -> None:
+    request = Request(_site(tmp_path), 4, None, train=train, time=limit, launcher=launcher)
+    assert f"#SBATCH --signal={signal}\n" in script(request, 1, "name", "log", [tmp_path])

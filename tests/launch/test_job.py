@@ -1,4 +1,4 @@
-"""Whole jobs on this machine, whose launcher is a script of ours; and what a job decides, without any host."""
+"""Whole jobs on this machine, whose `deepspeed` is a script of ours; and what a job decides, without any host."""
 
 import argparse
 import json
@@ -12,19 +12,28 @@ from typing import Any
 
 import pytest
 
-from clap_ds.launch.agents import Host
-from clap_ds.launch.host_processes import processes_of
-from clap_ds.launch.job import Job, port_of
-from clap_ds.launch.launchers import script_command
-from clap_ds.launch.recovery import Attempts, Ending
+from clap_ds.launch.attempts import Attempts, Ending
+from clap_ds.launch.job import Job
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
-    "PYTHONPATH": str(ROOT),
-}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+RUNNER = """
+import json, os, re, signal, sys, time
+from pathlib import Path
+words = sys.argv
+folder = Path(words[words.index("--job_folder") + 1])
+attempt, run = int(folder.name), folder.parents[1] / f"run{folder.name}"
+def begin():
+    run.mkdir(); (folder / "run_directory").write_text(f"{run}\\n"); end("running")
+def end(state, error=None, **more):
+    (run / "summary.json").write_text(json.dumps({"state": state, "error": error, **more}))
+def fails(rank, kind, message, code=1):
+    (folder / "errors").mkdir(exist_ok=True)
+    more = {"timestamp": str(time.time()), "host": os.uname().nodename, "rank": rank, "kind": kind, "code": code}
+    (folder / "errors" / f"rank{rank}.json").write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
+"""
 
 
 def test_nothing_here_needs_torch_or_pydantic() -> None:
@@ -33,8 +42,6 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
     program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
-    host = script_command(sys.executable, "preflight_host.py", "/tmp", "1", options=["-S"])
-    assert subprocess.run(host, env={}, capture_output=True).returncode == 0
 
 
 # --- whole jobs
@@ -42,19 +49,27 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
 
 @pytest.fixture
 def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a job on this host alone, whose `python -m deepspeed.launcher.launch` is a script of ours."""
+    """Starts a job on this host alone, whose `deepspeed.launcher.runner` runs lines of ours."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_job(launcher: str, *options: str, command: tuple[str, ...] = ("script.py",)) -> subprocess.Popen[str]:
-        (tmp_path / "hosts").write_text(f"{HERE} slots=1\n")
-        (tmp_path / "site.json").write_text(json.dumps({"python": str(tmp_path / "python")}))
-        (tmp_path / "python").write_text(f"#!/bin/bash\n{launcher}\n")
-        (tmp_path / "python").chmod(0o755)
-        words = ["--site", f"{tmp_path}/site.json", "--hostfile", f"{tmp_path}/hosts", "--folder", str(tmp_path)]
-        words = [sys.executable, "-S", "launch/job.py", *words, "--launcher", "ssh", *options, "--", *command]
+    def start_job(lines: str, *options: str, slots: int = 1) -> subprocess.Popen[str]:
+        package = tmp_path / "stub" / "deepspeed" / "launcher"
+        package.mkdir(parents=True)
+        for path in (package, package.parent):
+            (path / "__init__.py").write_text("")
+        (package / "runner.py").write_text(f"{RUNNER}\n{lines}\n")
+        (tmp_path / "hostfile").write_text(f"{HERE} slots={slots}\n")
+        (tmp_path / "run.json").write_text(json.dumps(BATCH))
+        (tmp_path / "stub" / "pdsh").touch(0o755)
+        path = f"{tmp_path / 'stub'}{os.pathsep}{ENVIRONMENT['PATH']}"
+        environment = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
+        words = [sys.executable, "-m", "clap_ds.launch.job", "--folder", str(tmp_path), "--launcher", "pdsh", *options]
+        words += ["--", "clap_ds/bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True))
-        return started[-1]
+        # Where there is no deepspeed to be found before ours.
+        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+        started.append(process)
+        return process
 
     yield start_job
     for process in started:
@@ -67,74 +82,88 @@ def _recorded(tmp_path: Path, *fields: str) -> tuple[Any, ...]:
     return tuple(record[name] for name in fields)
 
 
+def test_completed_run(start_job: Any, tmp_path: Path) -> None:
+    process = start_job('begin(); end("completed"); print(*words[1:])', slots=2)
+    stdout, stderr = process.communicate(timeout=180)
+    assert (process.returncode, *_recorded(tmp_path, "state", "error", "exit_code")) == (0, "completed", None, 0), (
+        stderr
+    )
+    assert _recorded(tmp_path, "run_directory") == (str(tmp_path / "run0"),)
+    folder = tmp_path / "attempts" / "0"
+    assert f"--hostfile {folder}/hostfile --launcher pdsh --force_multi" in stdout
+    assert stdout.strip().endswith(f"--hostfile {folder}/hostfile --job_folder {folder}")
+    assert (folder / "hostfile").read_text() == f"{HERE} slots=2\n"
+
+
+def test_code_0_is_not_believed_of_a_run_that_never_ended(start_job: Any, tmp_path: Path) -> None:
+    """DeepSpeed's launcher ends with it where its srun was killed."""
+    process = start_job("begin()")
+    _, stderr = process.communicate(timeout=180)
+    assert (process.returncode, *_recorded(tmp_path, "state")) == (1, "failed"), stderr
+    assert json.loads((tmp_path / "run0" / "summary.json").read_text())["state"] == "failed"
+
+
 def test_taken_port_is_tried_again_with_another(start_job: Any, tmp_path: Path) -> None:
-    fails = "echo 'error: port is taken, perhaps by another run' >&2; exit 2"
     process = start_job(
-        f'for word in "$@"; do case $word in --master_port=*) echo $word >> {tmp_path}/ports ;; esac; done;'
-        f" [ $(wc -l < {tmp_path}/ports) = 2 ] || {{ {fails}; }}"
+        'Path("ports").open("a").write(words[words.index("--master_port") + 1] + "\\n")\n'
+        'if attempt == 0: fails(0, "user", "port 17000 of n1 is taken, perhaps by another run", 2); sys.exit(2)\n'
+        'begin(); end("completed")'
     )
     _, stderr = process.communicate(timeout=180)
     assert process.returncode == 0, stderr
-    ports = (tmp_path / "ports").read_text().split()
-    assert len(set(ports)) == 2
+    assert len({*(tmp_path / "ports").read_text().split()}) == 2
     state, attempts = _recorded(tmp_path, "state", "attempts")
     assert (state, [each["state"] for each in attempts]) == ("completed", ["failed", "completed"])
     assert attempts[0]["excluded"] == []
 
 
-def test_error_of_a_rank_reaches_the_record(start_job: Any, tmp_path: Path) -> None:
-    process = start_job("echo 'KeyError: no such key' >&2; echo 'more words' >&2; exit 4")
-    _, stderr = process.communicate(timeout=180)
-    error = f"{HERE}: its ranks ended with code 4: more words; KeyError: no such key"
-    assert (process.returncode, *_recorded(tmp_path, "state", "error", "exit_code")) == (4, "failed", error, 4)
-    assert stderr.endswith(f"error: {error}\n")
-    assert [each["error"] for each in _recorded(tmp_path, "attempts")[0]] == [error], (
-        "the program's own: not tried again"
-    )
-
-
-def test_killed_job_leaves_no_rank_and_a_record(start_job: Any, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "summary.json").write_text('{"state": "running"}')
-    process = start_job(f"echo 'run directory: {run}'; echo $CLAP_JOB; exec sleep 60")
-    process.stdout.readline()
-    name = process.stdout.readline().strip()
-    assert processes_of(name)
-    # The agent knows of the run: it watches it.
-    wait_for(lambda: not subprocess.run(["pgrep", "-f", f"watch {run}"], capture_output=True).returncode)
-    process.kill()
-    wait_for(lambda: _recorded(tmp_path, "state") == ("failed",))
-    assert "launch/job.py was ended before it could say why" in _recorded(tmp_path, "error")[0]
-    wait_for(lambda: json.loads((run / "summary.json").read_text())["state"] == "failed")
-    wait_for(lambda: not processes_of(name))
-
-
-def test_killed_agent_is_replaced_and_its_ranks_are_ended(start_job: Any, tmp_path: Path) -> None:
+def test_error_of_a_rank_reaches_the_records(start_job: Any, tmp_path: Path) -> None:
+    """The cause is in the record, not its consequence, which other ranks told earlier than it was written."""
     process = start_job(
-        "echo $CLAP_JOB; [ ${CLAP_JOB##*.} = 1 ] || exec sleep 60; ps -e -o args= | grep -c '^sleep 60$' || :"
+        'begin(); fails(1, "lost_peer", "Connection closed by peer"); fails(0, "error", "KeyError: no such key")\n'
+        "sys.exit(143)", slots=2,
+    )  # fmt: skip
+    _, stderr = process.communicate(timeout=180)
+    state, error, code, attempts = _recorded(tmp_path, "state", "error", "exit_code", "attempts")
+    assert (process.returncode, state, code) == (1, "failed", 1), "not that of the ranks which srun ended"
+    assert "KeyError: no such key" in error
+    assert HERE in error
+    assert stderr.endswith(f"error: {error}\n")
+    assert [each["error"] for each in attempts] == [error], "the program's own: not tried again"
+    assert json.loads((tmp_path / "run0" / "summary.json").read_text())["error"] == error
+
+
+@pytest.mark.parametrize(("number", "state", "code"), [("SIGTERM", "terminated", 143), ("SIGUSR1", "timeout", 0)])
+def test_signal_reaches_the_launcher_and_counts(
+    start_job: Any, tmp_path: Path, number: str, state: str, code: int
+) -> None:
+    saves = 'signal.signal(signal.SIGTERM, lambda *_: (end("terminated", step=7, checkpoints=[{"saved": True}]), sys.exit(1)))'
+    process = start_job(f'begin(); {saves}; (folder / "ready").touch(); time.sleep(100)')
+    wait_for((tmp_path / "attempts" / "0" / "ready").exists)
+    process.send_signal(getattr(signal, number))
+    _, stderr = process.communicate(timeout=180)
+    assert (process.returncode, *_recorded(tmp_path, "state")) == (code, state), stderr
+    assert json.loads((tmp_path / "run0" / "summary.json").read_text())["state"] == state
+
+
+def test_nothing_of_a_launcher_stays_that_dies_before_what_it_started(start_job: Any, tmp_path: Path) -> None:
+    """As srun does where DeepSpeed's launcher is killed."""
+    process = start_job(
+        'if os.fork() == 0: time.sleep(2); begin(); end("failed", "late"); os._exit(0)\nos.kill(os.getpid(), signal.SIGKILL)'
     )
-    first = process.stdout.readline().strip()
-    wait_for(lambda: len(processes_of(first)) == 1)
-    (launcher,) = processes_of(first)
-    agent = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(agent, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 0, stderr
-    assert processes_of(first) == {}
-    attempts = _recorded(tmp_path, "attempts")[0]
-    assert f"lost {HERE}: its connection ended" in attempts[0]["error"]
-    assert [(each["state"], each["excluded"]) for each in attempts] == [("failed", []), ("completed", [])]
+    process.communicate(timeout=180)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert (tmp_path / "run0").is_dir(), "it was waited for"
 
 
-def test_words_that_are_no_files(start_job: Any, tmp_path: Path) -> None:
-    process = start_job('words="$*"; [ ${#words} -gt 300 ]', command=("script.py", "x" * 300, "-"))
-    _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 0, stderr
+def test_missing_program_is_told(start_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "PATH", str(tmp_path / "nowhere"))
+    _, stderr = start_job("", "--launcher", "slurm").communicate(timeout=180)
+    assert stderr == f"error: launcher slurm: srun isn't installed on {HERE}\n"
 
 
 def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:
-    process = start_job("exit 0", "--spare_nodes", "1")
+    process = start_job("", "--spare_nodes", "1")
     _, stderr = process.communicate(timeout=180)
     assert (process.returncode, stderr) == (2, "error: --spare_nodes 1: the allocation has 1 hosts\n")
 
@@ -144,22 +173,17 @@ def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:
 BATCH = {"train_micro_batch_size_per_gpu": 8}
 
 
-class _Agents:
-    def __init__(self, *names: str) -> None:
-        self.hosts = {name: Host(name, heard=0.0) for name in names}
-
-
 @pytest.fixture
-def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+def make_job(tmp_path: Path) -> Callable[..., Job]:
     """A job that hasn't begun, on `slots`."""
 
     def make_job(slots: dict[str, int], *, steps: int = 1, wanted: int | None = None, shrink: bool = True) -> Job:
         (tmp_path / "run.json").write_text(json.dumps({**BATCH, "gradient_accumulation_steps": steps}))
         job = object.__new__(Job)
         command = ["bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
-        job.arguments = argparse.Namespace(shrink=shrink, command=command)
+        job.arguments = argparse.Namespace(shrink=shrink, command=command, requeues=1, until_done=False)
         job.folder, job.slots, job.wanted = tmp_path, slots, wanted or len(slots)
-        job.agents, job.attempts = _Agents(*slots), Attempts(0, [])  # type: ignore[assignment]
+        job.attempts, job.stopped = Attempts(0, []), None
         return job
 
     return make_job
@@ -167,6 +191,11 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
 
 def _hosts(number: int, slots: int = 4) -> dict[str, int]:
     return {f"n{index}": slots for index in range(1, number + 1)}
+
+
+def _lose(job: Job, *names: str) -> None:
+    ending = Ending("failed", f"lost {names}", 1, [*names], lost=True)
+    job.attempts.note(ending, job.slots, [*job.slots], "now")
 
 
 @pytest.mark.parametrize(
@@ -180,36 +209,36 @@ def _hosts(number: int, slots: int = 4) -> dict[str, int]:
     ],
 )
 def test_shrinking_keeps_the_global_batch(
-    make_job: Any, slots: Any, steps: int, lost: list[str], expected: Any
+    make_job: Any, tmp_path: Path, slots: Any, steps: int, lost: list[str], expected: Any
 ) -> None:
     job = make_job(slots, steps=steps)
-    for name in lost:
-        job.agents.hosts[name].lost = "silent"
+    _lose(job, *lost)
     hosts = job._choose_hosts()
     assert [*hosts] == expected["hosts"]
     if hosts:
-        command = job._command(hosts)
-        config = json.loads(Path(command[2]).read_text())
+        words = job._words(hosts, tmp_path)
+        config = json.loads(Path(words[2]).read_text())
         assert config == {**BATCH, "gradient_accumulation_steps": expected["steps"]}
         assert sum(slots.values()) * steps == sum(hosts.values()) * expected["steps"]
-        assert command[-2:] == ["--hostfile", str(job.folder / "hostfile")]
-        assert (job.folder / "hostfile").read_text().split()[::2] == expected["hosts"]
+        assert (tmp_path / "hostfile").read_text().split()[::2] == expected["hosts"]
 
 
-def test_shrinking_knows_the_steps_of_a_batch_that_is_given_as_a_whole(make_job: Any) -> None:
+def test_shrinking_knows_the_steps_of_a_batch_that_is_given_as_a_whole(make_job: Any, tmp_path: Path) -> None:
     job = make_job(_hosts(4))
     config = {"train_batch_size": 256, **BATCH}
     Path(job.arguments.command[2]).write_text(json.dumps(config))
-    job.agents.hosts["n4"].lost = "silent"
+    _lose(job, "n4")
     hosts = job._choose_hosts()
     assert [*hosts] == ["n1", "n2"]
-    assert json.loads(Path(job._command(hosts)[2]).read_text()) == {**config, "gradient_accumulation_steps": 4}
+    (tmp_path / "a").mkdir()
+    words = job._words(hosts, tmp_path / "a")
+    assert json.loads(Path(words[2]).read_text()) == {**config, "gradient_accumulation_steps": 4}
 
 
-def test_without_shrinking_or_a_config_all_are_needed(make_job: Any) -> None:
+def test_without_shrinking_or_a_config_all_are_needed(make_job: Any, tmp_path: Path) -> None:
     job = make_job(_hosts(2), shrink=False)
-    assert job._command(job._choose_hosts())[2] == job.arguments.command[2], "its own file"
-    job.agents.hosts["n2"].lost = "silent"
+    assert job._words(job._choose_hosts(), tmp_path)[2] == job.arguments.command[2], "its own file"
+    _lose(job, "n2")
     assert job._choose_hosts() == {}
     job.arguments.shrink, job.arguments.command = True, ["script.py"]
     assert job._choose_hosts() == {}
@@ -218,20 +247,25 @@ def test_without_shrinking_or_a_config_all_are_needed(make_job: Any) -> None:
 def test_spare_hosts_take_over(make_job: Any) -> None:
     job = make_job(_hosts(4), wanted=2, shrink=False)
     assert [*job._choose_hosts()] == ["n1", "n2"]
-    job.agents.hosts["n1"].heard = None
+    _lose(job, "n1")
     assert [*job._choose_hosts()] == ["n2", "n3"]
-    ending = Ending("failed", "lost n2", 1, ["n2"], lost=True)
-    job.attempts.note(ending, ["n2", "n3"], job.slots, "now", ["n2"])
+    _lose(job, "n2")
     assert [*job._choose_hosts()] == ["n3", "n4"]
-    job.agents.hosts["n3"].lost = "silent"
-    assert job._choose_hosts() == {}, "n2 isn't to be used, though it is there"
+    _lose(job, "n3")
+    assert job._choose_hosts() == {}, "n1 isn't to be used, though it is there"
     # SLURM may give another start of the job the same hosts again.
-    job.attempts.start, job.agents = 1, _Agents("n1", "n2")
-    job.slots = _hosts(2)
+    job.attempts.start, job.slots = 1, _hosts(2)
     assert [*job._choose_hosts()] == ["n1", "n2"]
 
 
-def test_each_attempt_has_a_port_of_its_own() -> None:
-    ports = [port_of(f"123.abcdef01.{number}") for number in range(50)]
-    assert len(set(ports)) > 45
-    assert all(16000 <= port < 32000 for port in ports)
+def test_reached_limit_of_requeues_is_said(
+    make_job: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = make_job(_hosts(2))
+    _lose(job, "n2")
+    ending = Ending("failed", "lost n2", 1, ["n2"], lost=True)
+    assert job._asks_for_another_start(ending)
+    job.attempts.all[-1]["requeued"] = True
+    assert not job._asks_for_another_start(ending)
+    assert "was, 1 times of 1 (--requeues)" in capsys.readouterr().err

@@ -22,12 +22,12 @@ from clap_ds.launch.job_states import figures_of, state_of
         ({}, None, None, False, ("init", "not submitted")),
         ({}, "7", "CANCELLED", False, ("terminated", "cancelled before it began")),
         ({}, "7", None, False, ("terminated", "cancelled before it began")),
-        ({}, "7", "NODE_FAIL", False, ("failed", "a node failed, before it began")),
-        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL: a node failed; see ")),
-        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED: ")),
-        ({"state": "running"}, "7", "OUT_OF_MEMORY", True, ("failed", "SLURM: OUT_OF_MEMORY: ")),
-        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT: its time was over")),
-        ({"state": "running"}, "7", None, True, ("failed", "SLURM no longer knows the job: it recorded no end; see ")),
+        ({}, "7", "NODE_FAIL", False, ("failed", "node_fail before it began")),
+        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL; see ")),
+        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED; ")),
+        ({"state": "running"}, "7", "OUT_OF_MEMORY", True, ("failed", "SLURM: OUT_OF_MEMORY; ")),
+        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; ")),
+        ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see ")),
     ],
 )
 def test_states(

@@ -62,10 +62,10 @@ def test_auto_finds_the_largest(tmp_path: Path, command: list[str], capfd: pytes
     assert list(rows) == [8, 16, 32, 64, 48, 40]
     measured = {"samples_per_s_per_gpu": 80.0, "tflops_per_gpu": 5.5, "memory_gb": 40.0}
     assert rows[40] == {"micro_batch": 40, **measured, "state": "completed", "note": ""}
-    *_, row_40, row_48, row_64, last = capfd.readouterr().out.splitlines()
-    assert row_40.split() == ["40", "80.00", "5.50", "40.00"]
-    assert [row.split()[:4] for row in (row_48, row_64)] == [["48", "–", "–", "–"], ["64", "–", "–", "–"]]
-    assert row_48.endswith("out of memory")
+    *_, row_8, _, _, row_40, row_48, row_64, last = capfd.readouterr().out.splitlines()
+    assert row_8.startswith("micro-batch 8: 16.00 ")
+    assert row_40 == "micro-batch 40: 80.00 samples/s/GPU, 5.50 TFLOPS/GPU, 40.00 GB"
+    assert [row_48, row_64] == [f"micro-batch {size}: out of memory" for size in (48, 64)]
     assert last == "largest micro-batch that fits: 40"
 
 
@@ -76,6 +76,7 @@ def test_any_failure_above_a_size_that_completed_is_too_large(
     assert capfd.readouterr().out.splitlines()[-1] == "largest micro-batch that fits: 40 (48 failed: why)"
     assert main(["auto", *command, "stop"]) == 1
     assert "error: micro-batch 64: timeout: why" in capfd.readouterr().err
+    assert json.loads((tmp_path / "job.json").read_text())["state"] == "timeout"
 
 
 def test_range_keeps_rows_that_do_not_fit_and_a_failure_at_the_smallest_ends_it(

@@ -1,31 +1,37 @@
-"""SLURM's times, partitions and states as its commands print them."""
+"""SLURM's times, partitions and states as its commands print them, lost answers, and what a job asks about itself."""
 
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch import slurm as commands
 from clap_ds.launch.slurm import (
+    ask,
+    enough_nodes,
     find_job,
-    gpus_asked_for,
-    of_partition,
-    partitions,
+    lost_nodes,
+    out_of_service,
+    partition_nodes,
     refusal,
+    requeue,
     seconds_of,
     states_of,
-    time_of,
+    step_state,
 )
 from tests.launch.conftest import FakeSlurm
+
+BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.fixture
+def job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """This is job 42, of 3 nodes of partition gpu."""
+    for name, value in (("ID", "42"), ("PARTITION", "gpu"), ("NUM_NODES", "3")):
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    return slurm
 
 
 def test_times() -> None:
     times = {"2": 120, "1:30": 90, "00:15:00": 900, "1-0": 86400, "1-12:30": 131400, "2-00:00:01": 172801}
     assert {text: seconds_of(text) for text in times} == times
-    assert [time_of(seconds) for seconds in (90, 900, 86400, 172801)] == [
-        "00:01:30",
-        "00:15:00",
-        "1-00:00:00",
-        "2-00:00:01",
-    ]
     for wrong in ("", "soon", "0", "1:2:3:4", "-5", "1-", "infinite"):
         with pytest.raises(UserError, match="expected a"):
             seconds_of(wrong)
@@ -33,32 +39,11 @@ def test_times() -> None:
 
 def test_partitions(slurm: FakeSlurm) -> None:
     slurm.write("partitions", "a*|2|gpu:h100:4(S:0-1),nvme:1|1-00:00:00\na*|1|gpu:2|1-00:00:00\nb|3|(null)|infinite\n")
-    first, second, other = partitions()
-    assert (first.gpus, second.gpus, other.gpus) == (4, 2, 0)
-    assert (first.limit_s, other.limit_s) == (86400, None)
-    assert of_partition([first, second, other], None) == [first, second]
-    assert of_partition([first, second, other], "b,a") == [first, second, other]
-
-
-@pytest.mark.parametrize(
-    ("option", "gpus"),
-    [
-        ("--gres=gpu:2", 2),
-        ("--gres=gpu", 1),
-        ("--gres=gpu:h100", 1),
-        ("--gres=nvme:3,gpu:h100:2,gres/gpu:a100:1", 3),
-        ("--gres=gpu:2(S:0)", 2),
-        ("--gres=gpus_of_old:2", None),
-        ("--gres=none", None),
-        ("--gpus-per-node=2", 2),
-        ("--gpus-per-node=h100:2,a100:2", 4),
-        ("--gpus-per-task=3", 3),
-        ("--gpus=8", None),  # of all nodes
-        ("--exclusive", None),
-    ],
-)
-def test_gpus_that_options_ask_for(option: str, gpus: int | None) -> None:
-    assert gpus_asked_for(option) == gpus
+    assert partition_nodes(None) == [(2, 4, "1-00:00:00"), (1, 2, "1-00:00:00")]
+    assert partition_nodes("b") == [(3, 0, None)]
+    assert len(partition_nodes("b,a")) == 3
+    slurm.write("absent", "n[1-3]\nn7\n")
+    assert out_of_service() == "n[1-3],n7"
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:
@@ -75,14 +60,32 @@ def test_jobs_by_name(slurm: FakeSlurm) -> None:
     assert find_job("none", "2026-11-22T08:00:00") is None
 
 
-def test_a_command_that_fails_or_is_missing_is_an_error(slurm: FakeSlurm) -> None:
-    slurm.write("sinfo", "#!/bin/sh\necho broken >&2\nexit 1\n")
-    with pytest.raises(UserError, match=r"sinfo .*: broken"):
-        partitions()
-    with pytest.raises(UserError, match="why: no_such_program: No such file"):
-        commands.ask(["no_such_program"], "why: ")
-    slurm.remove("sacctmgr")
-    assert commands.accounts() is None or isinstance(commands.accounts(), set)  # of the machine's own, if it has one
+@pytest.mark.parametrize(("said", "asked"), [(BUSY, 3), ("", 3), ("Invalid job id specified", 1)])
+def test_what_gets_no_answer_is_asked_three_times(slurm: FakeSlurm, said: str, asked: int) -> None:
+    slurm.write("squeue", f"#!/bin/sh\ncd '{slurm.folder}'\necho >> asked\necho '{said}' >&2\nexit 1\n")
+    with pytest.raises(UserError, match=f"squeue -h: {said[:20] or 'failed without a word'}"):
+        ask(["squeue", "-h"])
+    assert (slurm.folder / "asked").read_text() == "\n" * asked
+    with pytest.raises(UserError, match="no_such_program: No such file"):
+        ask(["no_such_program"])
+
+
+def test_one_answer_of_three_will_do(slurm: FakeSlurm) -> None:
+    slurm.write(
+        "squeue", f"#!/bin/sh\ncd '{slurm.folder}'\nrm late && {{ echo '{BUSY}' >&2; exit 1; }}\necho 7 RUNNING\n"
+    )
+    slurm.write("late")
+    assert states_of([]) == {"7": "RUNNING"}
+
+
+def test_an_answer_that_never_comes(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clap_ds.launch.slurm.ANSWER_S", 0.1)
+    for name in ("squeue", "sbatch"):
+        slurm.write(name, "#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(UserError, match="squeue: no answer in 0 s"):
+        ask(["squeue"])
+    with pytest.raises(UserError, match="no answer in 0 s"):
+        refusal("")
 
 
 def test_what_sbatch_would_refuse(slurm: FakeSlurm) -> None:
@@ -95,6 +98,41 @@ def test_what_sbatch_would_refuse(slurm: FakeSlurm) -> None:
     slurm.write("refuse_test", "allocation failure: Unable to contact slurm controller (connect failure)\n")
     with pytest.raises(UserError, match="Unable to contact"):
         refusal("")
-    slurm.write("sbatch", "#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(UserError, match="no answer in 0 s"):
-        refusal("", timeout_s=0.1)
+
+
+def test_lost_nodes(slurm: FakeSlurm) -> None:
+    states = "n1 allocated\nn2 down*\nn3 idle*\nn4 failing\nn5 drained\nn1 allocated\n"
+    slurm.write("nodes", states)
+    assert lost_nodes(["n1", "n2", "n3", "n4", "n5", "n6"]) == {"n2": "down*", "n3": "idle*", "n4": "failing"}
+    slurm.write("sinfo", f"#!/bin/sh\necho '{BUSY}' >&2\nexit 1\n")
+    assert lost_nodes(["n1"]) == {}
+
+
+def test_state_of_the_newest_step(job: FakeSlurm) -> None:
+    assert step_state("42") is None, "no accounting"
+    lines = ["42|RUNNING", "42.batch|RUNNING", "42.extern|RUNNING"]
+    job.write("accounting", "\n".join(lines))
+    assert step_state("42") is None
+    job.write("accounting", "\n".join([*lines, "42.9|FAILED", "42.10|CANCELLED by 0"]))
+    assert step_state("42") == "CANCELLED"
+
+
+def test_another_start(job: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert requeue([]) is None
+    assert requeue(["n1", "n3"]) is None
+    expected = ["requeuehold 42", "update JobId=42 ExcNodeList=n1,n3", "release 42"]
+    assert (job.folder / "asked").read_text().splitlines() == ["requeue 42", *expected]
+    # It is let go all the same where the hosts can't be excluded: it would be held for ever.
+    job.write("scontrol", '#!/bin/sh\n[ "$1" != update ] || { echo no right >&2; exit 1; }\n')
+    assert requeue(["n1", "n3"]) is None
+    assert "warning: scontrol update JobId=42 ExcNodeList=n1,n3: no right" in capsys.readouterr().err
+    job.write("scontrol", "#!/bin/sh\necho job requeue disabled >&2\nexit 1\n")
+    assert requeue(["n1"]) == "scontrol requeuehold 42: job requeue disabled"
+
+
+def test_a_job_needs_nodes_beside_those_it_is_to_do_without(job: FakeSlurm) -> None:
+    job.write("partitions", "gpu*|3|gpu:4|infinite\ngpu*|1|gpu:2|infinite\ncpu|9|(null)|infinite\n")
+    assert enough_nodes(["n1"])
+    assert not enough_nodes(["n1", "n2"])
+    job.write("sinfo", "#!/bin/sh\nexit 1\n")
+    assert enough_nodes(["n1", "n2"]), "nobody knows"

@@ -1,211 +1,155 @@
-"""One job from one command: its script, its record, and everything that is refused before it is queued."""
+"""One job from one command: its folder, its record, and everything that is refused before it is queued."""
 
 import json
-import shlex
-from itertools import pairwise
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clap_ds.launch.submit import main
+from clap_ds.launch.sweep import main as sweep
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
 
-
-class Submission:
-    """`call(options)` submits a micro run on a site with an account, in a folder with a space in its name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "my work"
-        self.folder.mkdir()
-        self.site: dict[str, Any] = {
-            "account": "mine",
-            "sbatch": ["--exclusive"],
-            "run_root": str(self.folder / "runs"),
-        }
-        self.run = micro_run()
-
-    def call(self, *options: str) -> int:
-        (self.folder / "tiny.json").write_text(json.dumps(self.run))
-        (self.folder / "site.json").write_text(json.dumps(self.site))
-        given = ["--site", str(self.folder / "site.json"), "--config", str(self.folder / "tiny.json")]
-        return main([*given, *options])
-
-    @property
-    def jobs(self) -> list[Path]:
-        return sorted((self.folder / "runs" / "jobs").glob("*"))
+Call = Callable[..., int]
 
 
 @pytest.fixture
-def submission(tmp_path: Path, slurm: FakeSlurm) -> Submission:
-    return Submission(tmp_path)
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my work").mkdir()
+    return tmp_path / "my work"
 
 
-def _lines(job: Path) -> set[str]:
-    return set((job / "job.sbatch").read_text().splitlines())
+@pytest.fixture
+def call(folder: Path, slurm: FakeSlurm) -> Call:
+    """Submits a micro run on a site with an account: `call(*options, site={…}, clap={…})`."""
+
+    def submit(*options: str, site: dict[str, Any] | None = None, **changes: Any) -> int:
+        fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
+        (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
+        (folder / "site.json").write_text(json.dumps(fields))
+        return main(["--site", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
+
+    return submit
+
+
+def _jobs(folder: Path) -> list[Path]:
+    return sorted((folder / "runs" / "jobs").glob("*"))
 
 
 def test_everything_of_the_site_is_in_the_script(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submission.site |= {"partition": "gpu", "cpus_per_task": 8, "sbatch": ["--qos=big"], "gpus_per_node": 2}
-    assert submission.call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "pdsh") == 0
-    (job,) = submission.jobs
+    site = {"partition": "gpu", "cpus_per_task": 8, "sbatch": ["--qos=big"], "gpus_per_node": 2}
+    assert call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "pdsh", site=site) == 0
+    (job,) = _jobs(folder)
     expected = {
-        "--account=mine", "--partition=gpu", "--qos=big", "--nodes=2", "--gres=gpu:2", "--ntasks-per-node=1",
-        "--cpus-per-task=16", "--time=00:15:00", "--signal=B:USR1@60", "--requeue", "--open-mode=append",
-        "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
+        "--account=mine", "--partition=gpu", "--qos=big", "--nodes=2", "--gres=gpu:2", "--cpus-per-task=8",
+        "--time=00:15:00", "--signal=B:USR1@60", "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
     }  # fmt: skip
-    assert {f"#SBATCH {option}" for option in expected} <= _lines(job)
-    assert "#SBATCH --no-kill" not in _lines(job)
-    words = shlex.split((job / "job.sbatch").read_text(), comments=True)
-    given = dict(pairwise(word for word in words if word != "\n"))
-    assert (given["--site"], given["--folder"]) == (str(submission.folder / "site.json"), "$folder")
-    assert (given["--slots"], given["--launcher"]) == ("2", "ssh")
-    record = json.loads((job / "submitted.json").read_text())
-    assert (record["job"], record["nodes"]) == ("101", 2)
-    (call,) = slurm.calls
-    assert f"--job-name={record['name']}" in call
-    assert record["name"].startswith("clap-tiny-")
+    lines = {*(job / "slurm.sbatch").read_text().splitlines()}
+    assert {f"#SBATCH {option}" for option in expected} <= lines
+    assert "#SBATCH --no-kill" not in lines
+    (recorded,) = json.loads((job / "jobs.json").read_text())["jobs"]
+    assert slurm.calls == [f"--parsable --job-name={recorded['submitted_as']} {job}/slurm.sbatch"]
     run = json.loads((job / "run.json").read_text())
-    assert run["clap"]["output"] == {"root": str(submission.folder / "runs"), "label": "tiny"}
-    shown = capsys.readouterr().out
-    log = job / "slurm-101.out"
-    assert "submitted job 101" in shown
+    assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "tiny"}
+    shown, log = capsys.readouterr().out, job / "slurm-101.out"
+    assert (
+        f"submitted job 101: {recorded['submitted_as']}, 2 nodes, 2 ranks on each, 00:15:00\nfolder: {job}\n" in shown
+    )
     assert all(how in shown for how in (f"log: {log}", f"tail -F '{log}'", "squeue -j 101", "scancel 101"))
 
 
-@pytest.mark.parametrize("own", ["--gres=gpu:h100:2", "--gpus-per-node=2"])
-def test_ranks_are_as_many_as_the_gpus_that_the_site_asks_for(
-    submission: Submission, slurm: FakeSlurm, own: str
-) -> None:
-    submission.site["sbatch"], submission.run["train_batch_size"] = [own], 8
-    assert submission.call() == submission.call("--gpus", "2") == 0
-    assert submission.call("--nodes", "2") == 2, "on 4 ranks the batch is twice as large"
-    for job in submission.jobs:
-        assert "--slots 2" in (job / "job.sbatch").read_text()
-        assert [line for line in _lines(job) if "gpu" in line and line.startswith("#SBATCH --g")] == [f"#SBATCH {own}"]
-
-
-def test_spare_nodes_and_training(submission: Submission, capsys: pytest.CaptureFixture[str]) -> None:
-    submission.run["clap"]["train"] = {"samples": 64}
+def test_spare_nodes_and_training(call: Call, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clap = {"train": {"samples": 64}, "output": {"root": "/mine", "label": "its"}}
     options = ("--nodes", "2", "--spare_nodes", "1", "--shrink", "--until_done", "--train", "--time", "8:00")
-    assert submission.call(*options, "--label", "mine") == 0
-    (job,) = submission.jobs
-    assert job.name.startswith("mine-")
-    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --signal=B:USR1@240"} <= _lines(job)
-    command = (job / "job.sbatch").read_text().partition("exec bash")[2]
-    words = command.replace("\\\n", " ").split()
-    assert words[-2:] == ["--shrink", "--until_done"]
-    assert {"--spare_nodes 1", "--command clap_ds/train.py", "--grace 192"} <= set(map(" ".join, pairwise(words)))
-    assert "note: a time limit of 8:00 is short: the run is told to stop 240 s before it" in capsys.readouterr().out
-
-
-def test_what_to_do_with_checkpoints_reaches_training(
-    submission: Submission, capsys: pytest.CaptureFixture[str]
-) -> None:
-    submission.run["clap"]["train"] = {"samples": 16}
-    assert submission.call("--train", "--", "--from_weights", "40", "--accept_changes") == 0
-    (job,) = submission.jobs
-    text = (job / "job.sbatch").read_text().replace(" \\\n", "")
-    assert text.endswith("-- --from_weights 40 --accept_changes\n")
-    assert submission.call("--", "--restart") == 2
-    assert "options of training, without --train" in capsys.readouterr().err
-    for options in ("--resume", "runs", "--from_weights", "--skip_steps 6-5", "--restart --from_weights 4"):
-        with pytest.raises(SystemExit, match="2"):
-            submission.call("--train", "--", *options.split())
-    assert submission.jobs == [job]
+    assert call(*options, "--label", "my own", "--", "--from_weights", "40", clap=clap) == 0
+    (job,) = _jobs(folder)
+    assert job.name.startswith("my_own-")
+    text = (job / "slurm.sbatch").read_text()
+    assert "#SBATCH --nodes=3\n" in text
+    assert "--spare_nodes=1 --requeues=2 --shrink --until_done" in text
+    assert text.endswith('-- clap_ds/train.py --deepspeed_config "$folder/run.json" --from_weights 40\n')
+    assert json.loads((job / "run.json").read_text())["clap"]["output"] == {"root": "/mine", "label": "my_own"}
+    assert ", 3 nodes, 1 of them spare, 4 ranks on each, 8:00\n" in capsys.readouterr().out
 
 
 def test_check_shows_the_script_and_leaves_nothing(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submission.call("--check", "--nodes", "2") == 0
+    assert call("--check", "--nodes", "2") == 0
     shown = capsys.readouterr().out
     assert "#SBATCH --nodes=2" in shown
-    assert "partition  gpu: 200 nodes with 4 GPUs, time limit 1-00:00:00" in shown
-    assert "account    mine" in shown
-    assert "sbatch     would take it" in shown
-    assert (submission.jobs, slurm.calls) == ([], [])
+    assert "sbatch  would take it" in shown
+    assert (_jobs(folder), slurm.calls) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("site", "options", "message"),
     [
-        ({"account": "yours"}, (), "account: 'yours' is none of yours; did you mean 'ours'?"),
-        ({"partition": "gpuu"}, (), "partition: SLURM has no 'gpuu'; did you mean 'gpu'?"),
-        ({"partition": "cpu", "gpus_per_node": 4}, (), "partition: cpu has no GPUs; there are some in gpu"),
-        ({"gpus_per_node": 8}, (), "gpus_per_node: 8 on each node wanted; partition gpu has 200 nodes with 4 GPUs"),
-        ({}, ("--nodes", "199", "--spare_nodes", "2"), "201 nodes wanted: partition gpu has 200"),
-        ({"sbatch": ["--gres=gpu:2"]}, ("--gpus", "4"), "--gpus 4: the site's sbatch options have --gres=gpu:2"),
-        ({"sbatch": ["--gpus-per-node=8"]}, (), "gpus_per_node: 8 on each node wanted"),
-        ({"python": "/no/such/python"}, (), "python: /no/such/python: no such program"),
-        ({"setup": ["true", "module load CUDAA"]}, (), "setup: 'module load CUDAA': "),
-        ({}, ("--until_done",), "--until_done: only training goes on where it was"),
-        ({}, ("--train",), "tiny.json: clap.train: missing samples or epochs"),
-        ({}, ("--time", "2-00:00:00"), "time 2-00:00:00: partition gpu has a limit of 1-00:00:00"),
+        ({"python": "/bin/true"}, "", "python: /bin/true can't run this package"),
+        ({"setup": ["true", "module load CUDAA"]}, "", "setup: 'module load CUDAA': "),
+        ({}, "--until_done", "are for training: give --train, too"),
+        ({}, "-- --restart", "are for training: give --train, too"),
+        ({}, "--train", "tiny: clap.train: missing samples or epochs"),
+        ({}, "--time soon", "'soon': expected a SLURM time"),
+        ({"partition": "cpu"}, "", "no gpus_per_node in the site file, give --gpus: sinfo shows none"),
     ],
 )
 def test_refused_before_it_is_queued(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str],
-    site: dict[str, Any], options: tuple[str, ...], message: str,
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str],
+    site: dict[str, Any], options: str, message: str,
 ) -> None:  # fmt: skip
-    submission.site |= site
-    assert submission.call(*options) == 2
+    assert call(*options.split(), site=site) == 2
     assert message in capsys.readouterr().err
-    assert (submission.jobs, slurm.calls) == ([], [])
+    assert (_jobs(folder), slurm.calls) == ([], [])
 
 
-def test_what_sbatch_would_refuse_is_never_queued(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "options", ["--resume runs", "--from_weights", "--skip_steps 6-5", "--restart --from_weights 4"]
+)
+def test_wrong_options_of_training_are_refused(call: Call, options: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        call("--train", "--", *options.split(), clap={"train": {"samples": 64}})
+
+
+@pytest.mark.parametrize("when", ["refuse_test", "refuse"])
+def test_what_sbatch_refuses_leaves_no_folder(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], when: str
 ) -> None:
-    slurm.write("refuse_test", "allocation failure: Invalid qos specification\n")
-    for options in ((), ("--check",)):
-        assert submission.call(*options, "--nodes", "2") == 2
-        assert "error: sbatch would refuse it: Invalid qos specification\n" in capsys.readouterr().err
-    assert slurm.tested == ["#SBATCH --nodes=2"] * 2
-    slurm.write("refuse_test", "sbatch: error: Socket timed out on send/recv operation\n")
-    assert submission.call("--check") == 0
-    assert (
-        "not checked: whether sbatch takes the script: sbatch --test-only: Socket timed out" in capsys.readouterr().out
-    )
-    assert (submission.jobs, slurm.calls) == ([], [])
+    slurm.write(when, "sbatch: error: Invalid qos specification\n")
+    assert call() == 2
+    assert "Invalid qos specification" in capsys.readouterr().err
+    assert _jobs(folder) == []
 
 
 def test_nodes_that_are_down_for_now_do_not_keep_a_job_from_the_queue(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    call: Call, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
-    assert submission.call() == 2
+    assert call() == 2
     assert "would refuse it: Requested node configuration is not available" in capsys.readouterr().err
     slurm.write("absent", "n[1-3]\nn7\n")
-    assert submission.call() == 0
-    assert "configuration is not available; out of service: n[1-3],n7" in capsys.readouterr().out
+    assert call() == 0
+    shown = capsys.readouterr().out
+    assert "configuration is not available; out of service: n[1-3],n7" in shown
+    assert "cores:" not in shown
+    assert call(site={"sbatch": []}) == 0
+    assert "cores: with neither cpus_per_task nor --exclusive in the site" in capsys.readouterr().out
 
 
-def test_sbatch_that_refuses_leaves_no_folder(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm.write("refuse", "sbatch: error: Invalid qos specification\n")
-    assert submission.call() == 2
-    assert "Invalid qos specification" in capsys.readouterr().err
-    assert submission.jobs == []
-
-
-def test_a_job_whose_answer_was_lost_is_found_by_the_next_call(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+def test_a_job_whose_answer_was_lost_is_found_by_its_name(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.write("silent")
     slurm.write("forgotten")
-    assert submission.call() == 2
-    assert "Socket timed out" in capsys.readouterr().err
-    for name in ("silent", "forgotten"):
-        slurm.remove(name)
-    assert submission.call() == 2
-    assert "job 101 was submitted at" in capsys.readouterr().err
-    (job,) = submission.jobs
-    assert json.loads((job / "submitted.json").read_text())["job"] == "101"
-    assert len(slurm.calls) == 1
-    assert (submission.call(), submission.call()) == (0, 0)
-    assert len(slurm.calls) == len(submission.jobs) == 3
+    assert call() == 2
+    (job,) = _jobs(folder)
+    assert f"`launch/sweep.py status {job}` tells whether SLURM has the job" in capsys.readouterr().err
+    slurm.remove("forgotten")
+    slurm.write("queue", "101 PENDING\n")
+    assert sweep(["status", str(job)]) == 0
+    assert re.search(r"slurm +1 +101 +init +pending", capsys.readouterr().out)

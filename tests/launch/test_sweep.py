@@ -1,13 +1,17 @@
 """Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.sweep import Sweep, main
+from clap_ds.launch.jobs import Jobs
+from clap_ds.launch.sweep import main
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
@@ -22,7 +26,7 @@ def _finish(folder: Path, name: str, state: str, **fields: str) -> None:
 
 
 def _states(folder: Path) -> dict[str, tuple[str, str]]:
-    return Sweep.read(folder).states()
+    return Jobs.read(folder).states()
 
 
 def test_one_readable_script_per_scale(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -31,7 +35,7 @@ def test_one_readable_script_per_scale(tmp_path: Path, slurm: FakeSlurm) -> None
     assert sorted(path.name for path in folder.glob("*.sbatch")) == ["n001.sbatch", "n016.sbatch", "n128.sbatch"]
     shebang, *lines = (folder / "n016.sbatch").read_text().splitlines()
     assert shebang == "#!/bin/bash"
-    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--ntasks-per-node=1", "--signal=B:USR1@60")
+    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--ntasks-per-node=4", "--signal=USR1@60")
     assert {f"#SBATCH {option}" for option in options} <= set(lines)
     run = json.loads((folder / "n016" / "run.json").read_text())
     assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "n016"}
@@ -40,7 +44,7 @@ def test_one_readable_script_per_scale(tmp_path: Path, slurm: FakeSlurm) -> None
 def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
     options = ("--nodes", "2", "--repeats", "2", "--vary", "optimizer.params.lr=1e-4,3e-4", "--array")
     folder = _start(tmp_path, *options)
-    sweep = Sweep.read(folder)
+    sweep = Jobs.read(folder)
     assert [job.name for job in sweep.jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
     assert json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
     (call,) = slurm.calls
@@ -50,7 +54,7 @@ def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
         _finish(folder, job.name, "completed")
     assert main(["resume", str(folder)]) == 0
     assert "--array=3" in slurm.calls[1]
-    assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
+    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
 
 
 def test_sbatch_is_asked_once_for_each_number_of_nodes(
@@ -76,26 +80,28 @@ def test_nothing_is_queued_unless_every_job_can_run(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2 (and 1 more): clap.bench.windws: no such field; did you mean"),
+        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2: clap.bench.windws: no such field; did you mean"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], 'n001-train_micro_batch_size_per_gpu_zwei: train_micro_batch'),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: 18 is not"),
         (["--train"], "n001: clap.train: missing samples or epochs"),
-        (["--nodes", "1", "201"], "201 nodes wanted: partition gpu has 200 with 4 GPUs or more"),
-        (["--train", "--vary", "clap.train.samples=64", "--time", "2-00:00:00"], "gpu has a limit of 1-00:00:00"),
+        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: 48 over"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
         assert not folder.exists()
+    folder.mkdir()
+    _start(tmp_path, "--train", code=2)
+    assert folder.exists(), "it was there before"
     assert slurm.calls == []
 
 
 def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.write("partitions", "gpu*|8|gpu:4|12:00:00\n")
-    folder = _start(tmp_path, "--train", "--vary", "clap.train.samples=64,128", "--nodes", "2")
+    options = ("--train", "--vary", "clap.train.samples=64,128", "--nodes", "2", "--site", "generic")
+    folder = _start(tmp_path, *options)
     script = (folder / "n002-samples_64.sbatch").read_text()
-    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=B:USR1@300"} <= set(script.splitlines())
-    assert "--command clap_ds/train.py" in script
-    assert "--grace 240" in script
+    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
+    assert "-- clap_ds/train.py" in script
 
 
 def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,44 +157,30 @@ def test_table_has_what_was_measured_and_learned(
     assert counts == "3 completed"
 
 
-@pytest.mark.parametrize("known_by", ["squeue", "sacct"])
 def test_a_job_whose_answer_was_lost_is_not_submitted_twice(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], known_by: str
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.write("silent")
     slurm.write("forgotten")
     folder = _start(tmp_path, "--nodes", "1", "2", code=2)
     assert "Socket timed out" in capsys.readouterr().err
-    (lost, other) = Sweep.read(folder).jobs
+    (lost, other) = Jobs.read(folder).jobs
     assert (lost.slurm_id, other.submitted_as) == (None, None)
     assert lost.submitted_as in slurm.calls[0]
     slurm.remove("silent")
-    if known_by == "squeue":
-        slurm.remove("forgotten")
-    else:
-        slurm.write("accounting")
+    slurm.write("accounting")  # which knows it by its name
     slurm.write("queue", "101 RUNNING\n")
     assert main(["resume", str(folder)]) == 0
     assert "1 of 2 jobs are missing: n002" in capsys.readouterr().out
-    assert [job.slurm_id for job in Sweep.read(folder).jobs] == ["101", "102"]
+    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101", "102"]
     assert len(slurm.calls) == 2
-
-
-def test_a_refused_job_leaves_no_name_behind(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm.write("refuse", "sbatch: error: Batch job submission failed: Invalid qos specification\n")
-    folder = _start(tmp_path, code=2)
-    assert "Invalid qos specification" in capsys.readouterr().err
-    assert [job.submitted_as for job in Sweep.read(folder).jobs] == [None]
-    assert _states(folder)["n001"] == ("init", "not submitted")
 
 
 def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     folder, config = _start(tmp_path, "--nodes", "1"), str(tmp_path / "tiny.json")
     for arguments, message in (
         (["--config", config, "--folder", str(folder)], "there is a sweep already"),
-        (["status", str(tmp_path)], f"{tmp_path}: no sweep there"),
+        (["status", str(tmp_path)], f"{tmp_path}/jobs.json: can't be read: No such file"),
         (["--site", "jupitr", "--config", config], "did you mean 'jupiter'?"),
         (["--config", str(tmp_path / "missing.json")], "no such file"),
         (["--config", config, "--gpus", "1", "--nodes", "2", "2", "--folder", str(tmp_path / "other")], "given twice"),
@@ -197,32 +189,55 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Ca
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
-    for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"], ["--time", "soon"]):
+    for bad in (["--nodes", "0"], ["--micro_batch", "8-16"], ["--array", "--chain"], ["--per_nodes", "8"]):
         with pytest.raises(SystemExit, match="2"):
             main(["--config", config, *bad])
 
 
-def test_help_tells_of_sweeps_made_earlier(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
-    for words in ((), ("status",), ("resume",)):
-        with pytest.raises(SystemExit, match="0"):
-            main([*words, "--help"])
-        shown[words] = " ".join(capsys.readouterr().out.split())
-    assert "`sweep.py status FOLDER` shows" in shown[()]
-    assert "`sweep.py resume FOLDER` submits" in shown[()]
-    assert "usage: launch/sweep.py status [-h] folder It shows" in shown[("status",)]
-    assert "folder the sweep's folder" in shown[("resume",)]
-    assert "what" not in shown[("resume",)].replace("what is missing", "")
+def test_a_file_from_a_node_count_on(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, tokens in (("few", 16), ("many", 32)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(micro_run(clap={"text_tokens": tokens})))
+    files = [f"8={tmp_path}/many.json", f"1={tmp_path}/few.json"]
+    command = ["--site", "jupiter", "--nodes", "2", "8", "16", "--dry_run", "--folder", str(tmp_path / "sweep")]
+    assert main([*command, "--per_nodes", *files]) == 0
+    runs = [json.loads((tmp_path / "sweep" / name / "run.json").read_text()) for name in ("n002", "n008", "n016")]
+    assert [run["clap"]["text_tokens"] for run in runs] == [16, 32, 32]
+    for wrong, message in (
+        ([*files, "--config", "htsat_tiny"], "one of the two"),
+        (files[:1], "no file for 2 nodes: the first is for 8 and more"),
+    ):
+        assert main([*command[:-1], str(tmp_path / "other"), "--per_nodes", *wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_a_folder_without_a_sweep_is_told_the_nearest_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_strong_scaling_keeps_the_global_batch_by_accumulation(tmp_path: Path, slurm: FakeSlurm) -> None:
+    micro_batch = micro_run()["train_micro_batch_size_per_gpu"]
+    folder = _start(tmp_path, "--nodes", "1", "2", "4", "--global_batch", str(micro_batch * 32), "--dry_run")
+    for nodes, steps in ((1, 8), (2, 4), (4, 2)):
+        run = json.loads((folder / f"n00{nodes}" / "run.json").read_text())
+        sizes = [
+            run[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        ]
+        assert sizes == [micro_batch, steps, micro_batch * 32]
+
+
+def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clap_ds.launch.sweep.work_folder", lambda: tmp_path)
-    for name in ("tiny-20260101T000000Z", "big-20260301T000000Z", "half-written"):
-        (tmp_path / "runs" / "sweeps" / name).mkdir(parents=True)
-        if name != "half-written":
-            (tmp_path / "runs" / "sweeps" / name / "sweep.json").write_text("{}")
-    assert main(["status", str(tmp_path / "tiny-20260101")]) == 2
-    nearest = tmp_path / "runs" / "sweeps" / "tiny-20260101T000000Z"
-    assert f"tiny-20260101: no sweep there; did you mean '{nearest}'?" in capsys.readouterr().err
+    manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ python launch/sweep\.py (--site jupiter .*)$", manual, re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
+    scales = {1: "15", 2: "15", 4: "15", 8: "15", 16: "25", 32: "25", 64: "30", 128: "30"}
+    for model, micro_batch in (("tiny", 616), ("base", 416)):
+        for nodes, minutes in scales.items():
+            name = f"n{nodes:03d}-htsat_{model}"
+            run = json.loads((tmp_path / "sweep" / name / "run.json").read_text())
+            assert run["train_micro_batch_size_per_gpu"] == micro_batch
+            lines = {*(tmp_path / "sweep" / f"{name}.sbatch").read_text().splitlines()}
+            assert {
+                f"#SBATCH --time=00:{minutes}:00",
+                f"#SBATCH --nodes={nodes}",
+                "#SBATCH --cpus-per-task=72",
+            } <= lines
+    assert len(slurm.tested) == len(scales)

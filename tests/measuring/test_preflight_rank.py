@@ -1,63 +1,97 @@
-"""The ranks' part of a preflight finds wrong sums, and takes little more memory than what it sums."""
+"""This machine as a host, with GPUs and processes that an nvidia-smi of the test's shows."""
 
+import importlib.metadata
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from clap_ds.dist.distributed import Ranks
 from clap_ds.measuring import preflight_rank
-from tests import processes
-from tests.ranks import RankPool
+from clap_ds.measuring.preflight_rank import code_digest, faults, gpus, version
 
-CPU = torch.device("cpu")
+GPUS = [f"{number}, GPU-{number}aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06" for number in range(4)]
 
 
-def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
-    """Counted after an all-reduce of 37 elements in pieces of 8, when what it gives is changed at some places."""
-    all_reduce = dist.all_reduce
-
-    def spoiled(buffer: torch.Tensor) -> None:
-        all_reduce(buffer)
-        buffer *= world_size / dist.get_world_size()
-        for place, value in spoil.items():
-            buffer[place] = value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight_rank, "PIECE", 8)
-        patch.setattr(dist, "all_reduce", spoiled)
-        return preflight_rank._all_reduce(37, Ranks(dist.get_rank(), world_size, 0, 1), CPU)[0]
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File of the processes that it shows to compute on the GPUs."""
+    (tmp_path / "gpus").write_text("\n".join(GPUS))
+    script = f'#!/bin/sh\ncd "{tmp_path}"\ncase $1 in --query-gpu=*) cat gpus ;; *) cat processes ;; esac\n'
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    (tmp_path / "processes").touch()
+    return tmp_path / "processes"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "spoil", "wrong"),
-    [
-        (2, {}, 0),
-        (2, {0: 1.0, 9: 1.0, 36: float("nan"), 1: 2.0}, 3),
-        (1024, {1: 1000.0, 3: 800.0, 36: 1.0}, 2),  # sums of more than 256 ones may round
-    ],
+    ("visible", "indices"),
+    [("0,1,2,3", "0123"), ("2,3", "23"), ("GPU-1aa,GPU-3", "13"), ("", "0123"), ("7", "")],
 )
-def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dict[int, float], wrong: int) -> None:
-    assert two_ranks.run(_wrong_elements, world_size, spoil) == [wrong, wrong]
+def test_only_the_gpus_of_the_rank_count(
+    processes: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus() == {f"GPU-{index}aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06" for index in indices}
 
 
-PEAK = """
-import resource, sys, torch
-from clap_ds.dist.distributed import Ranks, initialize
-from clap_ds.measuring import preflight_rank
-ranks = Ranks.from_environment()
-device = initialize(ranks, compile_cpu_collective=False)
-preflight_rank._all_reduce(1000, ranks, device)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-preflight_rank._all_reduce(100_000_000 // 2, ranks, device)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 100_000)
-"""
+def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()", tmp_path], stdin=subprocess.PIPE) as rank:
+        lines = [f"{os.getpid()}, 40000 MiB, python", f"{rank.pid}, 500 MiB, python", "99999999, [N/A], [Not Found]"]
+        lines.append("99999998, 30 MiB, nvidia-cuda-mps-server")
+        processes.write_text("".join(f"GPU-1aa, {line}\nGPU-9aa, 99999997, 1 MiB, of another job\n" for line in lines))
+        found = [text for breaks, text in faults({"GPU-1aa": "H100"}, tmp_path / "preflight") if "in use" in text]
+        assert found[1:] == [f"a GPU is in use by process {rank.pid} (python), 500 MiB",
+                             "a GPU is in use by process 99999999 ([Not Found]), [N/A]"]  # fmt: skip
+        ours = [text for _, text in faults({"GPU-1aa": "H100"}, tmp_path) if f"process {rank.pid} " in text]
+        assert ours == []
+        rank.communicate(b"\n")
 
 
-@pytest.mark.end_to_end
-def test_memory_is_little_more_than_the_buffer() -> None:
-    both = processes.ranks(["-c", PEAK], 2, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
-    assert [rank.wait() for rank in both] == [0, 0], both[0].stderr
-    for rank in both:
-        assert 0.9 < float(rank.stdout) < 3, rank.stdout
+def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
+    monkeypatch.setattr(preflight_rank, "MIN_OPEN_FILES", 1e9)
+    monkeypatch.setattr(preflight_rank, "torch_cuda", lambda: ("2.13.0", None))
+    monkeypatch.setattr(preflight_rank, "driver_version", lambda: None)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0")
+    monkeypatch.setenv("CC", "none")
+    monkeypatch.setattr(preflight_rank.shutil, "which", lambda name: None)
+    text = "\n".join(f"{breaks} {text}" for breaks, text in faults({}, tmp_path / "preflight"))
+    expected = [f"True .* GB free for {tmp_path}", "True .* GB free for /tmp", "False ulimit -n", "True SLURM gave"]
+    expected += ["True torch 2.13.0 is built without CUDA", "True there is a GPU, but no NVIDIA", "False Triton"]
+    assert [start for start in expected if not re.search(start, text)] == []
+    monkeypatch.setattr(preflight_rank, "torch_cuda", lambda: ("2.13.0", "13.0"))
+    monkeypatch.setattr(preflight_rank, "driver_version", lambda: "550.54.15")
+    assert (False, "driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580") in faults({}, tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert not any("GPU" in text for _, text in faults({}, tmp_path))
+
+
+def test_versions_are_of_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "emptied").mkdir()
+    found = [version(name) for name in ("torch", "emptied", "no_such_package")]
+    assert found == [importlib.metadata.version("torch"), None, None]
+
+
+def test_cores_are_those_of_this_process() -> None:
+    first = min(os.sched_getaffinity(0))
+    command = (
+        "import os; os.sched_setaffinity(0, [{}]); from clap_ds.measuring import preflight_rank as r; print(r.cores())"
+    )
+    words = [sys.executable, "-c", command.format(first)]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(rf"{first} \(\d*\)\n", shown)
+
+
+def test_digest_knows_contents_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_rank, "PACKAGE", tmp_path)
+    found = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.json", "2"), ("notes.txt", "x")):
+        (tmp_path / name).write_text(text)
+        found.add(code_digest())
+    assert len(found) == 3
