@@ -22,8 +22,8 @@ from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.dist import stacks
-from clap_ds.dist.hostfile import expand, format_hostfile, read_hostfile
-from clap_ds.dist.rendezvous import free_port, meet
+from clap_ds.dist.hostfile import expand, format_hostfile, free_port, read_hostfile
+from clap_ds.dist.rendezvous import meet
 from clap_ds.dist.verdict import judge
 
 T = TypeVar("T")
