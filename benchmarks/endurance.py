@@ -29,7 +29,7 @@ from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.settings import load_run
-from clap_ds.dist.rendezvous import free_port
+from clap_ds.dist.hostfile import free_port
 from clap_ds.weights import checkpoint_files as files
 
 TRAIN = str(Path(files.__file__).parents[1] / "train.py")

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from clap_ds.dist.rendezvous import free_port
+from clap_ds.dist.hostfile import free_port
 from tests.processes import TIMEOUT_S, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]

@@ -19,6 +19,7 @@ STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """What a rank reports because of something else; never to blame, and no word that is there is replaced by it."""
 FOLDER = "errors"
+SHOWN = 8  # ranks or hosts in one line
 _place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
@@ -28,15 +29,15 @@ def speak_in(folder: Path, rank: int, host: str) -> None:
     _place = folder / FOLDER, rank, host
 
 
-def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), missing: Sequence[str] = ()) -> None:
     """Write why this rank ends, with the stack of the exception being handled; not at all where it can't be written.
 
     Args:
         kind: one of this module's.
         message: its lines become one.
         code: the exit code that follows.
-        missing: hosts that didn't come, for `UNREACHABLE`; that are to blame, for `STALL`.
         ranks: that are to blame, for `STALL`.
+        missing: hosts that didn't come, for `UNREACHABLE`; that are to blame, for `STALL`.
     """
     if _place is None:
         return
@@ -45,10 +46,15 @@ def leave_word(kind: str, message: str, code: int, *, missing: Sequence[str] = (
     if kind in CONSEQUENCES and path.exists():
         return
     extra = {"py_callstack": stack, "timestamp": f"{time.time():.3f}", "host": host, "rank": rank, "kind": kind}
-    extra |= {"code": code, "missing": list(missing), "ranks": list(ranks)}
+    extra |= {"code": code, "ranks": list(ranks), "missing": list(missing)}
     content = {"message": {"message": "; ".join(message.strip().splitlines()), "extraInfo": extra}}
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(content) + "\n")
         os.replace(draft, path)
+
+
+def some(names: Sequence[object]) -> str:
+    """As many of them as fit in a line."""
+    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")

@@ -7,10 +7,14 @@ ssh. Leaves options and printing to `launch/hostfile.py`.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import math
 import os
+import random
 import re
+import socket
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -192,6 +196,17 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 def master_port(name: str) -> int:
     """A port for rank 0: another one for each name of a job's step or attempt, the same on every rank."""
     return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
+
+
+def free_port() -> int:
+    """A port of this host for rank 0, later. Not one of the kernel's choosing, which it could give to others until then."""
+    draw = random.SystemRandom()
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            port = draw.choice(PORTS)
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
 
 
 def _shown(text: str) -> str:

@@ -6,8 +6,6 @@ to `clap_ds.dist.distributed`. Top-level imports stay light.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import random
 import socket
@@ -17,8 +15,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.dist.hostfile import PORTS, expand
+from clap_ds.dist.failure import some
 from clap_ds.dist.limits import within
+from clap_ds.dist.slurm_step import slurm_hosts
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,6 @@ START_LIMIT_S = 300.0
 SAY_S = 10.0  # between two lines on who is missing
 LOOK_S = 0.1  # between rank 0's looks who is there
 LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
-SHOWN = 8
 _ARRIVED = "clap/arrived"  # numbers of the ranks that are there, each followed by a space
 
 
@@ -42,17 +40,6 @@ class UnreachableError(RuntimeError):
 
 class PortTakenError(Exception):
     """Something else, perhaps another run, listens where this run's ranks were to meet."""
-
-
-def free_port() -> int:
-    """A port for rank 0 to listen on, later. Not one of the kernel's choosing, which it could give to others until then."""
-    draw = random.SystemRandom()
-    for _ in range(100):
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.choice(PORTS)
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise OSError(errno.EADDRINUSE, f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
 
 
 def meet(
@@ -100,7 +87,7 @@ def meet(
         if store.get("clap/run").decode() != run:
             raise PortTakenError(taken)
         store.append(_ARRIVED, f"{rank} ")
-        hosts = hosts or _slurm_hosts(world_size)
+        hosts = hosts or slurm_hosts(world_size)
         if rank == 0:
             missing = _gather(store, world_size, hosts)
             late = f"{_shown(missing, hosts)} didn't connect within {START_LIMIT_S:.0f} s" if missing else ""
@@ -154,19 +141,9 @@ def _gather(store: Any, world_size: int, hosts: Sequence[str]) -> list[int]:
 
 
 def _shown(ranks: list[int], hosts: Sequence[str]) -> str:
-    where, more = _hosts_of(ranks, hosts), ", …"
-    shown = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}" + more * (len(ranks) > SHOWN)
-    return shown + (f" ({', '.join(where[:SHOWN])}{more * (len(where) > SHOWN)})" if where else "")
+    where = f" ({some(_hosts_of(ranks, hosts))})" if hosts else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)}{where}"
 
 
 def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
-
-
-def _slurm_hosts(world_size: int) -> list[str]:
-    """Every rank's host, as far as SLURM's environment tells."""
-    with contextlib.suppress(ValueError):
-        hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
-        per_host, odd = divmod(world_size, len(hosts))
-        return [] if odd else [host for host in hosts for _ in range(per_host)]
-    return []

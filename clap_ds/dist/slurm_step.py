@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from clap_ds.config.errors import UserError
@@ -36,6 +37,15 @@ def adopt_slurm_step() -> None:
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
         os.environ.setdefault("MASTER_ADDR", hosts[0])
         os.environ.setdefault("MASTER_PORT", str(master_port(f"{os.environ['SLURM_JOB_ID']}.{step}")))
+
+
+def slurm_hosts(world_size: int) -> list[str]:
+    """Every rank's host, as far as SLURM tells."""
+    with contextlib.suppress(ValueError):
+        hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
+        per_host, odd = divmod(world_size, len(hosts))
+        return [] if odd else [host for host in hosts for _ in range(per_host)]
+    return []
 
 
 def check_allocation() -> None:

@@ -63,8 +63,9 @@ def _longest_wait_s(place: Place) -> float:
 def _speak(place: Place) -> None:
     verdict = judge(place.run_directory, None, ())
     message = verdict.message if verdict else "no step, and no stacks"
-    # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
-    leave_word(STALL, message, 1, missing=verdict.hosts if verdict else (), ranks=verdict.ranks if verdict else ())
+    if verdict and verdict.kind == STALL:
+        # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
+        leave_word(STALL, message, 1, ranks=verdict.ranks, missing=verdict.hosts)
     RunDirectory(place.run_directory).finish("failed", message)
     print(f"error: {message}; stacks: {place.run_directory / stacks.FOLDER}", file=sys.stderr, flush=True)
 

@@ -17,17 +17,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.dist import stacks
-from clap_ds.dist.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, STALL, UNREACHABLE
+from clap_ds.dist.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, SHOWN, STALL, UNREACHABLE, some
 from clap_ds.dist.stacks import Stacks, elsewhere
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
 ABORTED = "Aborted"  # how libraries end a rank that has lost another, as well as one that is broken
-SHOWN = 8
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error(?!: (invalid configuration|out of memory))|uncorrectable|\bECC\b|\bXid\b"
     r"|Input/output error|Bus error|Stale file handle|was ended by SIG(KILL|BUS|SEGV)"
@@ -56,8 +54,8 @@ class _Word:
     host: str
     kind: str
     message: str
-    missing: list[str]
     ranks: list[int]
+    missing: list[str]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.message}"
@@ -72,14 +70,14 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
         hosts: of every rank, where that is known.
     """
     words = _words([folder for folder in (job_folder, run_directory) if folder is not None])
-    for word in words:
-        if word.kind == STALL:
-            blamed = list(dict.fromkeys(hosts[rank] for rank in word.ranks)) if hosts else word.missing
-            return Verdict(word.message, STALL, word.ranks, blamed)
     files = stacks.read_all(run_directory) if run_directory is not None else []
     if hosts:  # by the names that whoever asks has for them
         words = [replace(word, host=hosts[word.rank]) for word in words]
         files = [replace(file, host=hosts[file.rank]) for file in files]
+    for word in words:
+        if word.kind == STALL:  # judged by the ranks
+            by_name = list(dict.fromkeys(hosts[rank] for rank in word.ranks)) if hosts else word.missing
+            return Verdict(word.message, STALL, word.ranks, by_name)
     causes = [(word.at, _of_word(word, words, hosts)) for word in words if word.kind not in CONSEQUENCES]
     causes += [(file.at, _of_signal(file)) for file in files if file.fatal not in (None, ABORTED)]
     first_at, first = min(causes, key=lambda cause: cause[0], default=(float("inf"), None))
@@ -107,12 +105,9 @@ def _words(folders: Iterable[Path]) -> list[_Word]:
             said = json.loads(path.read_text())["message"]
             extra = said["extraInfo"]
             place = float(extra["timestamp"]), int(extra["rank"]), str(extra["host"])
-            words.append(_Word(*place, str(extra["kind"]), str(said["message"]), *_lists(extra)))
+            blamed = list(extra.get("ranks", [])), list(extra.get("missing", []))
+            words.append(_Word(*place, str(extra["kind"]), str(said["message"]), *blamed))
     return sorted(words, key=lambda word: (word.at, word.rank))
-
-
-def _lists(extra: dict[str, Any]) -> tuple[list[str], list[int]]:
-    return list(extra.get("missing", [])), list(extra.get("ranks", []))
 
 
 def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
@@ -125,7 +120,7 @@ def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
         where = list(dict.fromkeys(each.host for each in words if found[0] in each.message))
         ranks = sorted(each.rank for each in words if found[0] in each.message)
         everywhere = set(hosts) <= set(where)
-        return Verdict(f"{found[1]} is missing on {_some(where)}", word.kind, ranks, [] if everywhere else where)
+        return Verdict(f"{found[1]} is missing on {some(where)}", word.kind, ranks, [] if everywhere else where)
     at_fault = word.kind == ERROR and _OF_THE_HOST.search(word.message)
     return Verdict(str(word), word.kind, [word.rank], [word.host] if at_fault else [])
 
@@ -157,13 +152,8 @@ def _silent(words: list[_Word], files: list[Stacks], hosts: Sequence[str]) -> di
 
 def _of_killed(killed: dict[int, str]) -> Verdict:
     ranks, hosts = sorted(killed), list(dict.fromkeys(killed[rank] for rank in sorted(killed)))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {_some(map(str, ranks))} on {_some(hosts)}"
+    who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
     return Verdict(f"{who} ended without a word: killed, perhaps for memory, or lost", KILLED, ranks, hosts)
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
 def main() -> None:

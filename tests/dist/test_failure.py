@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.dist import failure
-from clap_ds.dist.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word
+from clap_ds.dist.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word, some
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_what_it_says(path: Path) -> None:
     assert message == "two; lines: 'caption'"
     assert "test_failure.py" in extra.pop("py_callstack")
     assert float(extra.pop("timestamp")) == pytest.approx(path.stat().st_mtime, abs=5)
-    assert extra == {"host": "n2", "rank": 3, "kind": "error", "code": 1, "missing": []}
+    assert extra == {"host": "n2", "rank": 3, "kind": "error", "code": 1, "ranks": [], "missing": []}
     assert [each.name for each in path.parent.iterdir()] == ["rank3.json"]
 
 
@@ -50,3 +50,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     failure.speak_in(tmp_path / "file", 3, "n2")
     leave_word(ERROR, "it broke", 1)
     assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_line_names_eight_at_most() -> None:
+    assert (some(range(8)), some(range(9))) == ("0, 1, 2, 3, 4, 5, 6, 7", "0, 1, 2, 3, 4, 5, 6, 7, …")

@@ -36,8 +36,8 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("variables", "place", "address"),
     [
-        (STEP, Ranks(9, 10, 1, 2), ("n08", "16085")),
-        ({**STEP, "SLURM_PROCID": "0"}, Ranks(0, 10, 1, 2), ("n08", "16085")),  # every rank computes the same port
+        (STEP, Ranks(9, 10, 1, 2), ("n08", "22832")),
+        ({**STEP, "SLURM_PROCID": "0"}, Ranks(0, 10, 1, 2), ("n08", "22832")),  # every rank computes the same port
         ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), (None, None)),  # a launcher has the last word
         (ONE_TASK, Ranks(0, 1, 0, 1), (None, None)),
         (BATCH_STEP, Ranks(0, 1, 0, 1), (None, None)),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.dist import stacks, verdict
-from clap_ds.dist.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STOPPED, UNREACHABLE, USER
+from clap_ds.dist import stacks
+from clap_ds.dist.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER
 from clap_ds.dist.verdict import Verdict, judge
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -126,6 +126,16 @@ def test_what_follows_from_a_stall_is_not_its_cause_and_what_came_before_is(left
     assert left.verdict() == Verdict("rank 2 on n2: KeyError: 'caption'", ERROR, [2], [])
     left.stacks(2, SEGFAULT + _thread("decode /clap/audio.py:9", title="Current thread"), at=0)
     assert left.verdict().message == "rank 2 on n2: Segmentation fault in decode (audio.py:9)"
+
+
+def test_what_the_ranks_have_judged_stays(left: Left) -> None:
+    """Stopped ranks write stacks, too, when they are woken to be ended."""
+    for rank in range(4):
+        left.stacks(rank, TIMEOUT + WAITS, at=60)
+    left.word(0, STALL, "no step for 60 s: rank 2 on own2 …", at=61, ranks=[2], missing=["own2"])
+    left.word(1, ERROR, "RuntimeError: NCCL error", at=0)
+    assert left.verdict() == Verdict("no step for 60 s: rank 2 on own2 …", STALL, [2], ["n2"])
+    assert left.verdict([]).hosts == ["own2"]
 
 
 # --- ranks that end
@@ -264,4 +274,3 @@ def test_any_user_asks_by_one_command(left: Left) -> None:
     assert said(left.run) == (0, "rank 1 on n1: KeyError: 3")
     assert said(left.job) == (2, f"error: expected a run directory, found {left.job}")
     assert "no rank has left anything" in said(left.run.parent)[1]
-    assert verdict.SHOWN == 8
