@@ -10,12 +10,10 @@ host. `job.json` in the folder says how it went, and so does the run directory. 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,23 +22,19 @@ from typing import Any
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
-from clap_ds.dist.hostfile import format_hostfile, master_port, read_hostfile
+from clap_ds.dist.hostfile import format_hostfile, read_hostfile
 from clap_ds.launch import slurm
-from clap_ds.launch.attempts import Attempts, Ending, ending_of, now, run_directory_of
+from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_installed, default_launcher
+from clap_ds.launch.recovery import Attempts, now
 from clap_ds.launch.run_config import read_config, with_field
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-SAVE_S = 300.0
-"""For ranks to save after a signal; a job's end by SLURM doesn't wait for that."""
-LINGER_S = 45.0
-"""For a launcher to end after its run: it would wait for a host that nobody can reach."""
-LOOK_S = 0.5
 
 
 class Job:
@@ -132,68 +126,15 @@ class Job:
             print(f"going on with {len(hosts)} of {self.wanted} hosts, {steps} accumulation steps", flush=True)
         return [script, *words]
 
-    # --- an attempt
-
     def _attempt(self, hosts: dict[str, int]) -> Ending:
-        """Run the launcher to its end, and say how that was."""
-        name = f"{self.name}.{len(self.attempts.all)}"
-        folder = self.folder / "attempts" / str(len(self.attempts.all))
+        number, options = len(self.attempts.all), self.arguments
+        folder = self.folder / "attempts" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
-        options = self.arguments
         launcher = Launcher(
             options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
-            shlex.split(options.wrapper), options.passed, name,
+            shlex.split(options.wrapper), options.passed, f"{self.name}.{number}",
         )  # fmt: skip
-        command = launcher.command(hosts, folder / "hostfile", master_port(name), self._words(hosts, folder))
-        # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
-        child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
-        ending = self._judge(self._wait(child, name, folder), folder, hosts)
-        self._complete_run_record(run_directory_of(folder), ending)
-        return ending
-
-    def _judge(self, code: int, folder: Path, hosts: dict[str, int]) -> Ending:
-        """How it ended, by what ranks left and by what SLURM knows of the hosts."""
-        in_job = slurm.job_id() if code and self.stopped is None else None
-        ranks = [host for host, count in hosts.items() for _ in range(count)]
-        step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
-        ending = ending_of(code, folder, ranks, self.stopped, lost, step)
-        if in_job and ending.state == "failed" and not ending.hosts and ending.code != USER_ERROR:
-            if silent := dict.fromkeys(slurm.silent_nodes([*hosts]), "srun can't reach it"):
-                return ending_of(code, folder, ranks, self.stopped, silent, step)
-        return ending
-
-    def _wait(self, child: subprocess.Popen[bytes], name: str, folder: Path) -> int:
-        """The launcher's exit code, once it and all that it started here are gone; a signal of this job reaches the ranks."""
-        told = over = None
-        while child.poll() is None or _group_lives(child.pid):
-            now_s = time.monotonic()
-            if self.stopped and told is None:
-                told = now_s
-                if self.arguments.launcher == "pdsh":
-                    child.terminate()  # it ends the ranks
-                else:
-                    slurm.signal_step(name, self.stopped)
-            if over is None and _is_over(folder):
-                over = now_s
-            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
-                slurm.signal_step(name, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-            time.sleep(LOOK_S)
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-    def _complete_run_record(self, run: RunDirectory | None, ending: Ending) -> None:
-        """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
-        if run is None:
-            return
-        try:
-            run.finish(ending.state, ending.message or None)
-            knows_more = self.stopped is None and ending.state == "failed"
-            if knows_more or run.summary().get("state") != ending.state:
-                run.update_summary(state=ending.state, error=ending.message or None)
-        except (OSError, ValueError) as error:
-            # However that goes, the job's own record and exit code tell how it ended.
-            print(f"warning: {run.path}: {error}", file=sys.stderr, flush=True)
+        return run_attempt(launcher, hosts, self._words(hosts, folder), folder, lambda: self.stopped)
 
     # --- the end
 
@@ -245,21 +186,6 @@ class Job:
         self._recorded.update(fields)
         self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
-
-
-def _is_over(folder: Path) -> bool:
-    """Whether the run has recorded how it ended."""
-    with contextlib.suppress(OSError, ValueError):
-        run = run_directory_of(folder)
-        return run is not None and run.summary().get("state") not in (None, "running")
-    return False
-
-
-def _group_lives(group: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
-    return False
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -37,7 +37,8 @@ def test_healthy_cluster(cluster: SlurmCluster, tmp_path: Path, launcher: str) -
 def two_odd_hosts(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
     """One host sees another version of a file, as with a checkout that wasn't updated, and one an empty package."""
     file, package = ROOT / "clap_ds" / "engine" / "loss.py", importlib.util.find_spec("transformers")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     changed, hidden = tmp_path / "loss.py", Path(package.origin).parent
     changed.write_text(file.read_text() + "# not what the others run\n")
     (tmp_path / "empty").mkdir()

@@ -1,5 +1,6 @@
 """Node lists and slots: a table of ugly ones, and SLURM's own expansion where there is one."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -160,5 +161,5 @@ def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, message: st
 def test_ports_differ_between_jobs_and_starts() -> None:
     ports = [master_port(f"{job}.ab12cd34.{start}") for job in range(1000, 1100) for start in range(3)]
     assert len({*ports}) > 285
-    assert all(first != second for first, second in zip(ports, ports[1:], strict=False))
+    assert all(first != second for first, second in itertools.pairwise(ports))
     assert all(1024 < port < 32768 for port in ports)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from clap_ds.launch.attempts import Attempts, Ending
+from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import Job
+from clap_ds.launch.recovery import Attempts
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,182 @@
+"""One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind.
+
+Leaves which hosts these are to `launch/job.py`, and whether there is another attempt to `launch/recovery.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import USER_ERROR
+from clap_ds.dist.hostfile import master_port
+from clap_ds.dist.verdict import judge
+from clap_ds.launch import slurm
+from clap_ds.launch.launchers import Launcher
+from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.schema import State
+
+SAVE_S = 300.0
+"""For ranks to save after a signal; a job's end by SLURM doesn't wait for that."""
+LINGER_S = 45.0
+"""For a launcher to end after its run: it would wait for a host that nobody can reach."""
+LOOK_S = 0.5
+Stopped = Callable[[], signal.Signals | None]
+WHY = {
+    "OUT_OF_MEMORY": "a host's memory, not the GPU's, was exhausted",
+    "TIMEOUT": "its time was over",
+    "NODE_FAIL": "a node failed",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended; `hosts` are those it is put down to, where it may be their fault and not the program's."""
+
+    state: State
+    message: str
+    code: int
+    hosts: list[str] = field(default_factory=list)
+    lost: bool = False  # SLURM counts them as gone, they aren't merely the first to fail
+
+
+def run_directory_of(folder: Path) -> RunDirectory | None:
+    """The run directory of an attempt's folder, where rank 0 has made one."""
+    path = folder / "run_directory"
+    return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
+
+
+def ending_of(
+    code: int,
+    folder: Path,
+    hosts: Sequence[str],
+    stopped: signal.Signals | None,
+    lost: dict[str, str],
+    step: str | None,
+) -> Ending:
+    """How an attempt ended.
+
+    Args:
+        code: the launcher's exit code; DeepSpeed's is 0 where its srun was killed.
+        hosts: of every rank, in their order.
+        stopped: the signal that this job was sent.
+        lost: hosts that SLURM counts as down, with its word for it.
+        step: SLURM's state of the ranks' step, where it keeps accounts.
+    """
+    run = run_directory_of(folder)
+    summary: dict[str, Any] = {}
+    try:
+        summary |= run.summary() if run else {}
+    except (OSError, ValueError) as problem:
+        summary |= {"state": "failed", "error": f"the run's summary.json can't be read: {problem}"}
+    state, error = summary.get("state"), summary.get("error")
+    found = judge(run.path if run else None, folder, hosts)
+    if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
+        return Ending("completed", "", 0)
+    by_time = state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1
+    if by_time and not lost:
+        saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
+        at = f", and saved at step {summary.get('step')}" if saved else ""
+        return Ending("timeout", f"stopped before its time was over{at}", 0 if saved else 128 + signal.SIGUSR1)
+    if stopped is not None:
+        return Ending("terminated", f"stopped by {stopped.name}", 128 + stopped)
+    if lost:
+        gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
+        return Ending("failed", f"lost {gone}", code or 1, list(lost), lost=True)
+    why = WHY.get(step or "")
+    if found is not None and found.kind != "stopped":
+        message = found.message + (f" ({why}, says SLURM)" if why else "")
+        # srun's code is the highest of all ranks', those included that it ended itself.
+        code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
+        return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code, found.hosts)
+    if state == "terminated" or step == "CANCELLED":
+        return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
+    unknown = (
+        f"{why}, says SLURM" if why else f"the ranks ended with code {code}, though the run never said it was over"
+    )
+    return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1)
+
+
+# --- running it
+
+
+def run_attempt(
+    launcher: Launcher, hosts: dict[str, int], words: Sequence[str], folder: Path, stopped: Stopped
+) -> Ending:
+    """Run the launcher to its end, and have the run's record say how that was.
+
+    Args:
+        hosts: ranks by host; the folder has their hostfile.
+        words: the ranks' script and its arguments.
+        folder: where ranks leave how it went.
+        stopped: which signal this job was sent, if any; it reaches the ranks.
+    """
+    command = launcher.command(hosts, folder / "hostfile", master_port(launcher.attempt), words)
+    # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
+    child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
+    code = _wait(child, launcher, folder, stopped)
+    in_job = slurm.job_id() if code and stopped() is None else None
+    ranks = [host for host, count in hosts.items() for _ in range(count)]
+    step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
+    ending = ending_of(code, folder, ranks, stopped(), lost, step)
+    is_unclear = ending.state == "failed" and not ending.hosts and ending.code != USER_ERROR
+    if in_job and is_unclear and (silent := slurm.silent_nodes([*hosts])):
+        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"), step)
+    _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
+    return ending
+
+
+def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stopped: Stopped) -> int:
+    """The launcher's exit code, once it and all that it started here are gone."""
+    told = over = None
+    while child.poll() is None or _group_lives(child.pid):
+        now_s, number = time.monotonic(), stopped()
+        if number is not None and told is None:
+            told = now_s
+            if launcher.name == "pdsh":
+                child.terminate()  # it ends the ranks
+            else:
+                slurm.signal_step(launcher.attempt, number)
+        over = over or (now_s if _is_over(folder) else None)
+        if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+            slurm.signal_step(launcher.attempt, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether the run has recorded how it ended."""
+    with contextlib.suppress(OSError, ValueError):
+        run = run_directory_of(folder)
+        return run is not None and run.summary().get("state") not in (None, "running")
+    return False
+
+
+def _group_lives(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
+def _complete_record(run: RunDirectory | None, ending: Ending, knows_more: bool) -> None:
+    """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
+    if run is None:
+        return
+    try:
+        run.finish(ending.state, ending.message or None)
+        if knows_more or run.summary().get("state") != ending.state:
+            run.update_summary(state=ending.state, error=ending.message or None)
+    except (OSError, ValueError) as error:
+        # However that goes, the job's own record and exit code tell how it ended.
+        print(f"warning: {run.path}: {error}", file=sys.stderr, flush=True)
