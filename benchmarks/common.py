@@ -148,8 +148,11 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
 
 
 def _kill_all(mark: str) -> None:
-    """Kill every process that has the mark, wherever it stands in the tree."""
+    """Kill every process that has the mark, wherever it stands in the tree, and wait until it is gone."""
+    killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(mark):
                 process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, LAST_WORDS_S)

@@ -15,6 +15,7 @@ from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.session import (
     Session,
     _check_deepspeed_sections,
+    _is_connection_lost,
     build_model,
     is_out_of_memory,
     times_host_alone,
@@ -39,6 +40,24 @@ from clap_ds.engine.wrapping import wrap
 )
 def test_exhausted_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"), True),
+        (RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process exiting"), True),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), True),
+        (RuntimeError("NCCL error: ncclSystemError: unhandled system error"), False),
+        (ConnectionError("Connection reset by peer"), False),  # of whom data are read from
+    ],
+)
+def test_a_lost_rank_is_told_from_other_errors(error: Exception, expected: bool) -> None:
+    assert _is_connection_lost(error) == expected
 
 
 def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path]) -> None:

@@ -217,6 +217,9 @@ def test_exhausted_memory_is_recorded_with_the_micro_batch(
     assert _bench(config, launcher).returncode == 1
     assert _summary(config)["state"] == "out_of_memory"
     assert f"micro-batch {micro_batch}" in _summary(config)["error"]
+    verdict = judge(_run_directory(config), None, ["node7"])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("out_of_memory", [0], [])
 
 
 def test_a_job_finds_the_run_and_what_a_rank_said_before_there_was_one(write_run: WriteRun, tmp_path: Path) -> None:
@@ -280,3 +283,6 @@ def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.
     process.send_signal(number)
     assert process.wait(timeout=180) == 128 + number
     assert _summary(config)["state"] == state
+    verdict = judge(_run_directory(config), None, ["node7"])
+    assert verdict is not None
+    assert (verdict.kind, verdict.hosts) == ("stopped", [])
