@@ -99,9 +99,8 @@ def ending_of(
         return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code, found.hosts)
     if state == "terminated" or step == "CANCELLED":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    unknown = (
-        f"{why}, says SLURM" if why else f"the ranks ended with code {code}, though the run never said it was over"
-    )
+    unsaid = f"the launcher ended with code {code}, and no rank said why: its own lines are above"
+    unknown = f"{why}, says SLURM" if why else unsaid
     return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1)
 
 
