@@ -202,7 +202,7 @@ def _choose_device(ranks: Ranks, cuda_graphs: bool) -> torch.device:
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
     number, there = ranks.local_rank, torch.cuda.device_count()
-    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
         number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
     if number >= there:
         raise UserError(
