@@ -25,9 +25,9 @@ from benchmarks.variants import CONFIG, run_bench
 from clap_ds.analysis.compare import Comparison, compare
 from clap_ds.analysis.record import read_record
 from clap_ds.analysis.table import Run
+from clap_ds.config.changes import parse_assignment, read_config
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import PACKAGE, work_folder
-from clap_ds.launch.run_config import parse_assignment, read_config
 
 ONE_RANK = [sys.executable, str(PACKAGE / "bench.py"), "--deepspeed_config", CONFIG]
 MICRO = ("clap.model.preset=micro", "clap.text_tokens=16", "clap.bench.windows=12", "clap.bench.steps_per_window=5")

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser, run_for, show, table
+from clap_ds.config.changes import parse_assignment, parse_varied, read_config, with_field
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, work_folder
-from clap_ds.launch.run_config import parse_assignment, parse_varied, read_config, with_field
 
 CONFIG = "{config}"
 """Stands in a command for the JSON of a combination."""

@@ -103,12 +103,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
     return Request(**given)
 
 
-def script(
-    request: Request, nodes: int, name: str, log: str, folders: list[Path], micro_batch: str | None = None
-) -> str:
+def script(request: Request, nodes: int, name: str, log: str, folders: list[Path]) -> str:
     """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
 
-    `log` is the output file in SLURM's notation; `micro_batch` what `launch/micro_batch.py` is to try.
+    `log` is the output file in SLURM's notation.
     """
     site = request.load_site()
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
@@ -122,16 +120,12 @@ def script(
     else:
         lines += [f"folder={shlex.quote(str(folders[0]))}"]
     lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
-    each = "{folder}" if micro_batch else "$folder"
-    run = [f'exec {python} -m clap_ds.launch.job --folder "{each}" --hostfile "$folder/hostfile"']
-    if micro_batch:
-        trials = f'clap_ds.launch.micro_batch {micro_batch} --config "$folder/run.json" --folder "$folder"'
-        run = [f"exec {python} -m {trials} --", run[0].removeprefix("exec ")]
+    run = f'exec {python} -m clap_ds.launch.job --folder "$folder"'
     command = shlex.quote(
         str((Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py"))
     )
-    words = ["--", command, f'--deepspeed_config "{each}/run.json"', *map(shlex.quote, request.train_options)]
-    lines += [" \\\n    ".join([*run, *_job_options(request, site), " ".join(words)])]
+    words = ["--", command, '--deepspeed_config "$folder/run.json"', *map(shlex.quote, request.train_options)]
+    lines += [" \\\n    ".join([run, *_job_options(request, site), " ".join(words)])]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,6 @@ Leaves submitting to `batch_script.py`, and what a run's summary holds to `recor
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,6 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 def figures_of(folder: Path) -> str:
     """The numbers that matter of what a job has measured or learned so far; empty where there are none."""
-    try:
-        rows = json.loads((folder / "micro_batch.json").read_text())
-        best = max(rows, key=lambda row: row["samples_per_s_per_gpu"] or 0.0)
-        rate = best["samples_per_s_per_gpu"]
-        return f"{rate:,.2f} samples/s/GPU at micro-batch {best['micro_batch']}" if rate else ""
-    except (OSError, ValueError):
-        pass
     try:
         summary = read_object(Path(recorded(folder)["run_directory"]) / "summary.json")
     except (KeyError, TypeError, UserError):

@@ -1,7 +1,7 @@
 """Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON.
 
-What `submit.py` and `sweep.py` share. Each job's name is on record before sbatch is called, and its id before the next one is,
-so that a call that is cut off at any point leaves nothing unknown. Leaves a script's text to `batch_script.py`.
+What `submit.py` and `sweep.py` share. Each job's id is on record before the next one is submitted. Leaves a script's text to
+`batch_script.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
+from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import Request, script
 from clap_ds.launch.job_states import state_of
-from clap_ds.launch.run_config import read_config, with_field
 from clap_ds.launch.site_check import Found, check_environment, check_scripts
 
 RECORD = "jobs.json"
@@ -38,10 +38,7 @@ class Job:
     config: str  # the run's JSON that this one's is made of
     changes: dict[str, Any] = field(default_factory=dict)  # fields of that by dotted name
     global_batch: int | None = None  # samples of a step on any number of nodes, kept by accumulation
-    micro_batch: str | None = None  # `FIRST:LAST:STEP` or `auto`: this job tries micro-batches, one run after the other
     folder: str = "."  # in that of all jobs
-    submitted_as: str | None = None  # the job name that SLURM has
-    submitted: str | None = None  # when
     task: int | None = None  # in the job array
     slurm_id: str | None = None
 
@@ -50,8 +47,6 @@ class Job:
         content = read_config(Path(self.config))
         for name, value in {**self.changes, "clap.output.label": self.label}.items():
             content = with_field(content, name, value)
-        if self.micro_batch:
-            return content
         if self.global_batch:
             content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}
         try:
@@ -62,9 +57,9 @@ class Job:
 
 
 class Jobs:
-    def __init__(self, folder: Path, request: Request, jobs: list[Job], order: str | None = None) -> None:
-        """`order` is "array", "chain" or None."""
-        self.folder, self.request, self.jobs, self.order = folder, request, jobs, order
+    def __init__(self, folder: Path, request: Request, jobs: list[Job], array: bool = False) -> None:
+        """`array`: a job array for all that take as many nodes."""
+        self.folder, self.request, self.jobs, self.array = folder, request, jobs, array
         self.on_their_way: set[str] = set()
         """Names of the jobs that SLURM has still to end, as of the last `states`."""
 
@@ -73,11 +68,11 @@ class Jobs:
         """Open what was submitted earlier; a UserError where the folder holds no such thing."""
         content = read_object(folder / RECORD)
         jobs = [Job(**job) for job in content["jobs"]]
-        return cls(folder, Request(**content["request"]), jobs, content["order"])
+        return cls(folder, Request(**content["request"]), jobs, content["array"])
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
-        write_object(self.folder / RECORD, {"request": asdict(self.request), "order": self.order, "jobs": jobs})
+        write_object(self.folder / RECORD, {"request": asdict(self.request), "array": self.array, "jobs": jobs})
 
     def write_runs(self) -> None:
         """Write each job's folder with the run's JSON."""
@@ -89,15 +84,16 @@ class Jobs:
         """Jobs by the script that runs them: one each, or an array for all that take as many nodes."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
-            groups.setdefault(f"array-n{job.nodes}" if self.order == "array" else job.name, []).append(job)
+            groups.setdefault(f"array-n{job.nodes}" if self.array else job.name, []).append(job)
         return groups
 
     def text(self, name: str, jobs: list[Job]) -> str:
         """Text of the batch script of one job, or of an array of jobs."""
         folders = [self.folder / job.folder for job in jobs]
         # In SLURM's notation, in which a folder's own % are doubled.
-        log = f"{str(self.folder).replace('%', '%%')}/{name}-%{'A_%a' if self.order == 'array' else 'j'}.out"
-        return script(self.request, jobs[0].nodes, name, log, folders, jobs[0].micro_batch)
+        log = f"{str(self.folder).replace('%', '%%')}/{name}-%{'A_%a' if self.array else 'j'}.out"
+        own = f"-{name}" if len(self.jobs) > 1 else ""
+        return script(self.request, jobs[0].nodes, f"clap-{self.folder.name}{own}", log, folders)
 
     def write_scripts(self) -> None:
         for name, jobs in self.scripts(self.jobs).items():
@@ -129,41 +125,22 @@ class Jobs:
 
     def submit(self, jobs: list[Job]) -> Iterator[tuple[str, str, Job]]:
         """Hand jobs to SLURM; the name of each script, its number and a job of it, as they are taken."""
-        previous, everyone = None, self.scripts(self.jobs)
+        everyone = self.scripts(self.jobs)
         for name, group in self.scripts(jobs).items():
-            unique = slurm.unique_name(f"clap-{self.folder.name}-{name}")
-            options = [f"--dependency=afterany:{previous}"] if self.order == "chain" and previous else []
             for job in group:
-                job.submitted_as, job.submitted, job.slurm_id = unique, slurm.now(), None
-                job.task = everyone[name].index(job) if self.order == "array" else None
+                job.task = everyone[name].index(job) if self.array else None
+                job.slurm_id = None
                 (self.folder / job.folder / "job.json").unlink(missing_ok=True)
-            options += [f"--array={','.join(str(job.task) for job in group)}"] if self.order == "array" else []
+            options = [f"--array={','.join(str(job.task) for job in group)}"] if self.array else []
             self.save()
-            try:
-                previous = slurm.submit(self.folder / f"{name}.sbatch", unique, *options)
-            except slurm.RefusedError:
-                for job in group:
-                    job.submitted_as = job.submitted = None
-                self.save()
-                raise
-            self._note(group, previous)
-            yield name, previous, group[0]
-
-    def _note(self, group: list[Job], number: str) -> None:
-        for job in group:
-            job.slurm_id = number if job.task is None else f"{number}_{job.task}"
-        self.save()
-
-    def find_lost(self) -> None:
-        """Look up, by their names, jobs whose submission was cut off before it was answered."""
-        lost = [job for job in self.jobs if job.submitted_as and not job.slurm_id]
-        for name, since in {(str(job.submitted_as), str(job.submitted)) for job in lost}:
-            if number := slurm.find_job(name, since):
-                self._note([job for job in lost if job.submitted_as == name], number)
+            number = slurm.submit(self.folder / f"{name}.sbatch", *options)
+            for job in group:
+                job.slurm_id = f"{number}_{job.task}" if self.array else number
+            self.save()
+            yield name, number, group[0]
 
     def states(self) -> dict[str, tuple[str, str]]:
         """By job name its state, init or one of `record.schema.State`, and a note."""
-        self.find_lost()
         known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
         states = {job.name: known.get(job.slurm_id or "") for job in self.jobs}
         self.on_their_way = {name for name, state in states.items() if slurm.is_on_its_way(state)}

@@ -1,7 +1,6 @@
 """SLURM's own commands: what they know of partitions, nodes and jobs, handing a script to sbatch, and starting a job anew.
 
-Runs on login nodes and inside jobs, with the standard library alone. A job's name, which no other job has, is on record before
-sbatch is called, so that a job whose id didn't come back is found by it. Leaves what a job asks for to `batch_script.py`, and
+Runs on login nodes and inside jobs, with the standard library alone. Leaves what a job asks for to `batch_script.py`, and
 what its state means to `job_states.py`.
 """
 
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,26 +132,17 @@ def seconds_of(text: str) -> int:
 # --- jobs, from a login node
 
 
-def submit(path: Path, name: str, *options: str) -> str:
-    """Have SLURM queue a script under a name that is on record; the job's id.
-
-    Raises:
-        RefusedError: SLURM took no job.
-        UserError: it can't be told whether it did; `find_job` may tell later, by the name.
-    """
-    since = now()
+def submit(path: Path, *options: str) -> str:
+    """Have SLURM queue a script; the job's id. A UserError where it takes none, or where it can't be told whether it did."""
     try:
-        shown = _sbatch("--parsable", f"--job-name={name}", *options, str(path))
+        shown = _sbatch("--parsable", *options, str(path))
         if not re.fullmatch(r"\d+(;.*)?", shown):
             raise UserError(f"sbatch {path}: expected a job id, found {shown!r}")
-        return shown.partition(";")[0]
     except RefusedError:
         raise
-    except UserError:
-        # Its answer may have been lost where the job was not.
-        if found := find_job(name, since):
-            return found
-        raise
+    except UserError as error:
+        raise UserError(f"{error}\n`squeue --me` tells whether SLURM has the job nevertheless") from None
+    return shown.partition(";")[0]
 
 
 def refusal(text: str) -> str | None:
@@ -181,27 +170,6 @@ def _sbatch(*words: str, text: str = "") -> str:
     said = "; ".join(line for line in lines if line and not line.startswith("Try "))
     kind = UserError if re.search(_NO_ANSWER, said) else RefusedError
     raise kind(f"sbatch {words[-1]}: {said or f'exit code {done.returncode}'}")
-
-
-def unique_name(stem: str) -> str:
-    """A job name that no other job has."""
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', stem)}-{os.urandom(4).hex()}"
-
-
-def now() -> str:
-    """The time, as SLURM's commands take it, in the clock of this machine."""
-    return datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def find_job(name: str, since: str) -> str | None:
-    """Id of the job, or of the job array, that was submitted under a name of its own; None where SLURM knows none.
-
-    `since` is when it was submitted: an ISO time in the clock of this machine, before which accounting isn't looked through.
-    """
-    shown = ask(["squeue", "--me", "-h", "-t", "all", f"--name={name}", "-o", "%F"]).split()
-    earliest = datetime.fromisoformat(since) - timedelta(minutes=10)  # clocks differ
-    shown = shown or _accounting("JobID", "-X", f"--name={name}", "-S", earliest.isoformat(timespec="seconds"))
-    return re.split(r"[_|]", shown[0])[0] if shown else None
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:

@@ -20,12 +20,12 @@ if not __package__:  # run as a file, by any Python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.changes import read_config, with_output
+from clap_ds.config.errors import exit_code_of
 from clap_ds.config.places import find_config
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import add_request, request_of
 from clap_ds.launch.jobs import Job, Jobs, stamp
-from clap_ds.launch.run_config import read_config, with_output
 
 NAME = "slurm"  # of the script and the log
 
@@ -50,12 +50,9 @@ def start(arguments: argparse.Namespace) -> None:
     except slurm.RefusedError:
         shutil.rmtree(folder)
         raise
-    except UserError as error:
-        ask = f"`launch/sweep.py status {folder}` tells whether SLURM has the job nevertheless"
-        raise UserError(f"{error}\n{ask}") from None
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
-    print(f"submitted job {number}: {job.submitted_as}, {size}, {request.time_limit(site, job.nodes)}")
+    print(f"submitted job {number}: {size}, {request.time_limit(site, job.nodes)}")
     print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
     print(f"    squeue -j {number}\n    scancel {number}")
 

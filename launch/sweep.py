@@ -1,4 +1,4 @@
-"""Many jobs from one command (scales, repeats, hyper-parameters, micro-batches), their states, and what is missing.
+"""Many jobs from one command (scales, repeats, hyper-parameters), their states, and what is missing.
 
     python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
     python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
@@ -23,12 +23,12 @@ if not __package__:  # run as a file, by any Python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import find_config
 from clap_ds.launch.batch_script import add_limits, add_request, request_of
 from clap_ds.launch.job_states import figures_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
-from clap_ds.launch.run_config import parse_varied
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
 LATER = {"status": "shows the jobs' states and what they measured", "resume": "submits again what is missing"}
@@ -45,15 +45,13 @@ def plan(arguments: argparse.Namespace, runs: list[dict[int, Path]], root: Path)
         parts = [f"n{nodes:03d}", *(f"{name.rpartition('.')[2]}_{value}" for name, value in values)]
         parts += [config.stem] if len(runs) > 1 else []
         parts += [f"r{repeat + 1}"] if arguments.repeats > 1 else []
-        parts += ["micro_batch"] if arguments.micro_batch else []
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
             raise UserError(
                 f"two jobs would have the same name, {name}: a value, node count or file's name is given twice"
             )
         changes = {"clap.output.root": str(root), **dict(values)}
-        more = {"global_batch": arguments.global_batch, "micro_batch": arguments.micro_batch}
-        jobs[name] = Job(name, nodes, name, str(config), changes, **more, folder=name)
+        jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
     return list(jobs.values())
 
 
@@ -70,14 +68,12 @@ def configs_of(arguments: argparse.Namespace) -> list[dict[int, Path]]:
 
 def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep and check every job of it; then write and submit it."""
-    if arguments.train and arguments.micro_batch:
-        raise UserError("--micro_batch tries out how fast a run is: not with --train")
     request, configs = request_of(arguments), configs_of(arguments)
     name = f"{next(iter(configs[0].values())).stem}-{stamp()}"
     folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
-    sweep = Jobs(folder, request, plan(arguments, configs, folder / "runs"), arguments.order)
+    sweep = Jobs(folder, request, plan(arguments, configs, folder / "runs"), arguments.array)
     print("".join(f"note: {note}\n" for note in sweep.prepare().unchecked), end="")
     print(f"sweep: {folder}")
     if not arguments.dry_run:
@@ -139,10 +135,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--global_batch", type=whole_number(), metavar="N", help="samples of a step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1)
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
-    add("--micro_batch", type=_micro_batches, metavar="FIRST:LAST:STEP|auto", help="micro-batches, in one job")
-    order = parser.add_mutually_exclusive_group()
-    for name, what in (("array", "one job array per number of nodes"), ("chain", "one job after the other")):
-        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=what)
+    add("--array", action="store_true", help="one job array per number of nodes")
     add("--folder", type=Path, help="the sweep's folder")
     add("--dry_run", action="store_true", help="check, write and show the scripts, submit nothing")
     return parser.parse_args(argv)
@@ -157,12 +150,6 @@ def _parse_later(what: str, argv: list[str]) -> argparse.Namespace:
         parser.add_argument("--dry_run", action="store_true", help="say what is missing, submit nothing")
         add_limits(parser)
     return parser.parse_args(argv)
-
-
-def _micro_batches(text: str) -> str:
-    if text != "auto" and not re.fullmatch(r"[1-9]\d*:[1-9]\d*:[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected FIRST:LAST:STEP, such as 8:1024:8, or auto")
-    return text
 
 
 def _from_nodes(text: str) -> tuple[int, Path]:

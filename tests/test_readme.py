@@ -42,6 +42,7 @@ RULES = {
     r"make (test|setup.*)|python3 -m venv \S+|\.venv/bin/pip install .*|git clone .*": BY_HAND,
     r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
     r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
+    "salloc .*|clap-hostfile .*": "tests/cluster/test_jobs.py::test_deepspeeds_own_line",
     "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
     r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",

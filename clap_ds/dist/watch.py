@@ -87,7 +87,7 @@ class Watch:
         now, limit_s = time.monotonic(), self.limit_s()
         stood_still = now - self.armed[0] > self.armed[1]
         self.armed = (now, limit_s)
-        if stood_still:
+        if stood_still and self.doing != ENDING:  # it goes on; of one that ends, the stacks may say why
             os.ftruncate(self._file, stacks.FIRST_LINE_BYTES)
         told_s = min(limit_s, DOING_S)
         if stood_still or not 1 / stacks.SLACK < told_s / self._noted_s < stacks.SLACK:

@@ -52,6 +52,10 @@ def rest():
 def wait_for_nobody():
     threading.Event().wait()
 
+def give_up():
+    threading.Event().wait(2.7)
+    leave(1)
+
 def receive_signals():
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     print("ready", flush=True)
@@ -121,6 +125,13 @@ def test_what_takes_long_and_says_so_is_waited_for_by_all(tmp_path: Path) -> Non
     ranks = _run(tmp_path, "compile")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert list((tmp_path / "stacks").iterdir()) == []
+
+
+def test_a_rank_that_ends_when_it_has_stood_still_leaves_its_stacks(tmp_path: Path) -> None:
+    """As one does whose peers have left."""
+    (only,) = _run(tmp_path, "give_up", 1)
+    assert only.wait() == 1
+    assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:

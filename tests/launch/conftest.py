@@ -19,19 +19,14 @@ SCRIPTS = {
         if [ -e refuse ]; then cat refuse >&2; exit 1; fi
         number=$((101 + $(cat calls | wc -l)))
         echo "$*" >> calls
-        for word in "$@"; do case $word in --job-name=*) echo "$number ${word#*=}" >> names ;; esac; done
         if [ -e silent ]; then echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1; fi
         echo $number""",
     "squeue": """
-        for word in "$@"; do case $word in
-            --name=*) [ -e forgotten ] || sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;;
-        esac; done
         cat queue""",
     "sinfo": "case $* in *-R*) cat absent ;; *-N*) cat nodes ;; *) cat partitions ;; esac",
     "scontrol": 'echo "$*" >> asked',
     "sacct": """
         [ -e accounting ] || { echo 'Slurm accounting storage is disabled' >&2; exit 1; }
-        for word in "$@"; do case $word in --name=*) sed -n "s/ ${word#*=}\\$//p" names; exit 0 ;; esac; done
         cat accounting""",
 }
 
@@ -49,7 +44,7 @@ class FakeSlurm:
     `absent` (sinfo -R), `nodes` (sinfo -N).
 
     `refuse` makes sbatch refuse with its text, `refuse_test` already when it is asked, `silent` lose its answer;
-    `forgotten` makes squeue know no job by name; `asked` has scontrol's command lines.
+    `asked` has scontrol's command lines.
     """
 
     folder: Path
@@ -81,7 +76,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
-    for name in ("queue", "calls", "names", "tested", "absent", "nodes", "asked"):
+    for name in ("queue", "calls", "tested", "absent", "nodes", "asked"):
         fake.write(name)
     path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))

@@ -6,7 +6,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.launch.slurm import (
     ask,
     enough_nodes,
-    find_job,
     lost_nodes,
     out_of_service,
     partition_nodes,
@@ -52,12 +51,6 @@ def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None
     slurm.write("accounting", "9|CANCELLED by 1000\n")
     assert states_of(["7", "9"])["9"] == "CANCELLED"
     assert states_of(["7"]) == {"7": "RUNNING", "8_1": "PENDING"}
-
-
-def test_jobs_by_name(slurm: FakeSlurm) -> None:
-    slurm.write("names", "12 one\n13 another-one\n")
-    assert find_job("one", "2026-11-22T08:00:00") == "12"
-    assert find_job("none", "2026-11-22T08:00:00") is None
 
 
 @pytest.mark.parametrize(("said", "asked"), [(BUSY, 3), ("", 3), ("Invalid job id specified", 1)])
