@@ -19,7 +19,7 @@ from clap_ds.engine import compiled
 from tests import processes
 from tests.training.training_commands import wait_until
 
-BRIEF = {"clap_ds.dist.watch.LEAST_S": 2.0, "clap_ds.dist.watch.LOOK_S": 0.2, "clap_ds.dist.standstill.GRACE_S": 1.0}
+BRIEF = {"clap_ds.dist.watch.LEAST_S": 2.0, "clap_ds.dist.watch.LOOK_S": 0.2, "clap_ds.dist.standstill.GRACE_S": 2.0}
 
 # Steps of a run whose ranks wait for each other; what is done in rank 1's fifth stands in the command line.
 RUN = """
@@ -42,11 +42,12 @@ def hold_the_lock():
 
 def compile():
     with watch.doing("compiling"):
-        time.sleep(4)
+        time.sleep(6)
 
 def rest():
     print("ready", flush=True)
     time.sleep(1)
+    time.sleep(0.5)  # when it is woken amid the first
 
 def wait_for_nobody():
     threading.Event().wait()
@@ -96,18 +97,19 @@ def _recorded(folder: Path) -> tuple[str, str]:
     ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:17)"),
 ])  # fmt: skip
 def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str, where: str) -> None:
-    first, second = _run(tmp_path, what)
-    assert first.wait() == 1
-    message = f"no step for 2 s: rank 1 on node {where}; the other 1 in all_reduce "
+    first, second, last = _run(tmp_path, what, 3)
+    assert [first.wait(), second.wait()] == [1, 1]
+    message = f"no step for 2 s: rank 2 on node {where}; the other 2 in all_reduce "
     state, error = _recorded(tmp_path)
     assert (state, error.partition("(distributed_c10d")[0]) == ("failed", message)
     assert f"error: {message}" in first.stderr
-    verdict = judge(tmp_path, None, ["a", "b"])
+    assert "no step" not in second.stderr, "one speaks for all"
+    verdict = judge(tmp_path, None, ["a", "a", "b"])
     assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [1], ["b"])
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["b"])
     if what == "hold_the_lock":
-        second.kill()
-    assert second.wait() == -signal.SIGKILL  # one that is stopped by rank 0, for a launcher would wait for it
+        last.kill()
+    assert last.wait() == -signal.SIGKILL  # one that is stopped by rank 0, for a launcher would wait for it
 
 
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -210,6 +212,8 @@ def test_limits_by_what_is_done(armed: Armed) -> None:
         watch.step(number)
     with watch.doing("saving"), watch.doing("copying"):
         assert armed.told() == ("saving", 8, 1800)
+        assert watch._watch is not None
+        assert watch._watch._pace._last is None, "what comes next isn't a step's time"
         watch.alive()
     assert armed.told() == ("stepping", 8, 60)
     watch.ending()

@@ -253,7 +253,10 @@ def test_a_stopped_rank_under_deepspeeds_launcher_is_named_and_the_run_ended(
         _, errors = launcher.communicate(timeout=TIMEOUT_S)
     finally:
         launcher.kill()
-    assert launcher.returncode == 1
+    assert launcher.returncode in (
+        1,
+        247,
+    )  # rank 0's, or where the launcher sees it first that of rank 1, which it ends
     summary = _summary(config)
     named = rf"no step for \d+ s: rank 1 on {os.uname().nodename} gives no answer: it is stopped or gone; the other 1 in \w+ \("
     assert summary["state"] == "failed"
