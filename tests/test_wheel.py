@@ -156,16 +156,16 @@ def test_commands_find_what_is_packaged(installed: Installed, command: list[str]
 
 def test_sweep_runs_its_jobs_in_the_working_folder(installed: Installed) -> None:
     """SLURM's part is played: `sbatch` only answers, then the script runs from a copy elsewhere, and `srun` on this host."""
-    srun = 'while :; do case $1 in --nodelist) shift 2 ;; --*) shift ;; *) exec "$@" ;; esac; done'
+    srun = 'while :; do case $1 in -n) shift 2 ;; --*) shift ;; *) exec "$@" ;; esac; done'
     bin_folder = installed.work / "bin"
     bin_folder.mkdir()
-    for name, script in (("sbatch", "echo 7"), ("srun", srun)):
+    for name, script in (("sbatch", "echo 7"), ("srun", srun), ("sinfo", "")):
         (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (bin_folder / name).chmod(0o755)
     quick = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 0}
     (installed.work / "quick.json").write_text(json.dumps(micro_run(clap={"bench": quick})))
     slurm = {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    submitted = installed.call("clap-sweep", "--config", "quick.json", "--gpus", "1", "--launcher", "srun", **slurm)
+    submitted = installed.call("clap-sweep", "--config", "quick.json", "--gpus", "1", "--launcher", "slurm", **slurm)
     assert submitted.returncode == 0, submitted.stderr
     (script_file,) = (installed.work / "runs" / "sweeps").glob("quick-*/n001.sbatch")
     copy = installed.work.parent / "slurm_script"
