@@ -6,15 +6,14 @@
 Python 3.11 or newer, the standard library alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):
-    # Started by its path, this file's folder, not the package's, is on the search path.
+if not __package__:  # run as a file, by any Python
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"error: launch/hostfile.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import exit_code_of
@@ -56,9 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         first = next(iter(slots))
         if len(slots) == 1 and not is_this_host(first):
             # DeepSpeed starts the ranks of a single host where it runs itself.
-            print(
-                f"note: {first} isn't this host ({os.uname().nodename}): give deepspeed --force_multi", file=sys.stderr
-            )
+            here = os.uname().nodename
+            print(f"note: {first} isn't this host ({here}): give deepspeed --force_multi", file=sys.stderr)
 
     return exit_code_of(write)
 

@@ -28,7 +28,7 @@ from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.dist.hostfile import format_hostfile, read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_installed, default_launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
 from clap_ds.launch.recovery import Attempts, now
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -43,7 +43,7 @@ class Job:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
-        check_installed(arguments.launcher)
+        check_launcher(arguments.launcher, arguments.python)
         self.slots = read_hostfile(arguments.hostfile or self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:

@@ -6,6 +6,7 @@ Leaves running it, and what becomes of the ranks, to `job.py`. Standard library 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -25,11 +26,15 @@ def default_launcher() -> str:
     return "slurm" if "SLURM_JOB_ID" in os.environ else "pdsh"
 
 
-def check_installed(name: str) -> None:
-    """A UserError where the program by which a launcher reaches hosts isn't on PATH."""
+def check_launcher(name: str, python: str) -> None:
+    """A UserError where a launcher can't start this Python here: what it reaches hosts by isn't on PATH, or pdsh would take its
+    path apart."""
     program = "pdsh" if name == "pdsh" else "srun"
     if shutil.which(program) is None:
         raise UserError(f"launcher {name}: {program} isn't installed on {os.uname().nodename}")
+    for path in (os.getcwd(), python) if name == "pdsh" else ():
+        if re.search(r"[^\w./+~-]", path):
+            raise UserError(f"launcher pdsh: DeepSpeed hands {path!r} to a shell unquoted: take another folder")
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ class Launcher:
         environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
         if self.name != "pdsh":
             return environment
-        files = [path for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")) if path.is_file()]
+        files = [
+            path for path in (Path(os.path.expanduser("~/.deepspeed_env")), Path(".deepspeed_env")) if path.is_file()
+        ]
         lines = [line for path in files for line in path.read_text().splitlines() if line.strip()]
         lines += [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
         (folder / "deepspeed_env").write_text("".join(f"{line}\n" for line in lines))

@@ -55,6 +55,12 @@ def programs(*names: str) -> None:
         _do_without(f"{PREFIX}{', '.join(absent)}")
 
 
+def no_space(path: str) -> None:
+    """Skip the test, or fail it, where DeepSpeed's launcher would hand this path to a shell in pieces."""
+    if " " in path:
+        _do_without(f"{PREFIX}an environment whose path has no space")
+
+
 def root(what: str) -> None:
     """Skip the test, or fail it, for a user who isn't root."""
     if os.geteuid() != 0:

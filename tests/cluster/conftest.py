@@ -84,7 +84,7 @@ class Submitted:
         for pid, program in (line.split()[:2] for line in lines):
             text = self.cluster.run(host, "cat", f"/proc/{pid}/environ", check=False).stdout
             variables = dict(line.partition("=")[::2] for line in text.split("\0"))
-            if "python" in program and variables.get("SLURM_JOB_ID") == self.number:
+            if program != "srun" and variables.get("SLURM_JOB_ID") == self.number:
                 found[pid] = variables
         return found
 
@@ -114,6 +114,8 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         nodes: int, launcher: str = "slurm", *, sbatch: tuple[str, ...] = (), asks: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None, site: dict[str, Any] | None = None, **changes: Any,
     ) -> Submitted:  # fmt: skip
+        if launcher == "pdsh":
+            needs.no_space(sys.executable)
         folder = tmp_path / f"job{len([*tmp_path.glob('job*')]) + 1}"
         (folder / "job").mkdir(parents=True)
         (folder / "runs").mkdir()

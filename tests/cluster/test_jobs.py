@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.cluster.conftest import ENDLESS, ROOT, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
@@ -143,6 +144,8 @@ def _line(launcher: str) -> str:
 def test_deepspeeds_own_line(cluster: SlurmCluster, tmp_path: Path, launcher: str, nodes: int) -> None:
     """From a folder with nothing in it but the run's JSON; the login node computes nothing."""
     cluster.wait_until_idle()
+    if launcher == "pdsh":
+        needs.no_space(sys.executable)
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
     (tmp_path / "clap_ds").symlink_to(ROOT / "clap_ds")

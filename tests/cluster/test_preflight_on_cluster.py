@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.cluster.conftest import ROOT, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 
@@ -24,6 +25,8 @@ def _preflight(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> subproce
 
 @pytest.mark.parametrize("launcher", ["slurm", "pdsh", "torchrun"])
 def test_healthy_cluster(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> None:
+    if launcher == "pdsh":
+        needs.no_space(sys.executable)
     result = _preflight(cluster, tmp_path, launcher)
     assert (result.returncode, "problem:" in result.stdout) == (0, False), result.stdout + result.stderr
     header, *rows = result.stdout.splitlines()

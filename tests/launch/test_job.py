@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from clap_ds.config.errors import UserError
 from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import Job
+from clap_ds.launch.launchers import check_launcher
 from clap_ds.launch.recovery import Attempts
 from tests.launch.conftest import wait_for
 
@@ -64,7 +66,9 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         (tmp_path / "stub" / "pdsh").touch(0o755)
         path = f"{tmp_path / 'stub'}{os.pathsep}{ENVIRONMENT['PATH']}"
         environment = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
-        words = [sys.executable, "-m", "clap_ds.launch.job", "--folder", str(tmp_path), "--launcher", "pdsh", *options]
+        (tmp_path / "python").symlink_to(sys.executable)
+        words = [sys.executable, "-m", "clap_ds.launch.job", "--folder", str(tmp_path), "--launcher", "pdsh"]
+        words += ["--python", str(tmp_path / "python"), *options]
         words += ["--", "clap_ds/bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
         pipe = subprocess.PIPE
         # Where there is no deepspeed to be found before ours.
@@ -161,6 +165,19 @@ def test_missing_program_is_told(start_job: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(ENVIRONMENT, "PATH", str(tmp_path / "nowhere"))
     _, stderr = start_job("", "--launcher", "slurm").communicate(timeout=180)
     assert stderr == f"error: launcher slurm: srun isn't installed on {HERE}\n"
+
+
+def test_path_that_deepspeed_would_take_apart_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "pdsh").touch(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        patch.chdir(tmp_path)
+        check_launcher("pdsh", "/bin/python3.11")
+        for folder, python in ((tmp_path, "/a b/python"), (tmp_path / "a b", "python")):
+            patch.chdir(folder)
+            with pytest.raises(UserError, match=r"a b.* to a shell unquoted"):
+                check_launcher("pdsh", python)
 
 
 def test_wrong_use_is_told(start_job: Any, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_launchers(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyP
     assert Site().chosen_launcher() == "slurm"
 
 
-@pytest.mark.parametrize("name", ["sites", "submit", "sweep"])
+@pytest.mark.parametrize("name", ["hostfile", "sites", "submit", "sweep"])
 def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     """Without the package, or with a Python that is too old for it."""
     path = ROOT / "launch" / f"{name}.py"
