@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
+from clap_ds.dist.failure import LOST_PEER, STALL, UNREACHABLE
 from clap_ds.dist.hostfile import master_port
 from clap_ds.dist.verdict import judge
 from clap_ds.launch import slurm
@@ -46,6 +47,7 @@ class Ending:
     code: int
     hosts: list[str] = field(default_factory=list)
     lost: bool = False  # SLURM counts them as gone, they aren't merely the first to fail
+    is_unclear: bool = False  # no rank has said why, or only that another doesn't answer
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:
@@ -96,12 +98,14 @@ def ending_of(
         message = found.message + (f" ({why}, says SLURM)" if why else "")
         # srun's code is the highest of all ranks', those included that it ended itself.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
-        return Ending("out_of_memory" if found.kind == "out_of_memory" else "failed", message, code, found.hosts)
+        is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
+        ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
+        return Ending(ended, message, code, found.hosts, is_unclear=is_unclear)
     if state == "terminated" or step == "CANCELLED":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher ended with code {code}, and no rank said why: its own lines are above"
     unknown = f"{why}, says SLURM" if why else unsaid
-    return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1)
+    return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1, is_unclear=True)
 
 
 # --- running it
@@ -126,8 +130,7 @@ def run_attempt(
     ranks = [host for host, count in hosts.items() for _ in range(count)]
     step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
     ending = ending_of(code, folder, ranks, stopped(), lost, step)
-    is_unclear = ending.state == "failed" and not ending.hosts and ending.code != USER_ERROR
-    if in_job and is_unclear and (silent := slurm.silent_nodes([*hosts])):
+    if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
         ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"), step)
     _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
     return ending

@@ -86,6 +86,20 @@ def test_first_cause_counts(ended: Any) -> None:
     assert "NCCL error" in ending.message
 
 
+@pytest.mark.parametrize(
+    ("errors", "is_unclear"),
+    [
+        ({}, True),
+        (dict.fromkeys(range(4), ("lost_peer", "closed by peer")), True),
+        ({0: ("error", "KeyError: 'x'")}, False),
+        ({0: ("user", "no such field")}, False),
+        ({0: ("unreachable", "rank 3 didn't connect")}, True),
+    ],
+)
+def test_hosts_are_asked_after_where_no_rank_knows_the_cause(ended: Any, errors: Any, is_unclear: bool) -> None:
+    assert ended(1, {"state": "failed"}, errors).is_unclear == is_unclear
+
+
 def test_mistake_of_the_users_is_nobodys_host(ended: Any) -> None:
     ending = ended(2, None, {0: ("user", "clap.bench.windws: no such field")})
     assert (ending.state, ending.code, ending.hosts) == ("failed", 2, [])
