@@ -18,7 +18,7 @@ NCCL_GIB = 0.8
 FRAGMENTATION = 0.03
 """Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
 MULTIPLE = 8
-"""Micro-batches are looked for in multiples of this, as by `launch/micro_batch.py`."""
+"""Micro-batches are looked for in multiples of this."""
 LEAP, MOST_TRIES = 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
