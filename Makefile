@@ -34,11 +34,11 @@ endif
 setup: $(READY)
 
 # DeepSpeed's launcher without its page of lines, and on a port of its own, so that two runs don't meet. Errors are still told.
-PORT = "$(PYTHON)" -c 'from clap_ds.dist.hostfile import free_port; print(free_port())'
+PORT = "$(PYTHON)" -c 'from clap_ds.ranks.hostfile import free_port; print(free_port())'
 LAUNCH = "$(PYTHON)" -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
 
 bench: $(READY)
-	@case "$$("$(PYTHON)" -m clap_ds.dist.accelerator)" in \
+	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \
 	cuda) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	*) exit 2 ;; \

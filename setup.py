@@ -91,10 +91,11 @@ setup(
             "soundfile>=0.13",
             "miniaudio>=1.61; platform_machine == 'x86_64'",  # FLAC in two thirds of the time; elsewhere it has no wheels
             "nvidia-ml-py",
+            "pandas>=2.2",
         ],
         "s3": ["s3fs>=2024.6"],
         "gcs": ["gcsfs>=2024.6"],
-        "analysis": ["matplotlib>=3.9", "markdown-it-py>=3"],
+        "analysis": ["matplotlib>=3.9", "markdown-it-py>=3", "pandas>=2.2"],
         "test": [
             "pytest>=9",
             "pytest-xdist[psutil]>=3.6",

@@ -22,8 +22,8 @@ import psutil
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically, write_object
 from clap_ds.config.places import work_folder
-from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
-from clap_ds.dist.distributed import keep_freed_memory
+from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.ranks.distributed import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

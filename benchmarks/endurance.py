@@ -29,7 +29,7 @@ from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.settings import load_run
-from clap_ds.dist.hostfile import free_port
+from clap_ds.ranks.hostfile import free_port
 from clap_ds.weights import checkpoint_files as files
 
 TRAIN = str(Path(files.__file__).parents[1] / "train.py")
@@ -38,7 +38,7 @@ LIMIT_S = 120.0
 BEYOND_S = 4.0  # the time until some checkpoints are there: a run is left alone up to so long
 HURRIED = """
 import runpy, sys
-from clap_ds.dist import rendezvous
+from clap_ds.ranks import rendezvous
 rendezvous.START_LIMIT_S = 15.0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import keep, make_parser, run_for, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
-from clap_ds.dist.accelerator import choose_accelerator, nvidia_smi
+from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.record.schema import RECORD_FILES
 
 ONE_GPU = "-m clap_ds.bench --deepspeed_config ds_configs"

@@ -33,7 +33,7 @@ def main(checkout: str, config: str, workers: str) -> None:
     from clap_ds.config.settings import load_run
     from clap_ds.data import shards
     from clap_ds.data.batch import BatchSpec
-    from clap_ds.dist.distributed import keep_freed_memory
+    from clap_ds.ranks.distributed import keep_freed_memory
 
     keep_freed_memory()
     torch.set_num_threads(1)

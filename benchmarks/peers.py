@@ -42,12 +42,12 @@ from benchmarks.sides import (
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.batch import Batch
-from clap_ds.dist.distributed import Ranks, initialize
 from clap_ds.model.clap import ClapModel
 from clap_ds.native import linear
 from clap_ds.native.convert import report, reverted
 from clap_ds.native.library import unavailable
 from clap_ds.planning.trace import trace
+from clap_ds.ranks.distributed import Ranks, initialize
 from clap_ds.record.clock import seconds
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import MedianInterval, median_interval

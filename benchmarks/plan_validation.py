@@ -21,7 +21,7 @@ from benchmarks.common import allocated_peak, make_parser, show, table
 from clap_ds.config.errors import run_alone
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.sources import build_batches
-from clap_ds.dist import distributed
+from clap_ds.ranks import distributed
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.hardware import device_name
 

@@ -21,10 +21,10 @@ from unittest.mock import patch
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
-from clap_ds.dist import stacks
-from clap_ds.dist.hostfile import expand, format_hostfile, free_port, read_hostfile
-from clap_ds.dist.rendezvous import meet
-from clap_ds.dist.verdict import judge
+from clap_ds.ranks import stacks
+from clap_ds.ranks.hostfile import expand, format_hostfile, free_port, read_hostfile
+from clap_ds.ranks.rendezvous import meet
+from clap_ds.ranks.verdict import judge
 
 T = TypeVar("T")
 FRAMES = "".join(f'  File "/site/torch/distributed/file{number}.py", line {number} in wait\n' for number in range(20))

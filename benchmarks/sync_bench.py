@@ -32,8 +32,8 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.config.places import PACKAGE
 from clap_ds.config.settings import ClapSettings
-from clap_ds.dist import distributed
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks import distributed
 from clap_ds.record.clock import seconds
 from clap_ds.record.statistics import median_interval
 

@@ -15,7 +15,7 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
+from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
 
 
 def main(ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.dist.distributed import (
+from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
     check_hostfile,
@@ -154,9 +154,9 @@ def evaluate_checkpoint(
     # Loading torch takes seconds: only for an evaluation that can start.
     import torch
 
-    from clap_ds.dist.agreement import together
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.native.convert import convert
+    from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
     from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of

@@ -22,10 +22,10 @@ from rich.table import Table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.dist.accelerator import nvidia_smi
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components, published_flops
 from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD, utilization
+from clap_ds.ranks.accelerator import nvidia_smi
 from clap_ds.record.plausible import doubtful_mfu
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from clap_ds.config.errors import run_alone
 
 COMMANDS = {
-    "build": ("clap_ds.data.build.build", "turn audio files with captions into shards"),
+    "build": ("clap_ds.data.shard_making.build", "turn audio files with captions into shards"),
     "prepare": (
-        "clap_ds.data.build.prepare",
+        "clap_ds.data.shard_making.prepare",
         "turn shards into shards of waveforms or log-mel features, as a model sees them",
     ),
     "measure": (

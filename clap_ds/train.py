@@ -19,7 +19,7 @@ if __package__ in (None, ""):
 
 from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
 from clap_ds.config.errors import UserError
-from clap_ds.dist.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
+from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ if not __package__:  # run as a file, by any Python
 
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.dist.hostfile import expand, format_hostfile, hosts_from_slurm, is_this_host, slots_from_slurm
+from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, is_this_host, slots_from_slurm
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

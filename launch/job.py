@@ -25,11 +25,11 @@ from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically, write_object
-from clap_ds.dist.hostfile import format_hostfile, read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
 from clap_ds.launch.recovery import Attempts, now
+from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
 

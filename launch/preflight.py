@@ -28,12 +28,12 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
-from clap_ds.dist import verdict
-from clap_ds.dist.hostfile import format_hostfile, master_port
 from clap_ds.launch.hostfile import add_hosts, chosen_hosts
 from clap_ds.launch.launchers import LAUNCHERS, Launcher
 from clap_ds.launch.preflight_report import Report, judge_hosts, judge_ranks
 from clap_ds.launch.sites import Site, load_site
+from clap_ds.ranks import verdict
+from clap_ds.ranks.hostfile import format_hostfile, master_port
 
 ARRIVE_S = 120.0
 """For every rank to say what it finds, before it imports anything: a host without is named then, and not waited for."""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests import needs, processes  # noqa: E402
-from tests.ranks import RankPool  # noqa: E402
+from tests.rank_pool import RankPool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

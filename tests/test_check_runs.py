@@ -74,7 +74,7 @@ def test_every_package_that_a_run_imports_is_asked_for(command: str) -> None:
     required = {
         line.partition(">")[0].strip(' "') for line in (ROOT / "setup.py").read_text().splitlines() if ">=" in line
     }
-    rooms = ["engine", "data", "dist", "model", "native", "record", "config", "evaluation", "weights"]
+    rooms = ["engine", "data", "ranks", "model", "native", "record", "config", "evaluation", "weights"]
     rooms += ["measuring"] if command == "bench" else ["training"]
     files = [path for room in rooms for path in (ROOT / "clap_ds" / room).glob("*.py")]
     imported = {

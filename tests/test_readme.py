@@ -43,7 +43,7 @@ RULES = {
     r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
     r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
     "salloc .*|clap-hostfile .*": "tests/cluster/test_jobs.py::test_deepspeeds_own_line",
-    "make bench": "tests/dist/test_accelerator.py::test_make_bench_on_the_cpus",
+    "make bench": "tests/ranks/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
     r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
     r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from clap_ds.dist.distributed import keep_freed_memory
+from clap_ds.ranks.distributed import keep_freed_memory
 
 _LIKELY_CAUSES = {
     signal.SIGKILL: "the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from clap_ds.dist import watch
-from clap_ds.dist.agreement import rank
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks import watch
+from clap_ds.ranks.agreement import rank
 
 Compile = Literal["off", "towers"]
 T = TypeVar("T")

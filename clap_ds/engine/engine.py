@@ -19,8 +19,6 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.dist import watch
-from clap_ds.dist.agreement import gather
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
 from clap_ds.engine.gradient_sync import GradientSync
@@ -29,6 +27,8 @@ from clap_ds.engine.optimizer import FlatStep
 from clap_ds.engine.wrapping import wrap
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
+from clap_ds.ranks import watch
+from clap_ds.ranks.agreement import gather
 from clap_ds.record.clock import PhaseTimer
 
 MOST_SKIPPED = 40

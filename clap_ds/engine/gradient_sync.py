@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
-from clap_ds.dist.agreement import gather
+from clap_ds.ranks.agreement import gather
 
 
 class GradientSync:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import on_first
-from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.watch import doing
+from clap_ds.ranks.agreement import on_first
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.ranks.watch import doing
 
 
 @doing("asking the hub")

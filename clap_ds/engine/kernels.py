@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import gather, rank
-from clap_ds.dist.watch import doing
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.swin import SwinBlock
 from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import shifted_window_mask
+from clap_ds.ranks.agreement import gather, rank
+from clap_ds.ranks.watch import doing
 from clap_ds.record.schema import ChosenKernel
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 0.004, torch.bfloat16: 0.03}

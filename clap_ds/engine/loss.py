@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.dist.agreement import rank, world_size
 from clap_ds.engine.tiles import Positives, similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
+from clap_ds.ranks.agreement import rank, world_size
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,7 +10,7 @@ from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
-from clap_ds.dist.agreement import rank
+from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
 
 Scalar = tuple[str, float, int]

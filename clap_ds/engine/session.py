@@ -28,11 +28,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
-from clap_ds.dist import debug, distributed, failure, watch
-from clap_ds.dist.agreement import gather, on_first, together
-from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.failure import leave_word
-from clap_ds.dist.standstill import Place
 from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
@@ -40,6 +35,11 @@ from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
+from clap_ds.ranks import debug, distributed, failure, watch
+from clap_ds.ranks.agreement import gather, on_first, together
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.ranks.failure import leave_word
+from clap_ds.ranks.standstill import Place
 from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, State, launcher_is_gone, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment

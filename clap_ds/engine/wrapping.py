@@ -18,10 +18,10 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from torch import nn
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.watch import doing
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
 

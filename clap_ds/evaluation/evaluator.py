@@ -26,9 +26,6 @@ from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
 from clap_ds.data.workers import WorkerError
-from clap_ds.dist.agreement import gather, gather_tensor, on_first, together
-from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.watch import alive, doing
 from clap_ds.evaluation.clips import (
     FIELD,
     NUM_EXAMPLES,
@@ -49,6 +46,9 @@ from clap_ds.evaluation.metrics import (
 )
 from clap_ds.model import tokenizer
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.ranks.watch import alive, doing
 
 MAX_NOTES = 20  # lines about broken items at a time
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.data.broken import Broken
-from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.ranking import Tally
+from clap_ds.ranks.distributed import Ranks
 
 CONFIDENCE = 0.95
 RECALL_AT = (1, 5, 10)

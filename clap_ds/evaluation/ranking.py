@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.dist.distributed import Ranks
+from clap_ds.ranks.distributed import Ranks
 
 SCORES_HELD = 2**22
 """Most scores a rank holds at a time, or one query's if those are more: some 20 bytes each for a tally, 150 for an average

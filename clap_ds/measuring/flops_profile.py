@@ -21,12 +21,12 @@ from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
 from clap_ds.data.batch import Batch
-from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
 from clap_ds.model.swin import Mlp, WindowAttention
 from clap_ds.native.convert import reverted
+from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.record.clock import PhaseTimer
 
 REPORT = "flops_profile.txt"

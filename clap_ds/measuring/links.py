@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clap_ds.dist.agreement import gather
-from clap_ds.dist.distributed import Ranks
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
+from clap_ds.ranks.agreement import gather
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.clock import seconds
 
 REPEATS = 3

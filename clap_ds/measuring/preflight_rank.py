@@ -29,8 +29,8 @@ if __package__ in (None, ""):
 
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE
-from clap_ds.dist.accelerator import OLDEST_DRIVER, are_there, driver_version, is_too_old, nvidia_smi, torch_cuda
-from clap_ds.dist.distributed import Ranks, initialize, run_command
+from clap_ds.ranks.accelerator import OLDEST_DRIVER, are_there, driver_version, is_too_old, nvidia_smi, torch_cuda
+from clap_ds.ranks.distributed import Ranks, initialize, run_command
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it

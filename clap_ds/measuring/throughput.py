@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.dist.agreement import gather, gather_tensor
-from clap_ds.dist.watch import doing
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
+from clap_ds.ranks.agreement import gather, gather_tensor
+from clap_ds.ranks.watch import doing
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import doubtful_mfu, uneven_steps

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from huggingface_hub import constants, get_session
 
-from clap_ds.dist.limits import within
+from clap_ds.ranks.limits import within
 
 ANSWER_S = 4.0
 """Longest that the hub may take for a first answer; HF_HUB_ETAG_TIMEOUT where that is set."""

@@ -20,11 +20,11 @@ import torch
 from clap_ds.config.files import FULL
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import gather, on_first, rank
-from clap_ds.dist.watch import doing
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.random_state import random_state
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
+from clap_ds.ranks.agreement import gather, on_first, rank
+from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.training.remote import BackgroundSync, RemoteFolder

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.scalars import Scalar
 from clap_ds.engine.session import Session
+from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import uneven_steps

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from clap_ds.dist.agreement import on_first
 from clap_ds.engine.session import Session
+from clap_ds.ranks.agreement import on_first
 from clap_ds.training.batches import too_few_items
 from clap_ds.training.schedule import Schedule
 from clap_ds.training.start import TrainingStart

@@ -21,7 +21,7 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
-from clap_ds.dist.limits import within
+from clap_ds.ranks.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 

@@ -11,12 +11,12 @@ import torch
 from clap_ds.config.metrics import best_metric
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.agreement import gather, on_first
-from clap_ds.dist.distributed import Ranks
-from clap_ds.dist.watch import doing
 from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.agreement import gather, on_first
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.ranks.watch import doing
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.record.stream import Stream

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from clap_ds.dist.failure import STOPPED, leave_word
 from clap_ds.engine.session import STOP_SIGNALS
+from clap_ds.ranks.failure import STOPPED, leave_word
 
 REPEAT_S = 5.0
 """One request reaches a rank several times: from the terminal and the launcher, from SLURM and the job script. Signals within

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch
-from clap_ds.dist.agreement import gather, together
-from clap_ds.dist.distributed import leave
-from clap_ds.dist.watch import ending
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.session import Interrupted, Session
+from clap_ds.ranks.agreement import gather, together
+from clap_ds.ranks.distributed import leave
+from clap_ds.ranks.watch import ending
 from clap_ds.training.batches import with_captions_compared
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce

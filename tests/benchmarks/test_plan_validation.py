@@ -10,7 +10,7 @@ from benchmarks import plan_validation
 from benchmarks.common import allocated_peak
 from clap_ds.config.settings import RunSettings
 from clap_ds.planning.step import trace_step
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def test_the_allocators_peak_is_of_the_window_alone() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from clap_ds.data.build import audio_files
-from clap_ds.data.build.audio_files import merge_same
-from clap_ds.data.build.caption_lists import Entry
+from clap_ds.data.shard_making import audio_files
+from clap_ds.data.shard_making.audio_files import merge_same
+from clap_ds.data.shard_making.caption_lists import Entry
 from tests.data.builds import RATE, broken_in, items_by_source, run, tone, write_list
 from tests.data.tars import items_in, wav
 

@@ -11,9 +11,9 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.build import shard_building
-from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.build.prepared_audio import Clip
+from clap_ds.data.shard_making import shard_building
+from clap_ds.data.shard_making.caption_lists import Entry
+from clap_ds.data.shard_making.prepared_audio import Clip
 from clap_ds.data.sources import build_batches
 from tests.data.builds import RATE, items_by_source, run, tone, write_clips, write_list
 from tests.data.tars import wav

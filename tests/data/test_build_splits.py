@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.build.shard_building import plan_shards
+from clap_ds.data.shard_making.caption_lists import Entry
+from clap_ds.data.shard_making.shard_building import plan_shards
 from tests.data.builds import items_by_source, run, tone, write_clips
 from tests.data.tars import wav
 

@@ -15,11 +15,11 @@ from clap_ds import shards as command
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
 from clap_ds.data.batch import INT16_SCALE
-from clap_ds.data.build import prepare
 from clap_ds.data.decoding import decode_audio
 from clap_ds.data.features import read_mel
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_list import expand_sources
+from clap_ds.data.shard_making import prepare
 from clap_ds.data.shard_manifest import kind_of, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel

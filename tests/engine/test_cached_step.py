@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 from tests.training.reference_steps import CPU, TIMER
 

@@ -20,7 +20,7 @@ from clap_ds.model.packed import pack
 from clap_ds.record.clock import PhaseTimer
 from tests.engine.test_engine import DEVICE, _batches, _settings
 from tests.model.reference_clap import captions, clips
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def outcome(model: ClapModel, *inputs: object) -> tuple[list[Tensor], dict[str, Tensor]]:

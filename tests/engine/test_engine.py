@@ -22,7 +22,7 @@ from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 # A pool of CPU ranks sees no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer
 from tests.engine.test_engine import DEVICE, _batches, _model, _settings
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 TIMER = PhaseTimer(DEVICE, instrumented=False)
 

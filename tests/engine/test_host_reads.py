@@ -23,7 +23,7 @@ from clap_ds.engine.session import build_model
 from clap_ds.model import packed, text
 from clap_ds.record.clock import PhaseTimer
 from tests.engine.test_engine import _settings
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.dist.agreement import together
-from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.hub_files import fetch
 from clap_ds.model import text
-from tests.ranks import RankPool
+from clap_ds.ranks.agreement import together
+from clap_ds.ranks.distributed import Ranks
+from tests.rank_pool import RankPool
 from tests.training import training_commands as commands
 from tests.training.reference_steps import settings
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.settings import ClapSettings, RunSettings
-from clap_ds.dist.agreement import rank
 from clap_ds.engine import kernels
 from clap_ds.model import mlp_triton
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import attend_windows
+from clap_ds.ranks.agreement import rank
 from clap_ds.record.schema import ChosenKernel
 from tests.conftest import micro_run
 from tests.processes import ROOT, TIMEOUT_S
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 RIGHT = ChosenKernel(kernel="triton", problem=None)
 PRECISIONS: dict[str, dict[str, Any]] = {

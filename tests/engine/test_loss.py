@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clap_ds.engine import tiles
 from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
-from tests.ranks import RankPool, in_group_of
+from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH, JOINT_DIM = 5, 8
 

@@ -12,7 +12,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.engine.scalars import Scalars, engine_section
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:

@@ -11,7 +11,6 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from clap_ds.config.settings import load_run
 from clap_ds.data.supply import Supply
-from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.session import (
     Session,
     _check_deepspeed_sections,
@@ -21,6 +20,7 @@ from clap_ds.engine.session import (
     times_host_alone,
 )
 from clap_ds.engine.wrapping import wrap
+from clap_ds.ranks.distributed import Ranks
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.record.clock import PhaseTimer
 from tests.engine.test_engine import DEVICE, _batches, _difference, _model, _settings
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.gpu
 

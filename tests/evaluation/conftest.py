@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.dist.distributed import Ranks
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.ranks.distributed import Ranks
 from tests.data.tars import wav, write_tar
-from tests.ranks import RankPool, in_group_of
+from tests.rank_pool import RankPool, in_group_of
 
 KINDS = ("hum", "click", "hiss")
 ALONE = Ranks(0, 1, 0, 1)

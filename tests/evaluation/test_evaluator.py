@@ -17,12 +17,12 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
-from clap_ds.dist.distributed import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
+from clap_ds.ranks.distributed import Ranks
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import (
     ALONE,
@@ -36,7 +36,7 @@ from tests.evaluation.conftest import (
     tell_captions_apart,
     tone,
 )  # fmt: skip
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 MODEL = load_preset("micro")
 MICRO = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"num_samples": 4800})})

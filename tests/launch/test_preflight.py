@@ -11,7 +11,7 @@ from clap_ds.launch.launchers import Launcher
 
 RANKS = """
 import json, pathlib, sys, time
-from clap_ds.dist import failure
+from clap_ds.ranks import failure
 folder, megabytes, packages = pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
 assert (folder / "hostfile").read_text() == "n1 slots=1\\nn2 slots=1\\n" and megabytes == "4.0" and "torch" in packages
 def arrive(*hosts):

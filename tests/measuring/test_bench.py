@@ -15,10 +15,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.config.model import load_preset
-from clap_ds.dist.verdict import judge
 from clap_ds.flop_count.analytic import published_flops
+from clap_ds.ranks.verdict import judge
 from tests.processes import ROOT, TIMEOUT_S, Command, run
-from tests.ranks import free_port
+from tests.rank_pool import free_port
 from tests.training.training_commands import (
     RunningRanks,
     deepspeed_launcher,
@@ -241,7 +241,7 @@ def test_a_stopped_rank_under_deepspeeds_launcher_is_named_and_the_run_ended(
 ) -> None:
     config, hurried = write_run(clap={"bench": {"warmup_steps": 10**5}}), tmp_path / "hurried.py"
     hurried.write_text(
-        "from clap_ds.dist import watch\nwatch.LEAST_S = watch.UNTIMED_S = 5.0\nfrom clap_ds import bench\nbench.command()\n"
+        "from clap_ds.ranks import watch\nwatch.LEAST_S = watch.UNTIMED_S = 5.0\nfrom clap_ds import bench\nbench.command()\n"
     )
     command = [*deepspeed_launcher(), str(hurried), "--deepspeed_config", str(config)]
     seen = environment(PYTHONPATH=str(ROOT))

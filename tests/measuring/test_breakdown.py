@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.sync_bench import run_ranks, shape, shaped_hosts
 from clap_ds.measuring import throughput
 from tests import needs
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
 LOCAL_BACKWARD_S = 8.0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from clap_ds.measuring import links
 from tests import processes
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
@@ -41,7 +41,7 @@ def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dic
 
 PEAK = """
 import resource, sys, torch
-from clap_ds.dist.distributed import Ranks, initialize
+from clap_ds.ranks.distributed import Ranks, initialize
 from clap_ds.measuring import links
 ranks = Ranks.from_environment()
 device = initialize(ranks, compile_cpu_collective=False)

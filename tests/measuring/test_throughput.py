@@ -19,7 +19,7 @@ from clap_ds.measuring.throughput import Measurement, Window
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.directory import RunDirectory
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 GIB = 2**30
 

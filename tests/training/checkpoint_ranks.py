@@ -20,10 +20,10 @@ from torch.distributed import get_world_size as world_size
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.dist.agreement import gather_tensor
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.session import freeze
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.record.lock import FILE, FolderLock
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder

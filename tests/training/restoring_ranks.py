@@ -15,10 +15,10 @@ import torch
 from torch.distributed import get_rank as rank
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.dist.agreement import gather, together
-from clap_ds.dist.distributed import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import master_weights
+from clap_ds.ranks.agreement import gather, together
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.start import Choices, TrainingStart

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.data.batch import Batch
-from clap_ds.dist.distributed import Ranks
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training.batches import too_few_items, with_captions_compared
 from clap_ds.training.schedule import Schedule
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, settings
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings
-from clap_ds.dist.distributed import Ranks
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.training.changes import compare, tokenizer_problem
 from clap_ds.training.start import Choices, TrainingStart
 from clap_ds.weights.checkpoint_files import Manifest

@@ -12,7 +12,7 @@ from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote import RemoteFolder
 from clap_ds.weights import formats as weights
 from clap_ds.weights.checkpoint_files import Manifest
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
 from tests.weights.fake_checkpoints import flip_bit
 

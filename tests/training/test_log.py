@@ -18,7 +18,7 @@ from clap_ds.record.stream import Stream
 from clap_ds.training.log import WINDOWS, Pace, TrainingLog, Window
 from clap_ds.training.schedule import TrainingProgress
 from tests.measuring.test_throughput import GIB, long
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("steps", [1, 7, 10, 20])

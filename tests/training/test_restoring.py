@@ -8,7 +8,7 @@ import pytest
 
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.start import Choices
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
 from tests.training import restoring_ranks as restoring
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.dist.distributed import Ranks
 from clap_ds.engine import session
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.lock import FolderLock
 from clap_ds.training.start import TrainingStart
 from clap_ds.weights.formats import save_safetensors
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 from tests.training import training_commands as commands
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.training import stop
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.training.training_commands import wait_until
 
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from clap_ds.analysis.record import read_record
 from clap_ds.config.settings import load_run
-from clap_ds.dist.verdict import judge
+from clap_ds.ranks.verdict import judge
 from clap_ds.training.stop import REPEAT_S
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training

@@ -14,7 +14,7 @@ from tests import processes
 from tests.conftest import micro_run
 from tests.processes import ROOT as ROOT
 from tests.processes import TIMEOUT_S, run
-from tests.ranks import free_port
+from tests.rank_pool import free_port
 
 TRAIN = "clap_ds/train.py"
 
@@ -72,7 +72,7 @@ class RunningRanks:
     ) -> None:
         self.config = config
         # No launcher ends the others when one has ended.
-        brief = {"clap_ds.dist.distributed.RANK_0_SPEAKS_S": 1.0, **constants}
+        brief = {"clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 1.0, **constants}
         arguments = [file, "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []

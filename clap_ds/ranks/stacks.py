@@ -1,6 +1,6 @@
 """A rank's file of stacks: a first line on who writes it and how long it may stand still, below it what faulthandler writes.
 
-Both sides of the format, and where a rank is by it. When stacks are written is `clap_ds.dist.watch`'s. Standard library only.
+Both sides of the format, and where a rank is by it. When stacks are written is `clap_ds.ranks.watch`'s. Standard library only.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.dist.hostfile import expand, hosts_from_slurm, master_port, read_hostfile, slots_from_slurm
 from clap_ds.launch.hostfile import main
+from clap_ds.ranks.hostfile import expand, hosts_from_slurm, master_port, read_hostfile, slots_from_slurm
 from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]

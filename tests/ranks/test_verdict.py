@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from clap_ds.dist import stacks
-from clap_ds.dist.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER
-from clap_ds.dist.verdict import Verdict, judge
+from clap_ds.ranks import stacks
+from clap_ds.ranks.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER
+from clap_ds.ranks.verdict import Verdict, judge
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
@@ -266,7 +266,7 @@ def test_hosts_have_the_names_that_the_job_has_for_them(left: Left) -> None:
 
 def test_any_user_asks_by_one_command(left: Left) -> None:
     def said(*arguments: object) -> tuple[int, str]:
-        command = [sys.executable, "-m", "clap_ds.dist.verdict", *map(str, arguments)]
+        command = [sys.executable, "-m", "clap_ds.ranks.verdict", *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.returncode, (done.stdout + done.stderr).strip()
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist.hostfile import expand, master_port, parse_tasks
+from clap_ds.ranks.hostfile import expand, master_port, parse_tasks
 
 LARGEST_STEP = 0xFFFFFFF0  # numbers from here on are of batch scripts, interactive shells and the like
 

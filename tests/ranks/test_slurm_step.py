@@ -5,7 +5,7 @@ import os
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist.distributed import Ranks
+from clap_ds.ranks.distributed import Ranks
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STEP = {

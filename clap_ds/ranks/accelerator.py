@@ -5,7 +5,7 @@ a run would go on on the CPUs, hundreds of times slower. Here that is an error. 
 machine has no NVIDIA GPU, where `DS_ACCELERATOR=cpu` (DeepSpeed's own variable) wants them, and where `CUDA_VISIBLE_DEVICES`
 hides every GPU. The latter says something of a single process alone: the deepspeed launcher sets it anew for its ranks.
 
-    python -m clap_ds.dist.accelerator     prints cuda or cpu; an error and exit code 2 where a GPU can't be used
+    python -m clap_ds.ranks.accelerator     prints cuda or cpu; an error and exit code 2 where a GPU can't be used
 
 Top-level imports: standard library only, for hosts are asked, too, whose Python may lack the rest.
 """

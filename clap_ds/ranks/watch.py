@@ -1,7 +1,7 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
 faulthandler's own thread writes them, whatever the rank's other threads do, Python's lock held or not; a rank that is stopped
-writes none, and that tells, too. A thread of this module sees to the end (`clap_ds.dist.standstill`), and leaves a word of a
+writes none, and that tells, too. A thread of this module sees to the end (`clap_ds.ranks.standstill`), and leaves a word of a
 signal that comes while the main thread is inside a library. Works alike under every launcher. Standard library only.
 """
 
@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from clap_ds.dist import stacks, standstill
-from clap_ds.dist.failure import STOPPED, leave_word
-from clap_ds.dist.standstill import Place
+from clap_ds.ranks import stacks, standstill
+from clap_ds.ranks.failure import STOPPED, leave_word
+from clap_ds.ranks.standstill import Place
 
 LEAST_S, MEDIANS, PAUSES = 60.0, 20.0, 3.0
 """A rank stands still when it makes no step for so many seconds, median steps and longest times between steps so far."""

@@ -1,10 +1,10 @@
 """Why a run ended: the first cause, by what its ranks left behind.
 
-    python -m clap_ds.dist.verdict RUN_DIRECTORY
+    python -m clap_ds.ranks.verdict RUN_DIRECTORY
 
-Ranks leave words of what failed (`clap_ds.dist.failure`) and stacks where they stood still or got a fatal signal
-(`clap_ds.dist.stacks`). Who is killed leaves nothing but the first line of its stacks. What to do about a host that is to blame
-is left to the job. Standard library only.
+Ranks leave words of what failed (`clap_ds.ranks.failure`) and stacks where they stood still or got a fatal signal
+(`clap_ds.ranks.stacks`). Who is killed leaves nothing but the first line of its stacks. What to do about a host
+to blame is left to the job. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.dist import stacks
-from clap_ds.dist.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, SHOWN, STALL, UNREACHABLE, some
-from clap_ds.dist.stacks import Stacks, elsewhere
+from clap_ds.ranks import stacks
+from clap_ds.ranks.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, SHOWN, STALL, UNREACHABLE, some
+from clap_ds.ranks.stacks import Stacks, elsewhere
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""

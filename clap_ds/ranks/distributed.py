@@ -23,12 +23,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
-from clap_ds.dist import failure, watch
-from clap_ds.dist.accelerator import choose_accelerator, set_up_cuda
-from clap_ds.dist.failure import leave_word
-from clap_ds.dist.hostfile import free_port, read_hostfile
-from clap_ds.dist.rendezvous import PortTakenError, UnreachableError, meet
-from clap_ds.dist.slurm_step import adopt_slurm_step, check_allocation, this_host
+from clap_ds.ranks import failure, watch
+from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.ranks.failure import leave_word
+from clap_ds.ranks.hostfile import free_port, read_hostfile
+from clap_ds.ranks.rendezvous import PortTakenError, UnreachableError, meet
+from clap_ds.ranks.slurm_step import adopt_slurm_step, check_allocation, this_host
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,13 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.build.audio_files import check_whole, open_regular
-from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.build.prepared_audio import Clip, Preparation
-from clap_ds.data.build.splits import held_out
-from clap_ds.data.build.writing import BuiltShard, Named, OnItem, write_shard
 from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, open_audio
 from clap_ds.data.resampling import resample
+from clap_ds.data.shard_making.audio_files import check_whole, open_regular
+from clap_ds.data.shard_making.caption_lists import Entry
+from clap_ds.data.shard_making.prepared_audio import Clip, Preparation
+from clap_ds.data.shard_making.splits import held_out
+from clap_ds.data.shard_making.writing import BuiltShard, Named, OnItem, write_shard
 
 
 @dataclass(frozen=True, slots=True)

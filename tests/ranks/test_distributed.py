@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist.agreement import agree
-from clap_ds.dist.distributed import Ranks, check_hostfile
+from clap_ds.ranks.agreement import agree
+from clap_ds.ranks.distributed import Ranks, check_hostfile
 from tests import processes
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
 COMMAND = """
 import sys
 from clap_ds.config import errors
-from clap_ds.dist import distributed
+from clap_ds.ranks import distributed
 distributed.RANK_0_SPEAKS_S = 0.1
 def main(ranks):
     raise getattr(errors, sys.argv[1])("broken")
@@ -93,7 +93,7 @@ def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, rank_0_is
 
 FAULTS = """
 import resource, sys, torch
-from clap_ds.dist.distributed import keep_freed_memory
+from clap_ds.ranks.distributed import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 for step in range(20):

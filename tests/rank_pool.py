@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from clap_ds.dist.hostfile import free_port
+from clap_ds.ranks.hostfile import free_port
 from tests.processes import TIMEOUT_S, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]
@@ -58,7 +58,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if grouped:
-        from clap_ds.dist import distributed
+        from clap_ds.ranks import distributed
 
         distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
     while True:

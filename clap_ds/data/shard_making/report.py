@@ -12,11 +12,11 @@ from typing import Any
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.build.caption_lists import Entry
-from clap_ds.data.build.shard_building import PlannedShard
-from clap_ds.data.build.splits import names_in
-from clap_ds.data.build.writing import BROKEN, BuiltShard
 from clap_ds.data.shard_list import HUB_TOKENIZER
+from clap_ds.data.shard_making.caption_lists import Entry
+from clap_ds.data.shard_making.shard_building import PlannedShard
+from clap_ds.data.shard_making.splits import names_in
+from clap_ds.data.shard_making.writing import BROKEN, BuiltShard
 from clap_ds.data.shard_manifest import ShardRecord
 
 _MOST_SHOWN = 8

@@ -24,9 +24,13 @@ import fsspec
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.build.prepared_audio import Preparation, add_preparation_options, preparation_of
-from clap_ds.data.build.report import amount, settings_for
-from clap_ds.data.build.writing import (
+from clap_ds.data.captions import captions_of
+from clap_ds.data.front_end import FrontEnd
+from clap_ds.data.items import CLIP_FORMATS, choose_clip
+from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
+from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
+from clap_ds.data.shard_making.report import amount, settings_for
+from clap_ds.data.shard_making.writing import (
     BROKEN,
     RECORDS,
     BuiltShard,
@@ -39,10 +43,6 @@ from clap_ds.data.build.writing import (
     resumable,
     write_shard,
 )
-from clap_ds.data.captions import captions_of
-from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.items import CLIP_FORMATS, choose_clip
-from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
 from clap_ds.data.shard_manifest import Manifest, read_manifest
 from clap_ds.data.tar_items import read_items
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from clap_ds.config.errors import UserError
-from clap_ds.dist import accelerator, distributed
-from clap_ds.dist.accelerator import choose_accelerator
-from tests.ranks import free_port
+from clap_ds.ranks import accelerator, distributed
+from clap_ds.ranks.accelerator import choose_accelerator
+from tests.rank_pool import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPRIETARY = (

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from clap_ds.config.sections import DebugSettings
-from clap_ds.dist import debug
+from clap_ds.ranks import debug
 
 
 def test_libraries_say_more_and_crashes_leave_stacks(monkeypatch: pytest.MonkeyPatch) -> None:

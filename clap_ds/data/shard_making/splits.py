@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from itertools import chain
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build.caption_lists import DIVIDING_OPTIONS, Entry, Row, values_of
+from clap_ds.data.shard_making.caption_lists import DIVIDING_OPTIONS, Entry, Row, values_of
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "held-out", "heldout", "valid", "val", "validation", "test", "dev", "eval", "evaluation")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.dist import failure
-from clap_ds.dist.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word, some
+from clap_ds.ranks import failure
+from clap_ds.ranks.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word, some
 
 
 @pytest.fixture

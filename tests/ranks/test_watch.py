@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from clap_ds.dist import stacks, watch
-from clap_ds.dist.standstill import Place
-from clap_ds.dist.verdict import judge
 from clap_ds.engine import compiled
+from clap_ds.ranks import stacks, watch
+from clap_ds.ranks.standstill import Place
+from clap_ds.ranks.verdict import judge
 from tests import processes
 from tests.training.training_commands import wait_until
 
-BRIEF = {"clap_ds.dist.watch.LEAST_S": 2.0, "clap_ds.dist.watch.LOOK_S": 0.2, "clap_ds.dist.standstill.GRACE_S": 2.0}
+BRIEF = {"clap_ds.ranks.watch.LEAST_S": 2.0, "clap_ds.ranks.watch.LOOK_S": 0.2, "clap_ds.ranks.standstill.GRACE_S": 2.0}
 
 # Steps of a run whose ranks wait for each other; what is done in rank 1's fifth stands in the command line.
 RUN = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from clap_ds.dist import failure, watch
-from clap_ds.dist.distributed import Ranks, initialize, leave
-from clap_ds.dist.standstill import Place
+from clap_ds.ranks import failure, watch
+from clap_ds.ranks.distributed import Ranks, initialize, leave
+from clap_ds.ranks.standstill import Place
 from clap_ds.record.directory import RunDirectory
 
 def stop():

@@ -23,11 +23,11 @@ from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.build.audio_files import check_whole
 from clap_ds.data.decoding import decode_audio, open_audio
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.resampling import resampling_ratio
+from clap_ds.data.shard_making.audio_files import check_whole
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
 

@@ -1,6 +1,6 @@
 """What a rank does that stands still: the lowest one whose threads run judges, records and says why; then all leave.
 
-When that is the case is `clap_ds.dist.watch`'s. Standard library only.
+When that is the case is `clap_ds.ranks.watch`'s. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from clap_ds.dist import stacks
-from clap_ds.dist.failure import STALL, leave_word
-from clap_ds.dist.limits import within
-from clap_ds.dist.verdict import judge
+from clap_ds.ranks import stacks
+from clap_ds.ranks.failure import STALL, leave_word
+from clap_ds.ranks.limits import within
+from clap_ds.ranks.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 GRACE_S = 8.0  # for the other ranks to write theirs

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build.csv_rows import AUDIO_SUFFIXES, QUOTING, Row, csv_rows
+from clap_ds.data.shard_making.csv_rows import AUDIO_SUFFIXES, QUOTING, Row, csv_rows
 
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from clap_ds.dist.limits import within
+from clap_ds.ranks.limits import within
 from tests.processes import ROOT
 
 
@@ -21,7 +21,7 @@ def test_gives_and_raises_what_the_task_does() -> None:
 def test_neither_the_caller_nor_the_end_of_the_process_waits_for_what_never_answers() -> None:
     program = """
 import threading
-from clap_ds.dist.limits import within
+from clap_ds.ranks.limits import within
 try:
     within(0.1, threading.Event().wait)
 except TimeoutError as error:

@@ -24,14 +24,14 @@ from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.data.build import splits
-from clap_ds.data.build.audio_files import merge_same
-from clap_ds.data.build.caption_lists import Entry, read_entries
-from clap_ds.data.build.prepared_audio import add_preparation_options, preparation_of
-from clap_ds.data.build.report import Shards, report, vocab_sizes
-from clap_ds.data.build.shard_building import Encoding, build_shard, plan_of, plan_shards
-from clap_ds.data.build.writing import FAILED, Task, add_workers, claim, fill, none_usable, resumable
 from clap_ds.data.front_end import KINDS, FrontEnd
+from clap_ds.data.shard_making import splits
+from clap_ds.data.shard_making.audio_files import merge_same
+from clap_ds.data.shard_making.caption_lists import Entry, read_entries
+from clap_ds.data.shard_making.prepared_audio import add_preparation_options, preparation_of
+from clap_ds.data.shard_making.report import Shards, report, vocab_sizes
+from clap_ds.data.shard_making.shard_building import Encoding, build_shard, plan_of, plan_shards
+from clap_ds.data.shard_making.writing import FAILED, Task, add_workers, claim, fill, none_usable, resumable
 from clap_ds.data.shard_manifest import MANIFEST, digest, read_manifest
 from clap_ds.model.tokenizer import train_tokenizer
 

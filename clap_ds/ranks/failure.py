@@ -1,7 +1,7 @@
 """A rank's last word: one small file that says what failed, for whoever asks later why the run ended.
 
 torch elastic's format, with the rank's place beside. In the run directory once there is one, before that in the job's folder,
-if a job started the rank. Which word is the cause is left to `clap_ds.dist.verdict`. Standard library only.
+if a job started the rank. Which word is the cause is left to `clap_ds.ranks.verdict`. Standard library only.
 """
 
 from __future__ import annotations

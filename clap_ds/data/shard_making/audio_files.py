@@ -20,7 +20,7 @@ import soundfile
 from tqdm import tqdm
 
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.build.caption_lists import Entry
+from clap_ds.data.shard_making.caption_lists import Entry
 
 _PROBE = 4096  # bytes read from the start, the middle and the end of files of the same size
 _OF_A_STREAM = (

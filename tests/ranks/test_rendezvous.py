@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from clap_ds.dist import rendezvous
+from clap_ds.ranks import rendezvous
 from tests.processes import Command
-from tests.ranks import free_port
+from tests.rank_pool import free_port
 
 MEET = """
 import sys
-from clap_ds.dist import rendezvous
-from clap_ds.dist.distributed import Ranks, initialize, run_command
+from clap_ds.ranks import rendezvous
+from clap_ds.ranks.distributed import Ranks, initialize, run_command
 rendezvous.SAY_S = 1.0
 run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
 """
@@ -24,7 +24,7 @@ run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False))
 def _start(program: str, rank: int, world_size: int, port: int, limit_s: float = 300.0, **variables: str) -> Command:
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "SLURM_STEP_NODELIST": "n[1-3]"}
-    limit = {"clap_ds.dist.rendezvous.START_LIMIT_S": limit_s, "clap_ds.dist.distributed.RANK_0_SPEAKS_S": 0.0}
+    limit = {"clap_ds.ranks.rendezvous.START_LIMIT_S": limit_s, "clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 0.0}
     return Command(["-c", program], env={**os.environ, **place, **other, **variables}, constants=limit)
 
 
@@ -78,8 +78,8 @@ def test_taken_port_is_named_once_with_the_option_that_chooses_another() -> None
 JOB_OF_TWO = """
 import os, sys
 import torch.distributed as dist
-from clap_ds.dist import rendezvous
-from clap_ds.dist.distributed import Ranks
+from clap_ds.ranks import rendezvous
+from clap_ds.ranks.distributed import Ranks
 try:
     rendezvous.meet(int(os.environ["RANK"]), 2, "gloo", run=Ranks.from_environment().run)
 except rendezvous.PortTakenError as error:

@@ -1,7 +1,7 @@
 """How ranks meet: within a limit, and with the names of those that are missing.
 
 torch waits 30 minutes for a peer that will never come, and says only that it timed out. Leaves ranks of other launchers
-to `clap_ds.dist.distributed`. Top-level imports stay light.
+to `clap_ds.ranks.distributed`. Top-level imports stay light.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.dist.failure import some
-from clap_ds.dist.limits import within
-from clap_ds.dist.slurm_step import slurm_hosts
+from clap_ds.ranks.failure import some
+from clap_ds.ranks.limits import within
+from clap_ds.ranks.slurm_step import slurm_hosts
 
 if TYPE_CHECKING:
     import torch
