@@ -101,9 +101,7 @@ def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
 
     top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
     make_checkpoint(tmp_path, 1, **top1)
-    with pytest.raises(
-        ValueError, match="none was evaluated by zero_shot_top1; without asking for the best the newest"
-    ):
+    with pytest.raises(ValueError, match="none was evaluated by zero_shot_top1; without asking for it the newest"):
         ask()
     good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
     newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)
