@@ -50,22 +50,14 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
         assert_weights(load_weights(tmp_path / "laion.pt", config), model)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     diverged = ClapModel(MICRO)
-    torch.nn.init.constant_(diverged.text_projection.linear1.bias, value)
-    diverged.audio.batch_norm.running_var[3] = value
+    torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
+    diverged.audio.batch_norm.running_var[3] = float("inf")
     save_safetensors(diverged, tmp_path / "one.safetensors")
-    save_transformers(diverged, tmp_path / "hf")
-    torch.save(to_names(diverged.state_dict(), laion_names), tmp_path / "laion.pt")
-    for source in ("one.safetensors", "hf", "laion.pt", checkpoint_of(diverged, tmp_path / "run", 5)):
-        with pytest.raises(
-            ValueError, match=r"NaN or infinity in 2 of \d+ tensors \(.*\): .*earlier checkpoint"
-        ) as refusal:
-            load_weights(tmp_path / source, MICRO)
-        assert all(
-            name in str(refusal.value) for name in ("audio.batch_norm.running_var", "text_projection.linear1.bias")
-        )
+    wrong = r"audio\.batch_norm\.running_var, text_projection\.linear1\.bias"
+    with pytest.raises(ValueError, match=rf"NaN or infinity in 2 of \d+ tensors \({wrong}\): .*earlier checkpoint"):
+        load_weights(tmp_path / "one.safetensors", MICRO)
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
@@ -130,12 +122,9 @@ def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
     make_checkpoint(tmp_path / "old", 1, metrics={"zero_shot_top1": 1})
     with pytest.raises(ValueError, match="name no metric to tell it by"):
         locate(tmp_path / "old", best=True)
-
-
-def test_smaller_losses_are_better(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make_checkpoint(tmp_path, step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
-    assert locate(tmp_path, best=True).name == "step-00000001"
+    for step in (1, 2):
+        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
+    assert locate(tmp_path / "loss", best=True).name == "step-00000001"  # the smaller loss
 
 
 def test_the_trained_caption_length_is_known_wherever_weights_come_from(model: ClapModel, tmp_path: Path) -> None:
