@@ -33,10 +33,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_model(config: ClapConfig = MICRO, *, sigmoid: bool = False) -> ClapModel:
+def random_model(config: ClapConfig = MICRO, *, learns_bias: bool = False) -> ClapModel:
     """Weights large enough that every one counts."""
     torch.manual_seed(1)
-    model = ClapModel(config, sigmoid=sigmoid).eval()
+    model = ClapModel(config, learns_bias=learns_bias).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -183,7 +183,7 @@ def test_a_safetensors_file_needs_the_tokenizer_named_and_a_logit_bias_is_left_o
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(tmp_path / "model.safetensors"), str(tmp_path / "out")]
-    save_safetensors(random_model(sigmoid=True), arguments[0])
+    save_safetensors(random_model(learns_bias=True), arguments[0])
     with pytest.raises(ValueError, match="names no tokenizer: give it with --tokenizer"):
         export.main(arguments)
     assert not (tmp_path / "out").exists()
