@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -129,7 +129,13 @@ class LossSettings(Section):
     """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
     fp32."""
     tile: PositiveInt | None = None
-    """Columns of the similarity matrix that the softmax loss holds at a time; null: 32768 on GPUs, 1024 on CPUs."""
+    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
+
+    @model_validator(mode="after")
+    def _tiles_are_softmax(self) -> Self:
+        if self.tile is not None and self.kind != "softmax":
+            raise ValueError(f"tile: the loss {self.kind!r} has no matrix to divide: leave tile out")
+        return self
 
 
 class BenchSettings(Section):

@@ -43,6 +43,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"data": {"source": "synthetic", "caption_lengths": {"8": 0.0}}},
         r"clap\.data\.caption_lengths: the weights of the histogram add up to 0",
     ),
+    ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss: tile: the loss 'sigmoid' has no matrix to divide"),
     ({"bf16": {}}, r"clap\.bf16: bf16 is a DeepSpeed field: move it out of clap"),
     (
         {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}},

@@ -1,4 +1,4 @@
-"""How an attempt ended, by what ranks and SLURM left, of two hosts of two ranks; and which faults a run is started again after."""
+"""How an attempt ended, by what ranks and SLURM left, on two hosts of two ranks; after which faults it is started again."""
 
 import json
 import signal
