@@ -40,7 +40,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
     place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
-    as in evaluations. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    as in evaluations. The text tower has its own, whatever stands here."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's

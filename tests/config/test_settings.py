@@ -44,10 +44,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         r"clap\.data\.caption_lengths: the weights of the histogram add up to 0",
     ),
     ({"bf16": {}}, r"clap\.bf16: bf16 is a DeepSpeed field: move it out of clap"),
-    (
-        {"text": "packed", "model": {"preset": "micro", "attention": "sdpa"}},
-        r"clap\.text: packed captions need clap\.model\.attention .*, found 'sdpa'",
-    ),
     ({"cuda_graphs": True}, r"clap\.cuda_graphs: needs clap\.compile"),
     (
         {"cuda_graphs": True, "compile": "towers", "train": {"accumulation": "cached"}},
