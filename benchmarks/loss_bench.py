@@ -102,12 +102,12 @@ def recorded(method: str, num_ranks: int, micro_batch: int, joint_dim: int) -> R
     """One of `num_ranks` ranks' loss as a GPU would compute it, the gathered features among its memory."""
     with rank_of(num_ranks), FakeTensorMode(), like_cuda(), trace() as found:
         if method == "exact_local":
-            own_BD = [torch.empty(micro_batch, joint_dim, requires_grad=True) for _ in range(2)]
-            SoftmaxLoss(torch.bfloat16)(*own_BD, torch.ones(1, requires_grad=True)).backward()
+            audio_BD, text_BD = (torch.empty(micro_batch, joint_dim, requires_grad=True) for _ in range(2))
+            SoftmaxLoss(torch.bfloat16)(audio_BD, text_BD, torch.ones(1, requires_grad=True)).backward()
         else:
             with torch.autocast("cpu", torch.bfloat16):
-                all_ND = [torch.empty(num_ranks * micro_batch, joint_dim) for _ in range(2)]
-                gather_with_gradient(*all_ND, micro_batch, torch.ones(1))
+                audio_ND, text_ND = (torch.empty(num_ranks * micro_batch, joint_dim) for _ in range(2))
+                gather_with_gradient(audio_ND, text_ND, micro_batch, torch.ones(1))
     return found
 
 
