@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.analysis.training_log import scan_log
+from clap_ds.analysis.log_scan import scan_log
 from clap_ds.config.arguments import positive
 from clap_ds.config.errors import run_alone
 
@@ -83,9 +83,9 @@ def read(path: str) -> dict[str, Any]:
     """Seconds (as a clock shows, and of the processor) and the most memory of this process, that reads a log."""
     begun, begun_cpu = time.perf_counter(), time.process_time()
     scan = scan_log(Path(path))
-    assert scan.attempts[-1].pace(10).rate, f"{path}: no rate"
+    assert scan.starts[-1].windows(10).rates, f"{path}: no rate"
     return {
-        "gb": scan.file.num_bytes / 1e9, "seconds": time.perf_counter() - begun, "cpu_s": time.process_time() - begun_cpu,
+        "gb": scan.num_bytes / 1e9, "seconds": time.perf_counter() - begun, "cpu_s": time.process_time() - begun_cpu,
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }  # fmt: skip
 
