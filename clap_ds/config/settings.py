@@ -190,10 +190,6 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention == "sdpa":
-        problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton', found 'sdpa'"
-        )
     if clap.cuda_graphs and clap.compile == "off":
         problems.append("clap.cuda_graphs: needs clap.compile 'towers', whose graphs it replays")
     if clap.cuda_graphs and clap.train.accumulation == "cached":

@@ -1,4 +1,4 @@
-"""How an attempt ended, by what ranks and SLURM left, of two hosts of two ranks; and which faults a run is started again after."""
+"""How an attempt ended, by what two hosts of two ranks and SLURM left; which faults a run is started again after."""
 
 import json
 import signal

@@ -32,10 +32,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_model(config: ClapConfig = MICRO, *, sigmoid: bool = False) -> ClapModel:
+def random_model(config: ClapConfig = MICRO, *, learns_bias: bool = False) -> ClapModel:
     """Weights large enough that every one counts."""
     torch.manual_seed(1)
-    model = ClapModel(config, sigmoid=sigmoid).eval()
+    model = ClapModel(config, learns_bias=learns_bias).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -170,7 +170,7 @@ def test_what_a_file_does_not_say_is_named_and_a_logit_bias_is_left_out_with_a_n
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare, laion, out = (str(tmp_path / name) for name in ("model.safetensors", "clap.pt", "out"))
-    save_safetensors(random_model(sigmoid=True), bare)
+    save_safetensors(random_model(learns_bias=True), bare)
     torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
     with pytest.raises(ValueError, match="names no tokenizer: give it with --tokenizer"):
         export.main([bare, out])

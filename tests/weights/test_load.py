@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
-from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
+from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
 from clap_ds.weights.names import laion_names, to_names
 from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, make_checkpoint
 
@@ -77,7 +77,7 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tmp_path: Path) -> None:
-    with_bias, without = ClapModel(MICRO, sigmoid=True), ClapModel(MICRO)
+    with_bias, without = ClapModel(MICRO, learns_bias=True), ClapModel(MICRO)
     with_bias.load_state_dict({"logit_bias": torch.full((1,), -3.5)}, strict=False)
     save_safetensors(with_bias, tmp_path / "sigmoid.safetensors")
     found = load_weights(tmp_path / "sigmoid.safetensors", MICRO)
@@ -88,6 +88,10 @@ def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tm
     save_safetensors(without, tmp_path / "softmax.safetensors")
     load_weights(tmp_path / "softmax.safetensors").load_into(with_bias)
     assert with_bias.state_dict()["logit_bias"].item() == -3.5
+    kinds = [loss_kind_of(path, load_weights(path)) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert kinds == ["sigmoid", "softmax"]  # by the bias, as of checkpoints from before they said
+    saved = checkpoint_of(without, tmp_path, settings={"clap": {"loss": {"kind": "another"}}})
+    assert loss_kind_of(saved, load_weights(saved)) == "another"
 
 
 def test_the_tokenizer_is_the_copy_or_the_name(model: ClapModel, tmp_path: Path) -> None:
