@@ -16,7 +16,7 @@ import numpy as np
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
 LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
-"""Times that fp32 logits and everybody's features cross the GPU's memory, forward and backward (`benchmarks.loss_trace`)."""
+"""Times that fp32 logits and everybody's features cross the GPU's memory, both ways (`benchmarks.loss_bench --traced`)."""
 MATMUL_EFFICIENCY = 0.3
 
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")

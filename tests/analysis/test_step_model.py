@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import loss_trace
+from benchmarks import loss_bench
 from clap_ds.analysis.step_model import WORKLOADS, Machine, Method, StepModel, Workload, all_gather_s, all_reduce_s
 
 WORK = Workload(batch_per_gpu=616, joint_dim=512, num_parameters=156.2e6)
@@ -69,7 +69,7 @@ def test_loss_grows_with_ranks_and_everything_is_positive() -> None:
 )
 @pytest.mark.parametrize("work", WORKLOADS.values())
 def test_memory_traffic_of_the_loss_is_what_a_trace_finds(work: Workload, loss: str, traced: str) -> None:
-    found = loss_trace.measure(traced, 512, work.batch_per_gpu, work.joint_dim)
+    found = loss_bench.traced(traced, 512, work.batch_per_gpu, work.joint_dim)
     memory_only = Machine(memory_bytes_per_s=1e9, peak_flops=1e30)
     stated = StepModel(work, memory_only, replace(Method(), loss=loss)).known_terms_s(128)["contrastive loss"]  # type: ignore[arg-type]
     assert stated == pytest.approx(found["gigabytes"], rel=0.03)

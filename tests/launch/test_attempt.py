@@ -1,4 +1,4 @@
-"""How an attempt ended, by what ranks and SLURM left, on two hosts of two ranks; after which faults it is started again."""
+"""How an attempt ended, by what two hosts of two ranks and SLURM left; which faults a run is started again after."""
 
 import json
 import signal
