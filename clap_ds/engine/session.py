@@ -32,6 +32,7 @@ from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.kernels import choose_kernels
+from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
@@ -284,7 +285,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         text_dropout=options.text_dropout,
         spec_augment=options.spec_augment,
         text_from_hub=options.text_from_hub,
-        sigmoid=run.clap.loss.kind == "sigmoid",
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
         attention=options.attention,
         mlp=options.mlp,
         device=device,
