@@ -94,7 +94,7 @@ def test_first_cause_counts(ended: Any) -> None:
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (
             137,
-            {rank: ("lost_peer", "closed by peer") for rank in (0, 1, 2)},
+            dict.fromkeys((0, 1, 2), ("lost_peer", "closed by peer")),
             "failed",
             137,
             ["n2"],
