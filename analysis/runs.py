@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.record import is_record, read_record
-from clap_ds.analysis.table import Run, count_of, read_table_runs
+from clap_ds.analysis.table import Run, count_of
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, did_you_mean

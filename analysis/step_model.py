@@ -18,10 +18,11 @@ from typing import Literal
 
 import numpy as np
 
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.growth import LAWS, Measured, growth
 from clap_ds.analysis.repeats import ratio_uncertainty
-from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt, read_table_runs
+from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt
 from clap_ds.config.errors import UserError
 
 BACKWARD_SHARE = 0.6
