@@ -6,8 +6,7 @@ Optimiser state and resuming a run belong to `clap_ds.training`.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,7 +47,7 @@ class Checkpoint:
 
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""
-        model = ClapModel(self.config, **{"sigmoid": LOGIT_BIAS in self.state, **options})
+        model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
@@ -140,7 +139,9 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
     config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
-    _check(state, _expected(config, sigmoid=LOGIT_BIAS in state), f"{path} doesn't fit its own sizes ({config.name})")
+    _check(
+        state, _expected(config, learns_bias=LOGIT_BIAS in state), f"{path} doesn't fit its own sizes ({config.name})"
+    )
     return Checkpoint(config, state)
 
 
@@ -167,15 +168,15 @@ def have_same_shapes(one: ClapConfig, other: ClapConfig) -> bool:
     return shapes[0] == shapes[1]
 
 
-def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
+def _expected(config: ClapConfig, *, learns_bias: bool = False) -> State:
     """The model's state on the meta device: names, shapes and dtypes without the numbers."""
-    return _expected_of(config.model_dump_json(), sigmoid)
+    return _expected_of(config.model_dump_json(), learns_bias)
 
 
 @cache
-def _expected_of(sizes: str, sigmoid: bool) -> State:
+def _expected_of(sizes: str, learns_bias: bool) -> State:
     with torch.device("meta"):
-        return ClapModel(ClapConfig.model_validate_json(sizes), sigmoid=sigmoid).state_dict()
+        return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
@@ -215,22 +216,19 @@ def _read_transformers_config(folder: Path) -> ClapConfig:
 
 def trained_text_tokens(path: Path) -> int | None:
     """What `to_safetensors` was told of the caption length; raises ValueError where the file can't be read."""
-    with _opened(path) as file:
-        tokens = (file.metadata() or {}).get(TEXT_TOKENS_KEY, "")
+    tokens = (_opened(path).metadata() or {}).get(TEXT_TOKENS_KEY, "")
     return int(tokens) if tokens.isdecimal() else None
 
 
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Tensors and metadata of a file."""
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    file = _opened(path)
+    return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Any:
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            yield file
+        return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
 

@@ -10,6 +10,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS, Manifest
 from clap_ds.weights.formats import (
+    LOGIT_BIAS,
     Checkpoint,
     load_safetensors,
     load_transformers,
@@ -91,15 +92,12 @@ def _best(path: Path, manifests: dict[str, Manifest]) -> Path:
         raise ValueError(
             f"{path}: which checkpoint is best can't be told: they {found} to tell it by; give one's own path"
         )
-    for name in (ranked := files.best(manifests, metrics[0])):
-        try:
-            files.verify(path / name)
-            return path / name
-        except files.DamagedError as error:
-            files.warn(f"passed over: {error}")
+    ranked = files.best(manifests, metrics[0])
+    if (good := files.first_good(path, ranked, {})) is not None:
+        return good
     why = "those that were are damaged" if ranked else f"none was evaluated by {metrics[0]}"
     raise ValueError(
-        f"{path}: which checkpoint is best can't be told: {why}; without asking for the best the newest is taken"
+        f"{path}: which checkpoint is best can't be told: {why}; without asking for it the newest is taken"
     )
 
 
@@ -121,12 +119,20 @@ def tokenizer_of(path: str | Path) -> str | None:
     return str(path) if (Path(path) / _TOKENIZER_CONFIG).exists() else None
 
 
+def loss_kind_of(path: str | Path, weights: Checkpoint) -> str:
+    """The `clap.loss.kind` that a model was trained with: the checkpoint's, or where nothing says, told by its logit bias."""
+    manifest = _manifest(path)
+    kind = manifest.settings.get("clap", {}).get("loss", {}).get("kind") if manifest is not None else None
+    return kind or ("sigmoid" if LOGIT_BIAS in weights.state else "softmax")
+
+
 def text_tokens_of(path: str | Path, config: ClapConfig) -> int | None:
     """The caption length that a model of these sizes was trained with: the checkpoint's, a safetensors file's, or where the
     tokenizer beside a transformers model cuts captions, if that is short of the model's positions. None where nothing says."""
     manifest, beside = _manifest(path), Path(path) / _TOKENIZER_CONFIG
     if manifest is not None:
-        return manifest.text_tokens
+        tokens: int | None = manifest.settings.get("clap", {}).get("text_tokens")
+        return tokens
     if beside.exists():
         limit = read_json(beside).get("model_max_length")
         return limit if isinstance(limit, int) and 2 <= limit < config.text.max_tokens else None
