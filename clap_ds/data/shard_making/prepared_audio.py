@@ -1,7 +1,8 @@
-"""Audio as a model sees it, once for all runs: the waveform before cropping, or its log-mel features.
+"""What becomes of audio on its way into a shard: a file as people have it, or as a model sees it, once for all runs, the
+waveform before cropping or its log-mel features.
 
-Both go the way that decoding for a run on `waveforms: int16` goes, by the same functions: features of clips not longer than the
-model's differ from the model's own of the encoded clip by their rounding to float16 alone, by 2⁻⁵ dB at most below 128 dB.
+These two go the way that decoding for a run on `waveforms: int16` goes, by the same functions: features of clips not longer
+than the model's differ from the model's own of the encoded clip by their rounding to float16 alone, by 2⁻⁵ dB at most below 128 dB.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import decode_audio, open_audio
+from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.resampling import resampling_ratio
+from clap_ds.data.resampling import resample, resampling_ratio
 from clap_ds.data.shard_making.audio_files import check_whole
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
@@ -41,6 +42,34 @@ class Clip(NamedTuple):
     content: bytes
     seconds: float
     suffix: str = ""  # of the item's key, where there are several of one file
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A file as it is or, where training couldn't read it or it is wanted, as FLAC.
+
+    `sample_rate`: Hz; None keeps the file's. `to_flac`: re-encode even what needn't be. `mono`: the channels' mean."""
+
+    to_flac: bool = False
+    sample_rate: int | None = None
+    mono: bool = False
+
+    def clips(self, content: bytes, extension: str) -> list[Clip]:
+        """The one clip of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
+        with open_audio(content) as file:
+            rate = file.samplerate
+            samples = file.read(dtype="float32", always_2d=True)
+            check_whole(content, file, len(samples))
+        check_finite(samples)
+        check_samples(len(samples), len(samples), not samples.any())
+        wanted_rate = self.sample_rate or rate
+        if extension not in AUDIO_FORMATS or self.to_flac or self.mono or wanted_rate != rate:
+            waveform = torch.from_numpy(samples.T.copy())
+            if self.mono or len(waveform) > 8:  # FLAC's most channels
+                waveform = waveform.mean(dim=0, keepdim=True)
+            converted = resample(waveform, rate, wanted_rate).clamp_(-1, 1).T.numpy()
+            extension, content = "flac", _encoded(converted, wanted_rate, "FLAC")
+        return [Clip(extension, content, len(samples) / rate)]
 
 
 @dataclass
@@ -66,14 +95,14 @@ class Preparation:
         """What the result follows from."""
         return f"{self.kind} {FrontEnd.of(self.audio)} {self.pieces}"
 
-    def clips(self, content: bytes) -> list[Clip]:
+    def clips(self, content: bytes, extension: str = "") -> list[Clip]:
         """The clips of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
         rate, prepared = self.audio.sample_rate, []
         waveforms = self._pieces(_decode(content, rate))
         for number, waveform in enumerate(waveforms):
             if not waveform.any():
                 continue
-            extension, file = "wav", _wav(waveform, rate)
+            extension, file = "wav", _encoded(waveform, rate, "WAV")
             if self.kind == "mel":
                 extension, file = FEATURES, _npy(self._features(file, len(waveform)))
             suffix = f"-{number:03d}" if len(waveforms) > 1 else ""
@@ -105,6 +134,9 @@ class Preparation:
             skipped = edge if start else 0
             features[start + skipped : start + len(of_clip)] = of_clip[skipped:]
         return features
+
+
+Conversion = Encoding | Preparation
 
 
 def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> None:
@@ -146,9 +178,10 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
     return row[:length].numpy()
 
 
-def _wav(waveform: NDArray[np.int16], rate: int) -> bytes:
+def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
+    """A file of 16 bits."""
     file = io.BytesIO()
-    soundfile.write(file, waveform, rate, format="WAV", subtype="PCM_16")
+    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
     return file.getvalue()
 
 
