@@ -23,6 +23,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import MIN_POWER, LogMel
+from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
 from clap_ds.native.library import unavailable
@@ -165,7 +166,7 @@ def our_model(config: ClapConfig, device: torch.device, *, low: str, noise: floa
     """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
-    model = ClapModel(config, **options, attention="auto", device=device)
+    model = ClapModel(config, **options, attention=default_kernel(device))
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)

@@ -155,16 +155,18 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
+    from clap_ds.model.window_attention import default_kernel
     from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
-    from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
+    from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
 
     device = initialize(ranks, compile_cpu_collective=False)
     preset = arguments.preset or (run.clap.model.preset if run else None)
     path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
     checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
+    loss_kind = together(lambda: loss_kind_of(path, checkpoint))
     own_tokenizer, trained = together(lambda: (tokenizer_of(path), text_tokens_of(path, checkpoint.config)))
     text_tokens = text_tokens_for(arguments.text_tokens, run, trained, checkpoint.config)
     if ranks.is_first and trained not in (None, text_tokens):
@@ -181,11 +183,12 @@ def evaluate_checkpoint(
         micro_batch=settings.micro_batch
         or (run and run.deepspeed.get("train_micro_batch_size_per_gpu"))
         or MICRO_BATCH,
+        loss_kind=loss_kind,
         ranks=ranks,
         device=device,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention="auto", device=device).to(device, getattr(torch, DTYPES[precision]))
+    model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
     every = max(1, evaluator.num_batches // NUM_ADVANCES)

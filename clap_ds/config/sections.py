@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -24,6 +24,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a field's type is made of: one, where it may be null, too; one for each kind of `data`; or none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
 class ModelSettings(Section):
     """Which model, and how its towers run while training."""
 
@@ -40,7 +47,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
     place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
-    as in evaluations. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    as in evaluations. The text tower has its own, whatever stands here."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
@@ -104,7 +111,7 @@ class ShardData(Section):
         return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
-DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
+DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "shards": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -122,7 +129,7 @@ class LossSettings(Section):
     """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
     fp32."""
     tile: PositiveInt | None = None
-    """Columns of the similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
+    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):
@@ -140,7 +147,7 @@ class BenchSettings(Section):
 
 
 class HardwareSettings(Section):
-    """What utilisation is held against."""
+    """The peak that utilisation is a share of."""
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""

@@ -66,6 +66,7 @@ class Evaluator:
         tokenizer_name: hub name or folder.
         text_tokens: caption length, padding included.
         micro_batch: clips or captions per rank and forward pass.
+        loss_kind: `clap.loss.kind` that the model was trained with.
         ranks: of the process group, or a single one without any.
 
     Raises:
@@ -79,6 +80,7 @@ class Evaluator:
     tokenizer_name: str | None
     text_tokens: int
     micro_batch: int
+    loss_kind: str
     ranks: Ranks
     device: torch.device
 
@@ -180,7 +182,8 @@ class Evaluator:
             found = evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
             first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
             scalars = model.logit_scale.float().exp(), model.logit_bias
-            found.measures[LOSS] = retrieval_loss(features, text[first], [each[0] for each in captions], *scalars)
+            pairs = features, text[first], [each[0] for each in captions]
+            found.measures[LOSS] = retrieval_loss(self.loss_kind, *pairs, *scalars)
             return found
         classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
         is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
