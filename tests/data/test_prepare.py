@@ -133,25 +133,6 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
     assert np.abs(features - expected.numpy()).max() <= HALF_STEP
 
 
-def test_pieces(tmp_path: Path) -> None:
-    """The last is from half to one and a half times as long as the others; silent ones are left out."""
-    parts = [sound(1.0), np.zeros((RATE, 1)), sound(0.45)]
-    clips = {
-        "long": wav(np.concatenate(parts), RATE, "PCM_16"),
-        "longer": wav(np.concatenate([*parts, sound(0.1)]), RATE, "PCM_16"),
-        "short": CLIPS["short"],
-    }
-    shard = write_tar(tmp_path / "a.tar", members(clips))
-    assert run(shard, tmp_path / "wav", "--kind", "waveform", "--pieces", 1) == 0
-    items = items_in(tmp_path / "wav")
-    lengths = {key: soundfile.info(io.BytesIO(item["wav"])).duration for key, item in items.items()}
-    assert lengths == {"long-000": 1, "long-001": 1.45, "longer-000": 1, "longer-002": 0.55, "short": 0.3}
-    assert items["longer-000"]["json"] == items["longer-002"]["json"] == dict(members(clips))["longer.json"]
-    assert run(shard, tmp_path / "mel", "--kind", "mel", "--pieces", 1) == 0
-    frames = {key: len(features) for key, features in features_in(tmp_path / "mel").items()}
-    assert frames == {"long-000": 101, "long-001": 146, "longer-000": 101, "longer-002": 101, "short": 101}
-
-
 def test_building_prepares_too(tmp_path: Path) -> None:
     """With the same result as preparing what was built."""
     path = write_list(tmp_path, 5)
@@ -206,16 +187,16 @@ def test_the_same_command_resumes(
     """What is finished stays; other inputs and kinds are refused."""
     for n in range(3):
         write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
-    clips, num_read = prepare.Preparation.clips, 0
+    clip, num_read = prepare.Preparation.clip, 0
 
     def fail(*arguments: Any) -> Any:
         nonlocal num_read
         num_read += 1
         if num_read > 1:
             raise error
-        return clips(*arguments)
+        return clip(*arguments)
 
-    monkeypatch.setattr(prepare.Preparation, "clips", fail)
+    monkeypatch.setattr(prepare.Preparation, "clip", fail)
     command = [f"{tmp_path}/*.tar", tmp_path / "out", "--kind", "mel"]
     assert run(*command) == code
     assert "the same command resumes" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def build(entries: list[Entry], options: argparse.Namespace) -> tuple[list[Built
     holds something else or no item can be used; OSError where it can't be written, or the disk is full: what is finished stays.
     """
     preparation = preparation_of(options)
-    conversion = preparation or Encoding(options.to_flac, options.sample_rate, options.mono)
+    conversion = preparation or Encoding(options.to_flac)
     unusable = [entry for entry in entries if entry.problem]
     reasons = [(str(entry.path), str(entry.problem)) for entry in unusable]
     if len(unusable) == len(entries):
@@ -102,8 +102,6 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     audio = "audio (default: files as they are; to FLAC where training couldn't read them)"
     add = parser.add_argument_group(audio).add_argument
     add("--to_flac", action="store_true", help="re-encode all")
-    add("--sample_rate", type=whole_number(1000, 655350), metavar="HZ", help="resample to this, as FLAC")
-    add("--mono", action="store_true", help="average the channels, as FLAC")
     add = parser.add_argument_group("audio prepared for a model, once for all runs, instead").add_argument
     add_preparation_options(add, KINDS, default="encoded")
     largest = max(load_preset(name).text.vocab_size for name in preset_names())
@@ -130,10 +128,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--split_column says which items are held out; expected no other option that does")
     if divided and not options.held_out:
         raise UserError("--group_column and --stratify_column: expected --held_out SHARE, too")
-    if options.kind != "encoded" and (options.to_flac or options.sample_rate or options.mono):
-        raise UserError(
-            f"--kind {options.kind} says what becomes of audio; expected no --to_flac, --sample_rate, --mono"
-        )
+    if options.kind != "encoded" and options.to_flac:
+        raise UserError(f"--kind {options.kind} says what becomes of audio; expected no --to_flac")
 
 
 def run_build(options: argparse.Namespace) -> int:

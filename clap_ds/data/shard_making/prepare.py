@@ -90,18 +90,18 @@ def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argpars
     return 0
 
 
-def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[list[Member]]:
-    """What a tar (path or URL) holds, prepared, item by item; what can't be used is added to `broken`."""
+def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member | None]:
+    """What a tar (path or URL) holds, prepared, item by item; None of what can't be used, which is added to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
-            clips = preparation.clips(bytes(choose_clip(item, "encoded")))
+            clip = preparation.clip(bytes(choose_clip(item, "encoded")))
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
-            clips = []
+            yield None
+            continue
         others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
-        key = item["__key__"]
-        yield [({"__key__": key + clip.suffix, clip.extension: clip.content, **others}, clip.seconds) for clip in clips]
+        yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
 
 
 def _by_name(tars: Iterable[str]) -> dict[str, str]:

@@ -61,28 +61,25 @@ def plan_of(planned: list[PlannedShard], conversion: Conversion) -> Iterator[str
             yield json.dumps(parts, default=str)
 
 
-def members_of(shard: PlannedShard, conversion: Conversion, broken: list[Named]) -> Iterator[list[Member]]:
-    """What goes into a shard of each of its items; those that can't be used are added to `broken`."""
+def members_of(shard: PlannedShard, conversion: Conversion, broken: list[Named]) -> Iterator[Member | None]:
+    """What goes into a shard of each of its items; None of those that can't be used, which are added to `broken`."""
     for number, entry in shard.items:
         names = [entry.path, *entry.others]
         try:
-            clips = load_audio(entry, conversion)
+            clip = load_audio(entry, conversion)
         except BrokenItemError as error:
             broken += [(str(path), str(error)) for path in names]
-            yield []
+            yield None
             continue
         sources = list(dict.fromkeys(path.name for path in names))
         caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
         described = {**entry.more, "caption": caption, "source": source}
         content = json.dumps(described, ensure_ascii=False, default=str).encode()
-        yield [
-            ({"__key__": f"{number:09d}{clip.suffix}", clip.extension: clip.content, "json": content}, clip.seconds)
-            for clip in clips
-        ]
+        yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": content}, clip.seconds
 
 
-def load_audio(entry: Entry, conversion: Conversion) -> list[Clip]:
+def load_audio(entry: Entry, conversion: Conversion) -> Clip:
     """An entry's audio as it goes into the shard; or BrokenItemError."""
     with open_regular(entry.path) as opened:
         content = opened.read()
-    return conversion.clips(content, entry.path.suffix.lower().removeprefix("."))
+    return conversion.clip(content, entry.path.suffix.lower().removeprefix("."))

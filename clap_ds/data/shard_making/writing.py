@@ -42,12 +42,12 @@ class Task(NamedTuple):
 
     Attributes:
         num_items: that it is made of, where they are counted.
-        members: for each of them, what becomes of it; it adds what is left out to the list that it is given.
+        members: what becomes of each of them; where that is None, it is added to the list that is given.
     """
 
     name: str
     num_items: int | None
-    members: Callable[[list[Named]], Iterable[list[Member]]]
+    members: Callable[[list[Named]], Iterable[Member | None]]
 
 
 class BuiltShard(NamedTuple):
@@ -168,10 +168,10 @@ def _write(folder: Path, task: Task, on_item: Callable[[], None]) -> BuiltShard:
     num_items, seconds, record = 0, 0.0, None
     with partial.open("wb") as file:
         with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-            for members in task.members(broken):
-                for member, length in members:
-                    tar.write(member)
-                    num_items, seconds = num_items + 1, seconds + length
+            for member in task.members(broken):
+                if member:
+                    tar.write(member[0])
+                    num_items, seconds = num_items + 1, seconds + member[1]
                 on_item()
         file.flush()
         os.fsync(file.fileno())
