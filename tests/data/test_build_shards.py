@@ -11,9 +11,6 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
-from clap_ds.data.shard_making import shard_building
-from clap_ds.data.shard_making.caption_lists import Entry
-from clap_ds.data.shard_making.prepared_audio import Clip, Conversion
 from clap_ds.data.sources import build_batches
 from tests.data.builds import RATE, items_by_source, run, tone, write_clips, write_list
 from tests.data.tars import wav
@@ -163,31 +160,3 @@ def test_verify_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert all(problem in printed for problem in ("SHA-256 differs", "bytes, expected", "is not there"))
     assert run(tmp_path / "audio", "--verify") == 2
-
-
-def test_full_disk_is_reported_and_the_same_command_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_list(tmp_path, 6)
-    load, loaded = shard_building.load_audio, []
-
-    def fail(entry: Entry, conversion: Conversion) -> Clip:
-        loaded.append(entry)
-        if len(loaded) == 5:
-            raise OSError(28, "No space left on device")
-        return load(entry, conversion)
-
-    monkeypatch.setattr(shard_building, "load_audio", fail)
-    assert run(path, tmp_path / "out", "--shards", 3) == 1
-    assert "No space left on device; the same command resumes" in capsys.readouterr().err
-    out = tmp_path / "out"
-    finished = {path: path.stat().st_mtime_ns for path in sorted(out.glob("*.tar"))}
-    assert len(finished) == len(list(out.glob("*.partial"))) + 1 == 2
-    assert not (out / "manifest.json").exists()
-    (out / ".build" / "train-00001.tar.json").unlink()  # as if killed between a shard and its record
-    assert run(path, out, "--shards", 3) == 0
-    assert len(loaded) == 5 + 2 + 2
-    assert len(items_by_source(out)) == 6
-    assert not list(out.glob("*.partial"))
-    assert run(out, "--verify") == 0
-    assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
