@@ -8,6 +8,7 @@ of this machine: a file system that hosts share takes longer.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -21,10 +22,10 @@ from unittest.mock import patch
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
-from clap_ds.ranks import stacks
 from clap_ds.ranks.hostfile import expand, format_hostfile, free_port, read_hostfile
 from clap_ds.ranks.rendezvous import meet
-from clap_ds.ranks.verdict import judge
+from clap_ds.ranks.verdict import STACKS as FOLDER
+from clap_ds.ranks.verdict import STILL, judge
 
 T = TypeVar("T")
 FRAMES = "".join(f'  File "/site/torch/distributed/file{number}.py", line {number} in wait\n' for number in range(20))
@@ -65,11 +66,11 @@ def all_meet(num_ranks: int) -> tuple[float, float]:
 
 def write_stacks(run_directory: Path, num_ranks: int) -> None:
     """Of ranks that stand still, but for one that is stopped."""
-    (run_directory / stacks.FOLDER).mkdir(parents=True)
+    (run_directory / FOLDER).mkdir(parents=True)
     for rank in range(num_ranks):
-        first = stacks.first_line(rank, f"node{rank}", 1000 + rank, stacks.STILL, 7, 60)
+        first = {"rank": rank, "host": f"node{rank}", "pid": 1000 + rank, "doing": STILL, "step": 7}
         text = "" if rank == num_ranks // 2 else STACKS
-        stacks.path_of(run_directory, rank).write_bytes(first + text.encode())
+        (run_directory / FOLDER / f"rank{rank}.txt").write_text(f"{json.dumps(first)}\n{text}")
 
 
 def measure(num_ranks: int, folder: Path) -> dict[str, Any]:

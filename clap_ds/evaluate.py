@@ -160,12 +160,13 @@ def evaluate_checkpoint(
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.record.terminal import Progress
-    from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
+    from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
 
     device = initialize(ranks, compile_cpu_collective=False)
     preset = arguments.preset or (run.clap.model.preset if run else None)
     path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
     checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
+    loss_kind = together(lambda: loss_kind_of(path, checkpoint))
     own_tokenizer, trained = together(lambda: (tokenizer_of(path), text_tokens_of(path, checkpoint.config)))
     text_tokens = text_tokens_for(arguments.text_tokens, run, trained, checkpoint.config)
     if ranks.is_first and trained not in (None, text_tokens):
@@ -182,6 +183,7 @@ def evaluate_checkpoint(
         micro_batch=settings.micro_batch
         or (run and run.deepspeed.get("train_micro_batch_size_per_gpu"))
         or MICRO_BATCH,
+        loss_kind=loss_kind,
         ranks=ranks,
         device=device,
     )

@@ -136,7 +136,7 @@ def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed)
         (["clap-bench", "--deepspeed_config", "htsat_tny"], 2, "htsat_tny: no such file; did you mean 'htsat_tiny'?"),
         (["clap-train", "--deepspeed_config", "mine"], 2, "packaged configurations: htsat_base, htsat_base_amp, htsat_tiny"),
         (["clap-sites", "check", "generic"], 0, "torch 2."),
-        (["clap-submit", "--config", "htsat_tiny", "--gpus", "4", "--check"], 0, "#SBATCH --gres=gpu:4"),
+        (["clap-sweep", "--config", "htsat_tiny", "--gpus", "4", "--dry_run"], 0, "#SBATCH --gres=gpu:4"),
         (["clap-plan", "--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxn"], 2, "did you mean 'h100-sxm'?"),
         (["clap-shards", "size", "--clips", "1000", "--kind", "mel"], 0, "mel: 128 + 2 × 1,001 × 64 bytes"),
         (["clap-efficiency", "none"], 2, "none: no such file or directory"),

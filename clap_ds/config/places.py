@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -61,3 +63,14 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def version(package: str) -> str | None:
+    """Version of a package that is installed here, without importing it; None where it isn't."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -22,6 +22,13 @@ class Section(BaseModel):
     """Base of every `clap` section: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a field's type is made of: one, where it may be null, too; one for each kind of `data`; or none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 class ModelSettings(Section):
@@ -104,7 +111,7 @@ class ShardData(Section):
         return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
-DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
+DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "shards": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -122,7 +129,13 @@ class LossSettings(Section):
     """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
     fp32."""
     tile: PositiveInt | None = None
-    """Columns of the similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
+    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
+
+    @model_validator(mode="after")
+    def _tiles_are_softmax(self) -> Self:
+        if self.tile is not None and self.kind != "softmax":
+            raise ValueError(f"tile: the loss {self.kind!r} has no matrix to divide: leave tile out")
+        return self
 
 
 class BenchSettings(Section):
@@ -140,7 +153,7 @@ class BenchSettings(Section):
 
 
 class HardwareSettings(Section):
-    """What utilisation is held against."""
+    """The peak that utilisation is a share of."""
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""

@@ -22,7 +22,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
+from clap_ds.engine.loss import LOSSES, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.engine.wrapping import wrap
 from clap_ds.model.clap import ClapModel
@@ -65,10 +65,10 @@ class ClapEngine:
             convert(self.model)
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
-        self.loss = build_loss(run)
+        self.loss = build_loss(run.clap.loss, run.precision)
         self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
-        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
+        if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
         optimizer = self.deepspeed.optimizer
@@ -268,11 +268,3 @@ class ClapEngine:
             if group["name"] == "logit_scale":
                 for master in group["params"]:
                     master.clamp_(max=self._max_log_scale)
-
-
-def build_loss(run: RunSettings) -> SoftmaxLoss | SigmoidLoss:
-    """The run's contrastive loss."""
-    settings = run.clap.loss
-    by_default = "bf16" if run.precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
-    wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
-    return SoftmaxLoss(wire_dtype, settings.tile) if settings.kind == "softmax" else SigmoidLoss(wire_dtype)

@@ -12,7 +12,9 @@ Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +22,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clap_ds.config.sections import LossSettings
 from clap_ds.engine.tiles import Positives, similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 from clap_ds.ranks.agreement import rank, world_size
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+Loss = Callable[..., Tensor]
+"""(audio_BD, text_BD, logit_scale, logit_bias, *, captions_B) → this rank's loss: see `SoftmaxLoss.__call__`."""
 
 
 class SoftmaxLoss:
@@ -259,3 +266,48 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
         for request in requests:
             request.wait()
         held = arriving
+
+
+def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
+    """The softmax loss of each pair of a held-out batch, (B,), and what equal similarities of all pairs give."""
+    targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
+    both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
+    return torch.stack(both).mean(0), math.log(len(logits_BB))
+
+
+def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
+    """As `softmax_rows`, of the sigmoid loss."""
+    share = positive_BB.mean()
+    chance = len(logits_BB) * (torch.special.entr(share) + torch.special.entr(1 - share))
+    return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), float(chance)
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What there is to know of one `clap.loss.kind`.
+
+    Attributes:
+        build: the loss, by its settings and the type in which features travel.
+        needs_bias: the model learns a logit bias for it.
+        gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
+        evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
+    """
+
+    build: Callable[[LossSettings, torch.dtype], Loss]
+    needs_bias: bool
+    gathers_early: bool
+    evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
+
+
+LOSSES = {
+    "softmax": LossKind(lambda settings, wire: SoftmaxLoss(wire, settings.tile), False, True, softmax_rows),
+    "sigmoid": LossKind(lambda settings, wire: SigmoidLoss(wire), True, False, sigmoid_rows),
+}
+"""By `clap.loss.kind`."""
+
+
+def build_loss(settings: LossSettings, precision: str) -> Loss:
+    """A run's contrastive loss; `precision` is `RunSettings.precision`."""
+    by_default = "bf16" if precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
+    wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
+    return LOSSES[settings.kind].build(settings, wire_dtype)

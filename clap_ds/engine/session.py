@@ -32,14 +32,14 @@ from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.kernels import build_kernels, choose_kernels
+from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
-from clap_ds.ranks import debug, distributed, failure, watch
+from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.agreement import gather, on_first, together
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.failure import leave_word
-from clap_ds.ranks.standstill import Place
 from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, State, launcher_is_gone, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
@@ -146,7 +146,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
         SystemExit: the run failed or was stopped by a signal; shown and recorded already.
     """
     settings = run.clap.debug
-    debug.prepare(settings)
+    distributed.prepare_debugging(settings)
     device = distributed.initialize(
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,
@@ -158,7 +158,7 @@ def open_session(run: RunSettings, ranks: Ranks, start: Start | None = None) -> 
     record = _make_record(run, ranks, device)
     failure.speak_in(record.path, ranks.rank, ranks.host)
     if not settings.enabled:  # a debugger may hold a rank for hours
-        watch.start(Place(record.path, ranks.rank, ranks.host, ranks.neighbours))
+        watch.start(record.path, ranks.rank, ranks.host)
     start = start or Start()
     with _recorded_ending(run, ranks, record, device), closing(start):
         together(lambda: hub_files.fetch(run, ranks))
@@ -282,7 +282,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         text_dropout=options.text_dropout,
         spec_augment=options.spec_augment,
         text_from_hub=options.text_from_hub,
-        sigmoid=run.clap.loss.kind == "sigmoid",
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )

@@ -65,6 +65,7 @@ class Evaluator:
         tokenizer_name: hub name or folder.
         text_tokens: caption length, padding included.
         micro_batch: clips or captions per rank and forward pass.
+        loss_kind: `clap.loss.kind` that the model was trained with.
         ranks: of the process group, or a single one without any.
 
     Raises:
@@ -78,6 +79,7 @@ class Evaluator:
     tokenizer_name: str | None
     text_tokens: int
     micro_batch: int
+    loss_kind: str
     ranks: Ranks
     device: torch.device
 
@@ -186,7 +188,8 @@ class Evaluator:
         found = evaluate_retrieval(audio, text, clip_of_caption.to(self.device), self.ranks)
         first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
         scalars = model.logit_scale.float().exp(), model.logit_bias
-        found.measures[LOSS] = retrieval_loss(audio, text[first], [each[0] for each in captions], *scalars)
+        pairs = audio, text[first], [each[0] for each in captions]
+        found.measures[LOSS] = retrieval_loss(self.loss_kind, *pairs, *scalars)
         return found
 
     def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.data.broken import Broken
+from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
 from clap_ds.ranks.distributed import Ranks
 
@@ -118,7 +120,7 @@ def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Ten
         found, chance = ranking.rank_candidates(
             queries,
             candidates,
-            lambda rows, of_query=clip_of_query, of_candidate=clip_of_candidate: of_query[rows, None] == of_candidate,
+            partial(_of_one_clip, clip_of_query, clip_of_candidate),
             at=RECALL_AT,
             cutoff=CUTOFF,
             ranks=ranks,
@@ -130,11 +132,15 @@ def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Ten
     return TaskResult({"clips": num_clips, "captions": len(text_MD)}, measures)
 
 
+def _of_one_clip(clip_of_query: Tensor, clip_of_candidate: Tensor, queries: slice) -> Tensor:
+    return clip_of_query[queries, None] == clip_of_candidate
+
+
 def retrieval_loss(
-    audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
+    kind: str, audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
 ) -> Measure:
-    """The loss of `clap.loss.kind` "softmax" or, with a logit bias, "sigmoid": mean over the clips, divided into as few batches
-    of at most `LOSS_BATCH` as possible, of equal sizes to within one.
+    """The loss of a `clap.loss.kind`: mean over the clips, divided into as few batches of at most `LOSS_BATCH` as possible, of
+    equal sizes to within one.
 
     Chance is the least that equal similarities of all pairs give: log of the batch for softmax.
 
@@ -142,7 +148,7 @@ def retrieval_loss(
         audio_ND: features of N clips, fp32 rows of length 1.
         text_ND: features of their captions, likewise.
         scale: factor of the similarities, shape (1,).
-        bias: added to them, shape (1,).
+        bias: added to them, shape (1,), or None.
     """
     numbers: dict[str, int] = {}
     caption_N = torch.tensor(
@@ -154,17 +160,9 @@ def retrieval_loss(
         rows = slice(first, None, num_batches)
         positive_BB = (caption_N[rows, None] == caption_N[rows]).double()
         logits_BB = scale * audio_ND[rows].double() @ text_ND[rows].double().T
-        size = len(logits_BB)
-        if bias is None:
-            targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
-            both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
-            losses.append(torch.stack(both).mean(0))
-            chance = math.log(size)
-        else:
-            losses.append(-F.logsigmoid((2 * positive_BB - 1) * (logits_BB + bias)).sum(1))
-            share = positive_BB.mean()
-            chance = float(size * (torch.special.entr(share) + torch.special.entr(1 - share)))
-        chances.append(torch.full((size,), chance))
+        found_B, chance = LOSSES[kind].evaluate(logits_BB if bias is None else logits_BB + bias, positive_BB)
+        losses.append(found_B)
+        chances.append(torch.full((len(logits_BB),), chance))
     loss_N = torch.cat(losses)
     value, deviation = float(loss_N.mean()), float(loss_N.std(correction=0))
     spread = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation / math.sqrt(len(loss_N))

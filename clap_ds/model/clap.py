@@ -53,7 +53,7 @@ class ClapModel(nn.Module):
         mlp: kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those of the widths it
             has (`clap_ds.model.mlp_triton.supports`).
         checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
-        sigmoid: start from SigLIP's scale of 10 and learn its logit bias, from -10 (arXiv 2303.15343).
+        learns_bias: learn SigLIP's logit bias, from -10, and start from its scale of 10 (arXiv 2303.15343).
 
     Attributes:
         logit_scale: log of the factor on cosine similarities, fp32, shape (1,). In checkpoints with two scales, the audio one.
@@ -73,7 +73,7 @@ class ClapModel(nn.Module):
         text_dropout: float = 0.1,
         spec_augment: bool = True,
         text_from_hub: bool = False,
-        sigmoid: bool = False,
+        learns_bias: bool = False,
         attention: Kernel = "sdpa",
         mlp: Literal["torch", "triton"] = "torch",
         checkpoint_activations: Collection[str] = (),
@@ -89,8 +89,8 @@ class ClapModel(nn.Module):
         self.audio.checkpoint_activations("audio" in checkpoint_activations)
         self.text.checkpoint_activations("text" in checkpoint_activations)
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
-        self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if sigmoid else INITIAL_LOGIT_SCALE]))
-        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if sigmoid else None
+        self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE]))
+        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def encode_audio(self, audio: Tensor) -> Tensor:

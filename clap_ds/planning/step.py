@@ -25,7 +25,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
-from clap_ds.engine.engine import ClapEngine, build_loss
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.loss import LOSSES, build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.engine.session import build_model
 from clap_ds.model import text
@@ -153,14 +154,13 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
     size, joint_dim = micro_batch, run.clap.preset().joint_dim
     if run.clap.train.accumulation == "cached":
         size *= run.gradient_accumulation_steps
-    sigmoid = run.clap.loss.kind == "sigmoid"
     captions = run.clap.loss.same_caption == "positive"
     with rank_of(world_size), like_cuda(), FakeTensorMode(), trace() as recorded:
         features = [torch.empty(size, joint_dim, requires_grad=True) for _ in range(2)]
-        scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + sigmoid)]
+        scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + LOSSES[run.clap.loss.kind].needs_bias)]
         hashes = torch.empty(size, dtype=torch.long) if captions else None
         with recorded.part("loss"):
-            build_loss(run)(*features, *scalars, captions_B=hashes).backward()
+            build_loss(run.clap.loss, run.precision)(*features, *scalars, captions_B=hashes).backward()
     return recorded
 
 

@@ -175,6 +175,7 @@ def _evaluator(session: Session) -> "Evaluator | None":
         tokenizer_name=settings.tokenizer or (data.tokenizer if isinstance(data, ShardData) else None),
         text_tokens=run.clap.text_tokens,
         micro_batch=settings.micro_batch or run.micro_batch,
+        loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
         device=session.device,
     )

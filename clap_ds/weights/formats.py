@@ -48,7 +48,7 @@ class Checkpoint:
 
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""
-        model = ClapModel(self.config, **{"sigmoid": LOGIT_BIAS in self.state, **options})
+        model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
@@ -140,7 +140,9 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
     config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
-    _check(state, _expected(config, sigmoid=LOGIT_BIAS in state), f"{path} doesn't fit its own sizes ({config.name})")
+    _check(
+        state, _expected(config, learns_bias=LOGIT_BIAS in state), f"{path} doesn't fit its own sizes ({config.name})"
+    )
     return Checkpoint(config, state)
 
 
@@ -167,15 +169,15 @@ def have_same_shapes(one: ClapConfig, other: ClapConfig) -> bool:
     return shapes[0] == shapes[1]
 
 
-def _expected(config: ClapConfig, *, sigmoid: bool = False) -> State:
+def _expected(config: ClapConfig, *, learns_bias: bool = False) -> State:
     """The model's state on the meta device: names, shapes and dtypes without the numbers."""
-    return _expected_of(config.model_dump_json(), sigmoid)
+    return _expected_of(config.model_dump_json(), learns_bias)
 
 
 @cache
-def _expected_of(sizes: str, sigmoid: bool) -> State:
+def _expected_of(sizes: str, learns_bias: bool) -> State:
     with torch.device("meta"):
-        return ClapModel(ClapConfig.model_validate_json(sizes), sigmoid=sigmoid).state_dict()
+        return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:

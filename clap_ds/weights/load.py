@@ -10,6 +10,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, TOKENIZER, WEIGHTS, Manifest
 from clap_ds.weights.formats import (
+    LOGIT_BIAS,
     Checkpoint,
     load_safetensors,
     load_transformers,
@@ -119,6 +120,13 @@ def tokenizer_of(path: str | Path) -> str | None:
     if manifest is not None:
         return str(_folder(path) / TOKENIZER) if manifest.tokenizer == TOKENIZER else manifest.tokenizer
     return str(path) if (Path(path) / _TOKENIZER_CONFIG).exists() else None
+
+
+def loss_kind_of(path: str | Path, weights: Checkpoint) -> str:
+    """The `clap.loss.kind` that a model was trained with: the checkpoint's, or where nothing says, told by its logit bias."""
+    manifest = _manifest(path)
+    kind = manifest.settings.get("clap", {}).get("loss", {}).get("kind") if manifest is not None else None
+    return kind or ("sigmoid" if LOGIT_BIAS in weights.state else "softmax")
 
 
 def text_tokens_of(path: str | Path, config: ClapConfig) -> int | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.loss import LOSSES
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
@@ -29,7 +30,7 @@ def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngi
     run = reference.settings(
         train={"accumulation": accumulation}, optimizer=sgd, gradient_accumulation_steps=3, **changes
     )
-    options = run.clap.model.model_dump(include=set(NOISY)) | {"sigmoid": run.clap.loss.kind == "sigmoid"}
+    options = run.clap.model.model_dump(include=set(NOISY)) | {"learns_bias": LOSSES[run.clap.loss.kind].needs_bias}
     torch.manual_seed(3)
     engine = ClapEngine(run, ClapModel(run.clap.preset(), **options, attention="matmul"), CPU)
     return run, engine, copy.deepcopy(engine.model)

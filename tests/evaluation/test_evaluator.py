@@ -54,7 +54,9 @@ def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:
 
 def make(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> Evaluator:
     sizes: Any = {"model_config": MICRO, "text_tokens": 16, "micro_batch": 4}
-    return Evaluator(settings, **sizes, tokenizer_name=tokenizer, ranks=ranks, device=torch.device("cpu"))
+    return Evaluator(
+        settings, **sizes, tokenizer_name=tokenizer, loss_kind="softmax", ranks=ranks, device=torch.device("cpu")
+    )
 
 
 def metrics_on_ranks(shards: list[str], tokenizer: str) -> dict[str, float]:

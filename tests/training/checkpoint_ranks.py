@@ -21,6 +21,7 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.session import freeze
 from clap_ds.model.clap import ClapModel
 from clap_ds.ranks.agreement import gather_tensor
@@ -60,8 +61,13 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     """A fresh engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
     torch.manual_seed(seed)
     rate = 0.3 if noisy else 0.0
-    sigmoid = run.clap.loss.kind == "sigmoid"
-    model = ClapModel(run.clap.preset(), drop_path=rate, text_dropout=rate, spec_augment=noisy, sigmoid=sigmoid)
+    model = ClapModel(
+        run.clap.preset(),
+        drop_path=rate,
+        text_dropout=rate,
+        spec_augment=noisy,
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
+    )
     freeze(model, run.clap.train.freeze)
     built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
