@@ -1,4 +1,4 @@
-"""The account of a training run: a line a step in `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the terminal,
+"""What is recorded of a training run: a line a step in `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the terminal,
 the summary that analysis reads; and beside the checkpoints `history.jsonl`, through all restarts.
 
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
