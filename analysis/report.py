@@ -16,12 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from clap_ds.analysis import cost, efficiency, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Picture, anchor, page
 from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import Series, series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
