@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from clap_ds.data import shard_files
 
@@ -104,8 +104,6 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         try:
             for name in braceexpand(pattern.removeprefix("file://")):
                 names += _matches(name)
-        except UnbalancedBracesError:
-            raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
         except ValueError as error:
             raise ValueError(f"{FIELD}: {error}") from None
     if not names:
