@@ -11,7 +11,7 @@ import io
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -288,7 +288,8 @@ def scan_log(path: Path, warmup_steps: int = 10) -> Scan:
 
 def _blocks(file: io.BufferedReader, scan: Scan) -> Iterator[bytes]:
     """Pieces of the file, decompressed and in UTF-8, that end at a line's end, carriage returns counted as one."""
-    head, rest, read = file.peek(2)[:2], bytearray(), file.read
+    read: Callable[[int], bytes] = file.read
+    head, rest = file.peek(2)[:2], bytearray()
     if head == b"\x1f\x8b":
         read = gzip.GzipFile(fileobj=file).read1  # in small pieces, so that all before a damaged end is kept
     elif head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # what PowerShell's > writes

@@ -15,11 +15,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from clap_ds.analysis.csv_table import read_table, read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import ESTIMATE, IDEAL, SERIES_STYLES, Picture, check_format, gpu_axis, log_axis, styled
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import INPUT_OPTIONS, TABLE_SUFFIXES, parse_options, read_runs
-from clap_ds.analysis.table import Row, Scale, by_series, in_doubt, read_table, read_table_runs, unit
+from clap_ds.analysis.table import Row, Scale, by_series, in_doubt, unit
 from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
 

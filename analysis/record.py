@@ -67,6 +67,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
         notes.append(HOST_ALONE)
     numbers = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", "time_to_target_s")
     known: dict[str, Any] = {name: non_negative(summary.get(name)) for name in numbers}
+    known |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
         source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
         model=_text(summary, "preset") or _text(section(clap, "model"), "preset"),
@@ -77,7 +78,6 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
         engine_samples_per_s_per_gpu=engine / gpus if engine and gpus else None,
         step_time_s=step_s, slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
-        **{f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES},
         config=config, environment=_environment(environment), finished=_text(summary, "finished"),
     )  # fmt: skip
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.repeats import ratio_uncertainty
 from clap_ds.analysis.step_model import BACKWARD_SHARE, WORKLOADS, Machine, Method, StepModel, Workload, growth
-from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt, read_table_runs
+from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt
 from clap_ds.config.errors import UserError
 
 STEP_MODEL = "step model"

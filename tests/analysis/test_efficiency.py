@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import efficiency
+from clap_ds.analysis.csv_table import read_table, read_table_runs
 from clap_ds.analysis.efficiency import render, scaling_table
-from clap_ds.analysis.table import Row, Run, read_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, command, run, write
 
