@@ -7,48 +7,48 @@ Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` say
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.record import non_negative
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.errors import UserError, run_alone
 
-Sample = dict[str, Any]
-LASTING = 3
-"""Samples in a row that make traffic sustained: fewer are a burst."""
-CHECKS: dict[str, tuple[Callable[[Sample], bool], int]] = {
-    "SM use < 90 %": (lambda s: s["sm_percent"] < 90, 1),
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHECKS = {
+    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"], 1),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
-    "< 350 W": (lambda s: s["power_limit_w"] >= 650 and s["power_w"] < 350, 1),
-    "≥ 85 °C": (lambda s: s["temperature_c"] >= 85, 1),
-    "PCIe > 20 GB/s": (lambda s: s["pcie_rx_gb_per_s"] > 20, LASTING),
+    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"], 1),
+    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"], 1),
+    # Two samples in a row are a burst.
+    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"], 3),
 }
-"""What is flagged, and for how many samples in a row on one GPU it has to hold. A sample without the fields isn't one."""
+"""What is flagged, in samples that have these fields, and for how many of them in a row on one GPU it has to hold."""
 
 
-def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
-    """Samples by `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
+def load_samples(run_directory: Path) -> list[dict[str, Any]]:
+    """Samples, each with its `source`, `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
     saved = [line["checkpoint"] for line in _lines(run_directory / "metrics.jsonl") if line.get("checkpoint")]
     saved = [
         pair for pair in saved if isinstance(pair, list) and len(pair) == 2 and None not in map(non_negative, pair)
     ]
-    samples: dict[str, list[Sample]] = {}
+    samples = []
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
         for line in _lines(path):
             sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
             if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
                 source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
-                samples.setdefault(source, []).append(sample)
+                samples.append({**sample, "source": source})
     return samples
 
 
-def _lines(path: Path) -> Iterator[Sample]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(OSError):
         for text in path.read_bytes().split(b"\n"):
             with suppress(ValueError, RecursionError):  # the last line of a host that was killed
@@ -56,37 +56,31 @@ def _lines(path: Path) -> Iterator[Sample]:
                 yield from [line] if isinstance(line, dict) else []
 
 
-def flagged_share(samples: dict[str, list[Sample]], check: str) -> tuple[float, str] | None:
-    """Share of samples for which one of `CHECKS` holds, and where it holds most; None where nothing measures it."""
-    bad, lasting = CHECKS[check]
-    flagged: dict[str, tuple[int, int]] = {}
-    for source, series in samples.items():
-        found: list[bool] = []
-        for sample in series:
-            with suppress(KeyError):
-                found.append(bad(sample))
-        rows = [len([*row]) for is_bad, row in itertools.groupby(found) if is_bad]
-        if found:
-            flagged[source] = sum(row for row in rows if row >= lasting), len(found)
-    if not flagged:
-        return None
-    worst = max(flagged, key=lambda source: flagged[source][0] / flagged[source][1])
-    return sum(bad for bad, _ in flagged.values()) / sum(total for _, total in flagged.values()), worst
+def flagged(samples: pd.DataFrame, check: str) -> str:
+    """Share of samples for which one of `CHECKS` holds, and where it holds most; empty where nothing measures it."""
+    condition, fields, lasting = CHECKS[check]
+    if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
+        return ""
+    source, bad = samples["source"], samples.eval(condition)
+    row = (bad != bad.groupby(source).shift()).cumsum()
+    bad &= bad.groupby([source, row]).transform("size") >= lasting
+    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(source).mean().idxmax()})" if bad.any() else "")
 
 
 def table(run_directories: Sequence[Path]) -> str:
     """A line for each run that was watched; empty where none was."""
+    import pandas as pd
+
     rows = []
     for directory in run_directories:
-        if samples := load_samples(directory):
-            shares = [flagged_share(samples, check) for check in CHECKS]
-            cells = [f"{found[0]:.0%}{f' (most {found[1]})' if found[0] else ''}" if found else "" for found in shares]
-            held = [
-                (s.get("memory_bytes"), s.get("memory_total_bytes"), at) for at, each in samples.items() for s in each
-            ]
-            fullest = max(((used / total, at) for used, total, at in held if used and total), default=None)
-            headroom = f"{1 - fullest[0]:.0%} ({fullest[1]})" if fullest else ""
-            rows.append([directory.name, f"{sum(map(len, samples.values()))} of {len(samples)}", *cells, headroom])
+        if found := load_samples(directory):
+            samples = pd.DataFrame(found)
+            headroom = ""
+            if {"memory_bytes", "memory_total_bytes"} <= set(samples):
+                free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
+                headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
+            number = f"{len(samples)} of {samples['source'].nunique()}"
+            rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
     return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""
 
 

@@ -117,25 +117,16 @@ def draw_breakdown(rows: Sequence[Row]) -> Picture:
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """A lying bar for each scale, in milliseconds, its parts named with the last scale's shares."""
-    seconds = {part: [row.breakdown_s.get(part, 0.0) for row in rows] for part in STEP_PHASES}
-    seconds = {part: of_part for part, of_part in seconds.items() if any(of_part)}
-    shares = percents([of_part[-1] for of_part in seconds.values()])
+    last = rows[-1].breakdown_s
     named = {
-        f"{part.replace('_', ' ')} {share}\N{NO-BREAK SPACE}%": [1000 * value for value in of_part]
-        for (part, of_part), share in zip(seconds.items(), shares, strict=True)
+        f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}\N{NO-BREAK SPACE}%": [
+            1000 * row.breakdown_s.get(part, 0.0) for row in rows
+        ]
+        for part in STEP_PHASES
+        if any(row.breakdown_s.get(part) for row in rows)
     }
     picture.stack(axes, named, [str(row.gpus) for row in rows])
     axes.set(ylabel=rows[0].unit, xlabel="ms a step")
-
-
-def percents(values: Sequence[float]) -> list[str]:
-    """Shares of the sum in percent, to one decimal, that add up to 100.0: what rounding leaves goes where most was cut off."""
-    exact = [1000 * value / sum(values) for value in values] if sum(values) else [0.0] * len(values)
-    tenths = [int(value) for value in exact]
-    most_cut = sorted(range(len(exact)), key=lambda index: tenths[index] - exact[index])
-    for index in most_cut[: round(sum(exact)) - sum(tenths)]:
-        tenths[index] += 1
-    return [f"{tenth / 10:.1f}" for tenth in tenths]
 
 
 @styled()

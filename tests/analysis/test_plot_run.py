@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import plot_run
-from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training, percents
+from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training
 from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import command, record
@@ -97,13 +97,6 @@ def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert named == {"backward 88.9\xa0%", "forward 11.1\xa0%"}
-
-
-def test_shares_add_up_to_100() -> None:
-    for values in ([1.0, 1.0, 1.0], [331.2, 8.8, 1295.5, 49.4, 512.1, 0.3], [1.0, 0.0], [5e-324, 1e300]):
-        assert sum(round(10 * float(share)) for share in percents(values)) == 1000
-    assert percents([1.0, 1.0, 1.0]) == ["33.4", "33.3", "33.3"]
-    assert percents([0.0, 0.0]) == ["0.0", "0.0"]
 
 
 @pytest.mark.parametrize("make", [benchmark, training])

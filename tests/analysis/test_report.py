@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
     headings = re.findall('<h2 id="(.*?)">(.*?)</h2>', text)
     assert [heading for _, heading in headings] == [
         "Efficiency", "Against the published tables", "Where a step's time goes", "Projection",
-        "Cost of 1e+09 samples", "Runs",
+        "Runs", "Cost of 1e+09 samples",
     ]  # fmt: skip
     contents = re.findall('<a href="#(.*?)">(.*?)</a>', text)
     assert contents == headings
@@ -71,7 +70,7 @@ def test_numbers_are_the_inputs_own(folder: Path) -> None:
         (found,) = [line for line in lines if line[:3] == start and len(line) == 9]  # the table of efficiencies
         assert found[4] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
-    assert f"{1000 * SUMMARY['breakdown_s']['forward']:.1f}" in shown
+    assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
     assert f"{(read_record(DATA / 'record_2ranks').rate or 0) / 623.7:.6f}" in shown
     assert any(cell.startswith("890.") for cell in shown)  # 1e9 / 623.7 / 3600 GPU-hours at 2 each
     top = text[: text.index(">Contents:")]
@@ -132,8 +131,6 @@ def test_findings_of_two_scales() -> None:
         "± from: windows.",
         "On 2 nodes, 8 GPUs: outlier kept: 8.0 samples/s/GPU in b, -11.0 % from the other repeats.",
     ]
-    slower = [rows[0], replace(rows[1], samples_per_s=39.0)]
-    assert "Most samples/s in all: 40.00 on 1 node, 4 GPUs." in list(findings(slower))
 
 
 def test_models_that_are_not_published_have_no_comparison() -> None:

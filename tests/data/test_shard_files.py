@@ -1,6 +1,5 @@
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data import shard_files
 from clap_ds.data.shard_files import open_ahead, open_shard, problem_with
 from tests.data.tars import put
 
@@ -22,7 +20,7 @@ def urls(shard_cache: Path) -> list[str]:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which remote files were copied, and what the next attempts to do so raise or call."""
+    """Which remote files were copied."""
     names: list[str] = []
     get_file = MemoryFileSystem.get_file
 
@@ -162,12 +160,3 @@ def test_failures_are_tried_again_and_told_from_files_that_are_not_there(
     found = problem_with(http)
     assert found == problem or (problem and str(found).startswith(problem))
     assert not HttpFiles.failures, "what another attempt wouldn't change isn't tried again"
-
-
-@pytest.mark.parametrize("status", [403, 500])
-def test_what_a_server_refuses_in_mid_run_is_an_os_error(http: str, status: int) -> None:
-    """As when a signed URL expires: readers report the tar, and go on."""
-    open_file: Callable[[], Any] = lambda: shard_files.again(lambda: HttpFiles().get_file(http, os.devnull))  # noqa: E731
-    HttpFiles.failures[:] = [ClientResponseError(status)] * 5
-    with pytest.raises(OSError, match=f"ClientResponseError: {status}, message"):
-        open_file()
