@@ -106,7 +106,7 @@ def _with_efficiency(row: Scale, baseline: Scale | None) -> Scale:
 
 def by_engine(runs: Sequence[Run]) -> list[Run]:
     """Runs at the rate of DeepSpeed's timer; those without it are named on stderr."""
-    without = [run.name_among(runs) for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
+    without = [run.source for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
     if len(without) == sum(bool(run.rate) for run in runs):
         raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
     if without:

@@ -24,8 +24,6 @@ from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, median_interval, s
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
-MOST_RATE = 1e7
-"""Samples/s of one GPU; the smallest model here would take more FLOP/s than any has."""
 EXPECTED_SPREAD, EXPECTATION_WEIGHT = 0.01, 2
 """How much runs are expected to differ before any were repeated, and how many degrees of freedom that weighs, where outliers
 are looked for: of three repeats two that happen to agree must not make the third one."""
@@ -72,7 +70,7 @@ def degrees_of(uncertainty_from: str) -> int | None:
 
 def counted(runs: Sequence[Run]) -> list[Run]:
     """Runs of one scale that its rate is the mean of: those that completed, or all with a rate where none did."""
-    with_rate = [run for run in runs if run.rate and run.rate <= MOST_RATE]
+    with_rate = [run for run in runs if run.rate]
     return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
 
 
@@ -149,10 +147,7 @@ def _notes(
         yield from filter(None, run.notes.split("; "))
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
-    impossible = [run for run in runs if run.rate and run.rate > MOST_RATE]
-    for run in impossible:
-        yield f"{run.name_among(runs)}: {run.rate:.3g} samples/s/GPU is more than any GPU can do, left out"
-    if left_out := sum(bool(run.rate) for run in runs) - len(impossible) - len(used):
+    if left_out := sum(bool(run.rate) for run in runs) - len(used):
         yield f"{left_out} with a rate but not completed left out of the mean"
     if spread:
         yield from _outliers(used, spread)
@@ -179,7 +174,7 @@ def _outliers(used: Sequence[Run], spread: RunSpread) -> Iterable[str]:
         which = "the other repeats" if count > 2 else "the other repeat, and either may be the odd one"
         if abs(away) > furthest * math.sqrt(squares / degrees * count / (count - 1)) and (count > 2 or away < 0):
             yield (
-                f"outlier kept: {significant(rate, 1)} samples/s/GPU in {run.name_among(used)}, "
+                f"outlier kept: {significant(rate, 1)} samples/s/GPU in {run.source}, "
                 f"{100 * math.expm1(away):+.1f} % from {which}"
             )
 
