@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,7 +15,6 @@ from clap_ds.native import library
 from tests import needs
 
 SOURCE = "int number = 0;\n"
-WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
 
 
 @pytest.fixture
@@ -33,21 +31,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def use_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], int]]:
-    """Has a shell script stand for the compiler; returns what counts how often it has compiled."""
-
-    def use(script: str) -> Callable[[], int]:
-        path = tmp_path / "compiler"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("CXX", str(path))
-        calls = Path(f"{path}.calls")
-        return lambda: sum(" -o " in line for line in calls.read_text().splitlines())
-
-    return use
-
-
 def problem() -> str:
     """Why there is no library; empty where there is one."""
     found = library._load.__wrapped__()
@@ -59,34 +42,49 @@ def kept() -> Path:
     return path
 
 
+def use_compiler(folder: Path, patch: pytest.MonkeyPatch, script: str) -> None:
+    """Has a shell script stand for the compiler."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    patch.setenv("CXX", str(path))
+
+
 def test_compiled_once_while_others_wait_and_again_for_other_sources(
-    source: Path, use_compiler: Callable[..., Callable[[], int]]
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = use_compiler("sleep 0.1; " + WORKING_COMPILER)
+    use_compiler(tmp_path, monkeypatch, 'sleep 0.1; echo "$@" >> "$0.calls"; exec g++ "$@"')
     with ThreadPoolExecutor(4) as pool:
         assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
-    assert not problem()
-    assert compiled() == 1
     source.write_text(SOURCE + "// changed\n")
     assert not problem()
-    assert compiled() == 2
-
-
-def test_compilers_named_by_the_environment(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("no-such-compiler", "/no/such/compiler -O2", "'g++"):
-        monkeypatch.setenv("CXX", command)
-        assert ("No closing quotation" if "'" in command else "no C++ compiler") in problem()
-    source.write_text(SOURCE.replace("0", "WANTED"))
-    monkeypatch.setenv("CXX", "env g++ -DWANTED=0")
     assert not problem()
+    calls = (tmp_path / "compiler.calls").read_text().splitlines()
+    assert sum(" -o " in line for line in calls) == 2
 
 
-def test_sources_that_do_not_compile(source: Path) -> None:
-    """The compiler's first error."""
-    source.with_name("wrong.h").write_text("int wrong = missing;\n")
-    source.write_text('#include "wrong.h"\n')
-    assert re.search("error: .missing. was not", problem())
-    assert not any(library.cache_directory().glob("*.so"))
+@pytest.mark.parametrize(
+    ("compiler", "expected"),
+    [
+        ("no-such-compiler", "no C++ compiler"),
+        ("/no/such/compiler -O2", "no C++ compiler"),
+        ("'g++", "No closing quotation"),
+        ("env g++ -DWANTED=0", ""),
+        ("g++", "WANTED"),  # its first error
+        ("#exit 3", "exit status 3"),
+        ("#kill -9 $$", "exit status -9"),
+        ('#case "$*" in *-o*) sleep 3 & wait;; esac', "timed out"),
+    ],
+)
+def test_compilers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, expected: str) -> None:
+    source.write_text(SOURCE.replace("0", "WANTED"))
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
+    monkeypatch.setenv("CXX", compiler)
+    if compiler.startswith("#"):
+        use_compiler(tmp_path, monkeypatch, compiler[1:])
+    assert expected in problem()
+    assert bool(problem()) == bool(expected)
+    assert bool([*library.cache_directory().glob("*.so")]) == (not expected)
 
 
 def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,25 +96,13 @@ def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytes
         assert [number.value for number in libc.syscall.call_args.args] == [158, 0x1023, 18]
 
 
-def test_compilers_that_fail(
-    source: Path, use_compiler: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = 'case "$*" in *-o*) sleep 3 & wait;; esac'
-    for script, expected in (("exit 3", "exit status 3"), ("kill -9 $$", "exit status -9"), (slow, "timed out")):
-        monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
-        use_compiler(script)
-        assert expected in problem()
-
-
 def test_locks_that_nobody_holds_that_are_held_and_that_there_are_not(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not problem()
-    lock = kept().with_suffix(".lock")
-    assert lock.exists()
-    kept().unlink()
-    assert not problem()
-    kept().unlink()
+    for _ in range(2):
+        assert not problem()
+        lock = kept().with_suffix(".lock")
+        kept().unlink()
     with monkeypatch.context() as patch, lock.open() as holder:
         patch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -135,12 +121,10 @@ def test_damaged_library_is_compiled_again(source: Path) -> None:
         assert kept().read_bytes() == whole
 
 
-def test_cache_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "XDG_CACHE_HOME" in problem()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert "/proc/nowhere" in problem()
+def test_cache_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (str(source), "/proc/nowhere"):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert f"{folder}/clap_ds ($XDG_CACHE_HOME)" in problem()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert "home directory" in problem()
@@ -163,10 +147,13 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
 
 def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
     skylake = "avx512f avx512bw avx512dq avx512vl"
-    sets = {"": [], "avx2": [], skylake: ["AVX-512 without bf16"], f"{skylake} avx512_bf16": ["AVX-512"]}
-    sets[f"{skylake} avx512_bf16 amx_tile amx_bf16"] = ["AMX"]
     expected: list[str] = []
-    for features, first in sets.items():
+    for features, first in (
+        ("", []),
+        (skylake, ["AVX-512 without bf16"]),
+        (f"{skylake} avx512_bf16", ["AVX-512"]),
+        (f"{skylake} avx512_bf16 amx_tile amx_bf16", ["AMX"]),
+    ):
         monkeypatch.setattr(library, "_processor", lambda features=features: f"flags : {features}")
         expected = first + expected
         assert library.executable() == expected
