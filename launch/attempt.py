@@ -173,12 +173,10 @@ def _group_lives(group: int) -> bool:
 
 def _complete_record(run: RunDirectory | None, ending: Ending, knows_more: bool) -> None:
     """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
-    if run is None:
-        return
     try:
-        run.finish(ending.state, ending.message or None)
-        if knows_more or run.summary().get("state") != ending.state:
-            run.update_summary(state=ending.state, error=ending.message or None)
-    except (OSError, ValueError) as error:
-        # However that goes, the job's own record and exit code tell how it ended.
-        print(f"warning: {run.path}: {error}", file=sys.stderr, flush=True)
+        if run is not None:
+            run.finish(ending.state, ending.message or None)
+            if knows_more or run.summary().get("state") != ending.state:
+                run.update_summary(state=ending.state, error=ending.message or None)
+    except (OSError, ValueError) as error:  # the job's own record and exit code tell how it ended
+        print(f"warning: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,28 +36,37 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 class RefusedError(UserError):
-    """SLURM answered, and has no such job."""
+    """SLURM answered, and won't."""
 
 
-def ask(command: Sequence[str]) -> str:
+def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
     """What a command of SLURM's prints. One that gets no answer, as happens where the controller is busy, is tried again.
 
     Raises:
-        UserError: it fails, or isn't installed.
+        RefusedError: it answers, and with an error, or isn't installed.
+        UserError: it gives no answer.
     """
-    for left in reversed(range(TRIES)):
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout
+    asked = shlex.join(command)
+    for left in reversed(range(tries)):
+        try:  # in a session of its own: Ctrl-C here doesn't end it halfway
+            done = subprocess.run(
+                command, input=text, capture_output=True, text=True, start_new_session=True, timeout=ANSWER_S
+            )
         except OSError as error:
-            raise UserError(f"{shlex.join(command)}: {error.strerror}") from None
+            raise RefusedError(f"{asked}: {error.strerror}") from None
         except subprocess.TimeoutExpired:
             reason = f"no answer in {ANSWER_S:.0f} s"
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.strip()
-        if not re.search(_NO_ANSWER, reason):
-            break
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            lines = [
+                re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in done.stderr.splitlines()
+            ]
+            reason = "; ".join(line for line in lines if line and not line.startswith("Try "))
+            if not re.search(_NO_ANSWER, reason):
+                raise RefusedError(f"{asked}: {reason}")
         time.sleep(PAUSE_S if left else 0)
-    raise UserError(f"{shlex.join(command)}: {reason or 'failed without a word'}")
+    raise UserError(f"{asked}: {reason or 'failed without a word'}")
 
 
 # --- partitions and nodes
@@ -130,41 +138,20 @@ def seconds_of(text: str) -> int:
 def submit(path: Path, *options: str) -> str:
     """Have SLURM queue a script; the job's id. A UserError where it takes none, or where it can't be told whether it did."""
     try:
-        shown = _sbatch("--parsable", *options, str(path))
-        if not re.fullmatch(r"\d+(;.*)?", shown):
-            raise UserError(f"sbatch {path}: expected a job id, found {shown!r}")
+        return ask(["sbatch", "--parsable", *options, str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
     except RefusedError:
         raise
     except UserError as error:
         raise UserError(f"{error}\n`squeue --me` tells whether SLURM has the job nevertheless") from None
-    return shown.partition(";")[0]
 
 
 def refusal(text: str) -> str | None:
     """Why sbatch would refuse a script, in its own words; None where it would take it. A UserError where it gives no answer."""
     try:
-        _sbatch("--test-only", text=text)
+        ask(["sbatch", "--test-only"], text, tries=1)
     except RefusedError as error:
         return str(error).removeprefix("sbatch --test-only: ")
     return None
-
-
-def _sbatch(*words: str, text: str = "") -> str:
-    """The last line that sbatch prints; a RefusedError with what it says against it, a UserError where it gives no answer."""
-    try:  # in a session of its own: Ctrl-C here doesn't end it halfway
-        done = subprocess.run(
-            ["sbatch", *words], input=text, capture_output=True, text=True, start_new_session=True, timeout=ANSWER_S
-        )
-    except OSError as error:
-        raise RefusedError(f"sbatch: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch {words[-1]}: no answer in {ANSWER_S:.0f} s") from None
-    if done.returncode == 0:
-        return done.stdout.strip().rpartition("\n")[2]
-    lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in done.stderr.splitlines()]
-    said = "; ".join(line for line in lines if line and not line.startswith("Try "))
-    kind = UserError if re.search(_NO_ANSWER, said) else RefusedError
-    raise kind(f"sbatch {words[-1]}: {said or f'exit code {done.returncode}'}")
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:
@@ -184,12 +171,9 @@ def is_on_its_way(state: str | None) -> bool:
 
 def _accounting(columns: str, *options: str) -> list[str]:
     """Lines of `sacct`; none where there is no accounting."""
-    if not shutil.which("sacct"):
-        return []
-    try:
+    with contextlib.suppress(UserError):
         return ask(["sacct", "-n", "-P", "-o", columns, *options]).splitlines()
-    except UserError:
-        return []
+    return []
 
 
 # --- this job, from inside

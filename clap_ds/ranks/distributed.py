@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -127,12 +128,8 @@ def _check_allocation() -> None:
 
 def job_folder() -> Path | None:
     """What `--job_folder` on the command line says: also of commands that fail before they have read it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_rank_options(parser)
-    with contextlib.suppress(argparse.ArgumentError):
-        folder = parser.parse_known_args()[0].job_folder
-        return folder.resolve() if folder else None
-    return None
+    folder = next((value for name, value in itertools.pairwise(sys.argv) if name == "--job_folder"), None)
+    return Path(folder).resolve() if folder else None
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:

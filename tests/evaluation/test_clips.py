@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -31,12 +32,22 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
     assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_audio_is_that_of_the_file(write_clips: WriteClips, num_workers: int) -> None:
-    clips, broken = list_clips(write_clips(18, 3))
-    assert not broken
-    for number, waveform in zip(range(21), load(clips, num_workers), strict=True):
-        np.testing.assert_allclose(waveform, tone(number), atol=1e-6)
+def test_audio_is_that_of_the_file_wherever_it_lies(
+    write_clips: WriteClips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths, remote = write_clips(18, 3), "memory://evaluation/remote.tar"
+    with fsspec.open(remote, "wb") as file:
+        file.write(Path(paths[1]).read_bytes())
+    for shards, numbers, num_workers in (
+        (paths, range(21), 0),
+        (paths, range(21), 2),
+        ([remote], [18, 19, 20], 0),
+    ):
+        clips, broken = list_clips(shards)
+        assert not broken
+        for number, waveform in zip(numbers, load(clips, num_workers), strict=True):
+            np.testing.assert_allclose(waveform, tone(number), atol=1e-6)
 
 
 def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> None:
