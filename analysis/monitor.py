@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clap_ds.analysis.record import non_negative
 from clap_ds.analysis.runs import parse_options
@@ -22,38 +22,27 @@ from clap_ds.config.errors import UserError, run_alone
 Sample = dict[str, Any]
 LASTING = 3
 """Samples in a row that make traffic sustained: fewer are a burst."""
-
-
-class Check(NamedTuple):
-    """One thing to flag: samples for which `bad` holds, `lasting` of them in a row on one GPU."""
-
-    name: str
-    fields: tuple[str, ...]
-    bad: Callable[[Sample], bool]
-    lasting: int = 1
-
-
-CHECKS = (
-    Check("SM use < 90 %", ("sm_percent",), lambda s: s["sm_percent"] < 90),
+CHECKS: dict[str, tuple[Callable[[Sample], bool], int]] = {
+    "SM use < 90 %": (lambda s: s["sm_percent"] < 90, 1),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
-    Check("< 350 W", ("power_w", "power_limit_w"), lambda s: s["power_w"] < 350 and s["power_limit_w"] >= 650),
-    Check("≥ 85 °C", ("temperature_c",), lambda s: s["temperature_c"] >= 85),
-    Check("PCIe > 20 GB/s", ("pcie_rx_gb_per_s",), lambda s: s["pcie_rx_gb_per_s"] > 20, LASTING),
-)
+    "< 350 W": (lambda s: s["power_limit_w"] >= 650 and s["power_w"] < 350, 1),
+    "≥ 85 °C": (lambda s: s["temperature_c"] >= 85, 1),
+    "PCIe > 20 GB/s": (lambda s: s["pcie_rx_gb_per_s"] > 20, LASTING),
+}
+"""What is flagged, and for how many samples in a row on one GPU it has to hold. A sample without the fields isn't one."""
 
 
 def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
     """Samples by `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
     saved = [line["checkpoint"] for line in _lines(run_directory / "metrics.jsonl") if line.get("checkpoint")]
-    intervals = [
+    saved = [
         pair for pair in saved if isinstance(pair, list) and len(pair) == 2 and None not in map(non_negative, pair)
     ]
     samples: dict[str, list[Sample]] = {}
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
         for line in _lines(path):
             sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
-            time = sample.get("time")
-            if time is not None and not any(begin <= time <= end for begin, end in intervals):
+            if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
                 source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
                 samples.setdefault(source, []).append(sample)
     return samples
@@ -67,14 +56,18 @@ def _lines(path: Path) -> Iterator[Sample]:
                 yield from [line] if isinstance(line, dict) else []
 
 
-def flagged_share(samples: dict[str, list[Sample]], check: Check) -> tuple[float, str] | None:
-    """Share of samples for which a check holds, and where it holds most; None where nothing measures it."""
+def flagged_share(samples: dict[str, list[Sample]], check: str) -> tuple[float, str] | None:
+    """Share of samples for which one of `CHECKS` holds, and where it holds most; None where nothing measures it."""
+    bad, lasting = CHECKS[check]
     flagged: dict[str, tuple[int, int]] = {}
     for source, series in samples.items():
-        measured = [sample for sample in series if all(name in sample for name in check.fields)]
-        rows = [len([*row]) for bad, row in itertools.groupby(measured, check.bad) if bad]
-        if measured:
-            flagged[source] = (sum(row for row in rows if row >= check.lasting), len(measured))
+        found: list[bool] = []
+        for sample in series:
+            with suppress(KeyError):
+                found.append(bad(sample))
+        rows = [len([*row]) for is_bad, row in itertools.groupby(found) if is_bad]
+        if found:
+            flagged[source] = sum(row for row in rows if row >= lasting), len(found)
     if not flagged:
         return None
     worst = max(flagged, key=lambda source: flagged[source][0] / flagged[source][1])
@@ -87,16 +80,14 @@ def table(run_directories: Sequence[Path]) -> str:
     for directory in run_directories:
         if samples := load_samples(directory):
             shares = [flagged_share(samples, check) for check in CHECKS]
-            cells = [found and f"{found[0]:.0%}{f' (most {found[1]})' if found[0] else ''}" for found in shares]
-            held = (
+            cells = [f"{found[0]:.0%}{f' (most {found[1]})' if found[0] else ''}" if found else "" for found in shares]
+            held = [
                 (s.get("memory_bytes"), s.get("memory_total_bytes"), at) for at, each in samples.items() for s in each
-            )
-            fullest, where = max(((used / total, at) for used, total, at in held if used and total), default=(None, ""))
-            headroom = "" if fullest is None else f"{1 - fullest:.0%} ({where})"
-            number = f"{sum(map(len, samples.values()))} of {len(samples)}"
-            rows.append([directory.name, number, *(cell or "" for cell in cells), headroom])
-    header = ["run", "samples of GPUs or hosts", *(check.name for check in CHECKS), "memory headroom"]
-    return markdown_table(header, rows) if rows else ""
+            ]
+            fullest = max(((used / total, at) for used, total, at in held if used and total), default=None)
+            headroom = f"{1 - fullest[0]:.0%} ({fullest[1]})" if fullest else ""
+            rows.append([directory.name, f"{sum(map(len, samples.values()))} of {len(samples)}", *cells, headroom])
+    return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from clap_ds.analysis.figure import Picture, anchor, page
 from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import FORWARD_GFLOPS, PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import COST_OPTIONS, INPUT_OPTIONS, MACHINE_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.step_model import Machine, Series, series_of
+from clap_ds.analysis.step_model import Machine
 from clap_ds.analysis.table import (
     Row,
     Run,
@@ -33,6 +33,7 @@ from clap_ds.analysis.table import (
     unit,
     write_csv,
 )
+from clap_ds.analysis.weak_scaling import Series, series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
 from clap_ds.record.schema import STEP_PHASES
@@ -79,32 +80,28 @@ class Report:
         counts = {"run": len(self.runs) - num_rows, "table row": num_rows}
         read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
         yield f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in self.rows}), 'scale')}."
-        machine = project.machine_of(self.options)
         for members in by_series(self.rows):
             lines = [f"**{members[0].title}**", "", *(f"- {line}" for line in findings(members))]
             if len({row.nodes for row in members if row.rate}) > 1 and members[0].scaling != "strong":
                 try:
-                    lines.append(f"- Projected: {project.headline(projectable(members, machine))}.")
+                    lines.append(f"- Projected: {project.headline(self.series(members))}.")
                 except UserError as error:
                     lines.append(f"- Not projected: {error}.")
             yield "\n".join(lines)
 
-    def figure(self, name: str, caption: str, draw: Callable[[], Picture]) -> Iterator[str]:
-        def shown() -> Iterator[str]:
-            picture = draw()
-            picture.save(self.folder / name)
-            self.drawings[name] = picture.svg(f"f{len(self.drawings)}-")
-            yield f"![{caption}]({name})"
-
-        return attempt("The picture", shown)
+    def figure(self, name: str, caption: str, picture: Picture) -> str:
+        """The picture, kept and written, as Markdown."""
+        picture.save(self.folder / name)
+        self.drawings[name] = picture.svg(f"f{len(self.drawings)}-")
+        return f"![{caption}]({name})"
 
     def efficiency(self) -> Iterator[str]:
         yield efficiency.render(self.rows)
         if series := by_series([row for row in self.rows if row.rate]):
-            caption = (
+            what = (
                 f"Efficiency, throughput and MFU against {unit(*(row.device for row in self.rows))}; published in grey"
             )
-            yield from self.figure("scaling.png", caption, lambda: plot_scaling.draw(plot_scaling.curves_of(series)))
+            yield self.figure("scaling.png", what, plot_scaling.draw(plot_scaling.curves_of(series)))
 
     def step_time(self) -> Iterator[str]:
         yield "From an instrumented pass that synchronises between the parts, after the timed one."
@@ -112,7 +109,12 @@ class Report:
             yield step_table(members)
             if any(row.breakdown_s for row in members):
                 caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
-                yield from self.figure(f"breakdown-{number}.png", caption, partial(plot_run.draw_breakdown, members))
+                yield self.figure(f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))
+
+    def series(self, rows: Sequence[Scale]) -> Series:
+        """A series with the method that its runs' configuration says; UserError, saying why, if it can't be projected."""
+        config = next((run.config for row in rows for run in row.runs if run.config), {})
+        return series_of("This series", rows, project.machine_of(self.options), project.method_of(config))
 
     def projections(self) -> Iterator[str]:
         yield "Calculated by a model fitted to what was measured; only what is called measured was."
@@ -122,16 +124,15 @@ class Report:
 
     def projection(self, members: Sequence[Scale], name: str) -> Iterator[str]:
         """Up to four times the GPUs measured."""
-        series = projectable(members, project.machine_of(self.options))
-        text = project.render(series)
-        yield re.sub("^##", "###", text, flags=re.MULTILINE)
+        series = self.series(members)
+        yield re.sub("^##", "###", project.render(series), flags=re.MULTILINE)
         if series.machine == Machine() and "GH200" not in series.title:
             yield (
                 "Links, latency and peak assumed are those of a GH200 node, which this was not measured on: "
                 "give this machine's (`--node_gbytes_per_s` and so on)."
             )
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, with the band described above"
-        yield from self.figure(name, caption, partial(plot_scaling.draw_projection, [series], project.headline(series)))
+        yield self.figure(name, caption, plot_scaling.draw_projection([series], project.headline(series)))
 
     def cost(self) -> Iterator[str]:
         price = cost.price_of(self.options)
@@ -174,23 +175,19 @@ def published_comparison(rows: Sequence[Row]) -> str:
     blocks = []
     header = ("nodes", "GPUs", "samples/s/GPU", "published", "on GPUs", "ratio", "efficiency %", "published %")
     for stem, facts in PUBLISHED_TABLES.items():
-        published = efficiency.scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv"))
-        body, devices = [], set()
-        for row in rows:
-            if row.model == facts["model"] and row.rate and row.state != "published":
-                same = next((other for other in published if other.gpus == row.gpus), None)
-                other = same or published[0]
-                cells = [*other.cells("samples_per_s_per_gpu", "gpus"), f"{row.rate / (other.rate or 1):#.4g}"]
-                percents = [
-                    row.cell("scaling_efficiency_percent"),
-                    same.cell("scaling_efficiency_percent") if same else "",
-                ]
-                body.append([*row.cells("nodes", "gpus", "samples_per_s_per_gpu"), *cells, *percents])
-                devices.add(row.device)
+        published = {row.gpus: row for row in efficiency.scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv"))}
+        ours = [row for row in rows if row.model == facts["model"] and row.rate and row.state != "published"]
+        body = []
+        for row in ours:
+            other = published.get(row.gpus, next(iter(published.values())))
+            ratio = f"{(row.rate or 0.0) / (other.rate or 1):#.4g}"
+            theirs = [*other.cells("samples_per_s_per_gpu", "gpus"), ratio, row.cell("scaling_efficiency_percent")]
+            same = other.cell("scaling_efficiency_percent") if other.gpus == row.gpus else ""
+            body.append([*row.cells("nodes", "gpus", "samples_per_s_per_gpu"), *theirs, same])
         if body:
             blocks += [f"### {facts['model'].replace('_', '-')}", markdown_table(header, body)]
-            if devices - {facts["device"]}:
-                here = f"Published on {facts['device']}, here on {', '.join(sorted(devices))}"
+            if others := {row.device for row in ours} - {facts["device"]}:
+                here = f"Published on {facts['device']}, here on {', '.join(sorted(others))}"
                 blocks.append(f"{here}: the ratio compares machines as much as programs.")
     return "\n\n".join(blocks) or f"Published are {', '.join(FORWARD_GFLOPS)}; none of these was measured here."
 
@@ -209,14 +206,6 @@ def step_table(rows: Sequence[Row]) -> str:
         body.append(row.cells("nodes", "gpus", "batch_per_gpu", "global_batch", "repeats") + milliseconds)
     text = f"### {rows[0].title}\n\n{markdown_table(header, body)}"
     return text if parts else f"{text}\n\nNo breakdown was recorded."
-
-
-def projectable(rows: Sequence[Scale], machine: Machine) -> Series:
-    """A series with the method that its runs' configuration says; UserError, saying why, if it can't be projected."""
-    if rows[0].scaling == "strong":
-        raise UserError("Not for strong scaling: the model is one of a constant batch per GPU")
-    config = next((run.config for row in rows for run in row.runs if run.config), {})
-    return series_of("This series", rows, machine, project.method_of(config))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ do. Every problem is a line; exit code 2 where there is one. Imports none of tho
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -18,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.places import version as version
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
@@ -25,16 +25,6 @@ PACKAGES = (
 )  # fmt: skip
 """What every run imports."""
 PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")
-
-
-def version(package: str) -> str | None:
-    """Version of a package that is installed here, without importing it; None where it isn't."""
-    if importlib.util.find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def missing(packages: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components, published_flops
@@ -29,23 +29,12 @@ from clap_ds.ranks.accelerator import nvidia_smi
 from clap_ds.record.plausible import doubtful_mfu
 
 if TYPE_CHECKING:
-    from clap_ds.analysis.figure import Picture
     from clap_ds.flop_count.counters import Count
     from clap_ds.model.clap import ClapModel
 
     Counts = dict[Convention, dict[str, Count]]
 
 COUNTERS = {"deepspeed": "DeepSpeed's profiler, 2 × MACs", "torch": "torch's FlopCounterMode"}
-BARS = [(name, tokens) for name in ("tiny", "base") for tokens in (77, 514)]
-GROUPS: dict[str, tuple[str, ...]] = {
-    "audio: STFT, mel": ("stft_convolution", "fft", "mel", "stretch"),
-    "audio: block linears": ("block_linears",),
-    "audio: window attention": ("window_attention",),
-    "audio: patches, merging, heads": ("patch_embedding", "patch_mergings", "tscam_conv", "audio_projection"),
-    "text: linears": ("text_linears",),
-    "text: attention": ("text_attention", "text_pooler", "text_projection"),
-}
-"""Part of a bar in the picture → components it adds up; all of them together are the forward pass."""
 EXACT = 1e-9
 """Relative difference up to which counters agree: both count whole numbers, held as floats."""
 
@@ -62,38 +51,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="print JSON")
     rate = "samples/s of one GPU: the MFU that amounts to, by the run's peak"
     add("--samples_per_s", type=float, metavar="R", help=rate)
-    add("--plot", type=Path, metavar="FILE", help="draw both published models by component there, and no more")
     return parser.parse_args(argv)
-
-
-def draw() -> Picture:
-    """Where the forward cost goes: a bar for each published model at 77 and at 514 text tokens, published convention."""
-    from clap_ds.analysis.figure import Picture
-
-    found = [
-        forward_components(load_preset(f"htsat_{name}_roberta_base"), TextLengths.fixed(tokens), "published")
-        for name, tokens in BARS
-    ]
-    parts = {group: [sum(bar[part] for part in parts) / 1e9 for bar in found] for group, parts in GROUPS.items()}
-    names = [
-        f"{name},\n{tokens} tokens\n{bar['forward'] / 1e9:.2f}" for (name, tokens), bar in zip(BARS, found, strict=True)
-    ]
-    picture = Picture((3.0,), columns_wide=1.5)
-    (axes,) = picture.panels
-    picture.stack(axes, parts, names)
-    axes.set_ylabel("forward GFLOPs a sample, published convention")
-    return picture
 
 
 def main(argv: list[str] | None = None) -> None:
     """Count and print; a UserError for a bad configuration, caption length or rate."""
     arguments = parse_arguments(argv)
-    if arguments.plot is not None:
-        picture = draw()
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(arguments.plot)
-        print(arguments.plot)
-        return
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens

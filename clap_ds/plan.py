@@ -22,8 +22,9 @@ from clap_ds.analysis.cost import price_of
 from clap_ds.analysis.project import method_of
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
-from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
+from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload
 from clap_ds.analysis.table import markdown_table, significant
+from clap_ds.analysis.weak_scaling import read_series
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
 from clap_ds.config.errors import UserError, run_alone
@@ -33,9 +34,6 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
-VARIANTS = (("auto", "auto"), ("triton", "torch"), ("triton", "triton"))
-"""`clap.model.attention` and `.mlp` whose plans are shown beside the run's own, each with and without compiled towers. `auto`
-is planned as what a GPU takes without Triton's kernels, `sdpa` and `torch`."""
 MOST_GPUS = 2**16
 """Whose loss is recorded tile by tile in some 20 s."""
 DELAYS_FROM = "jupiter_htsat_tiny"
@@ -96,10 +94,8 @@ def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON report."""
-    from torch.utils._triton import has_triton_package
-
-    from clap_ds.planning.memory import largest_micro_batch, memory_parts, resident_gib
-    from clap_ds.planning.step import check_plannable, trace_loss, trace_step, with_model_settings
+    from clap_ds.planning.memory import largest_micro_batch, memory_parts
+    from clap_ds.planning.step import check_plannable, trace_loss, trace_step
 
     check_plannable(run)
     nodes, per_node = sorted(set(arguments.nodes)), arguments.gpus_per_node
@@ -116,41 +112,26 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
     traced = partial(trace_step, world_size=smallest, front_end=arguments.audio == "waveform")
     own = traced(run, run.micro_batch)
-    steps = {_kernels(run): own}
-    for attention, mlp in VARIANTS if has_triton_package() else VARIANTS[:1]:
-        other = with_model_settings(run, attention=attention, mlp=mlp)
-        if _kernels(other) not in steps:
-            steps[_kernels(other)] = traced(other, run.micro_batch)
-    variants = [
-        {"attention": attention, "mlp": mlp, "compile": compiled, "fits": peak_gib(step) <= gpu.memory_gib,
-         "peak_memory_gib": peak_gib(step), **_speed(step, gpu, compiled != "off")}
-        for (attention, mlp), step in steps.items() for compiled in ("off", "towers")
-    ]  # fmt: skip
     found = None
     if arguments.find_micro_batch:
-        peak_at = {run.micro_batch: peak_gib(own)}
-        resident = resident_gib(memory_parts(own, largest))
-        found = largest_micro_batch(
-            lambda size: peak_at.get(size) or peak_gib(traced(run, size)), run.micro_batch, resident, gpu.memory_gib
-        )
-    chosen = variants[run.clap.compile != "off"]
+        found = largest_micro_batch(lambda size: peak_gib(traced(run, size)), run.micro_batch, gpu.memory_gib)
+    chosen = _speed(own, gpu, run.clap.compile != "off")
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "audio": arguments.audio, "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
-        **chosen, "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found,
+        "attention": _kernel(run.clap.model.attention, "sdpa"), "mlp": _kernel(run.clap.model.mlp, "torch"),
+        "compile": run.clap.compile, "fits": peak_gib(own) <= gpu.memory_gib, "peak_memory_gib": peak_gib(own), **chosen,
+        "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found,
         "memory_gib": memory_parts(own, largest, loss_bytes),
         "parameters": own.num_parameters,
         "scales": _scales(run, gpu, chosen, own.num_parameters, nodes, arguments),
-        "variants": variants,
         "price": str(price_of(arguments)) if price_of(arguments) else None,
         "assumed": _assumed(run, gpu, arguments),
     }  # fmt: skip
 
 
-def _kernels(run: RunSettings) -> tuple[str, str]:
-    """Of window attention and MLPs."""
-    attention, mlp = run.clap.model.attention, run.clap.model.mlp
-    return "sdpa" if attention == "auto" else attention, "torch" if mlp == "auto" else mlp
+def _kernel(setting: str, without_triton: str) -> str:
+    return without_triton if setting == "auto" else setting
 
 
 def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
@@ -219,7 +200,11 @@ def _assumed(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> list[
     left_open = [name for name in ("attention", "mlp") if getattr(run.clap.model, name) == "auto"]
     auto = f"`auto` of {' and '.join(f'clap.model.{name}' for name in left_open)} is what a GPU takes without Triton's kernels"
     return [
-        *([f"{auto}; where these are right, the run takes them, as below"] if left_open else []),
+        *(
+            [f"{auto}; where these are right, the run takes them: name them in the JSON to plan that"]
+            if left_open
+            else []
+        ),
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"products reach {shares(roofline.PRODUCT_SHARE)} of the peak, fused attention"
@@ -254,25 +239,10 @@ def render(report: dict[str, Any]) -> str:
     lines.append(_scale_table(report["scales"]))
     if report["price"]:
         lines.append(report["price"])
-    rows = [
-        [each["attention"], each["mlp"], each["compile"], f"{each['peak_memory_gib']:.1f}", "yes" if each["fits"] else "no",
-         *(f"{each['samples_per_s_per_gpu'][case]:,.0f}" for case in ("low", "middle", "high")),
-         f"{each['gigabytes_moved']:.0f}", f"{each['kernels']:,}"]
-        for each in report["variants"]
-    ]  # fmt: skip
-    header = [
-        "attention",
-        "MLP",
-        "compile",
-        "GiB",
-        "fits",
-        "samples/s/GPU, low",
-        "middle",
-        "high",
-        "GB moved",
-        "kernels",
-    ]
-    lines += [markdown_table(header, rows), "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"])]
+    lines.append(
+        f"{report['gigabytes_moved']:.0f} GB moved and {report['kernels']:,} kernels a step, {report['tflop']:.1f} TFLOP."
+    )
+    lines.append("Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]))
     return "\n\n".join(lines)
 
 

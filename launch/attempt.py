@@ -20,7 +20,7 @@ from clap_ds.config.errors import USER_ERROR
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher
 from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
-from clap_ds.ranks.hostfile import master_port
+from clap_ds.ranks.hostfile import free_port
 from clap_ds.ranks.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.schema import State
@@ -122,7 +122,7 @@ def run_attempt(
         folder: where ranks leave how it went.
         stopped: which signal this job was sent, if any; it reaches the ranks.
     """
-    command = launcher.command(hosts, folder / "hostfile", master_port(launcher.attempt), words)
+    command = launcher.command(hosts, folder / "hostfile", free_port(), words)
     # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
     child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
     code = _wait(child, launcher, folder, stopped)

@@ -16,49 +16,39 @@ if not __package__:  # run as a file, by any Python
         sys.exit(f"error: launch/hostfile.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, is_this_host, slots_from_slurm
+from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, this_host
 
 
-def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Options that say which hosts, and how many ranks on each."""
-    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation, in place of the allocation's")
-    parser.add_argument("--slots", type=int, metavar="N", help="ranks on each host")
+def allocated_hosts(slots: int | None) -> dict[str, int]:
+    """Ranks by host of the allocation, so many on each where that is given; a ValueError where it can't be."""
+    hosts = hosts_from_slurm(os.environ)
+    return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), slots), strict=True))
 
 
-def chosen_hosts(arguments: argparse.Namespace) -> dict[str, int]:
-    """Ranks by host, of `add_hosts`'s options or the allocation; a ValueError where they say too little or contradict it."""
-    if arguments.slots is not None and arguments.slots < 1:
-        raise ValueError(f"--slots {arguments.slots}: expected at least 1")
-    if arguments.nodelist is None:
-        hosts = hosts_from_slurm(os.environ)
-        return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), arguments.slots), strict=True))
-    if arguments.slots is None:
+def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
+    """Write the hostfile, or print it."""
+    if nodelist is not None and slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
-    return dict.fromkeys(expand(arguments.nodelist), arguments.slots)
+    hosts = allocated_hosts(slots) if nodelist is None or slots is None else dict.fromkeys(expand(nodelist), slots)
+    if not output:
+        sys.stdout.write(format_hostfile(hosts))
+        return
+    write_atomically(output, format_hostfile(hosts))
+    first, here = next(iter(hosts)), this_host()
+    if len(hosts) == 1 and first.partition(".")[0] != here.partition(".")[0]:
+        # DeepSpeed starts the ranks of a single host where it runs itself.
+        print(f"note: {first} isn't this host ({here}): give deepspeed --force_multi", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="clap-hostfile", description=(__doc__ or "").splitlines()[0])
-    add_hosts(parser)
+    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation, in place of the allocation's")
+    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks on each host")
     parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
-    arguments = parser.parse_args(argv)
-
-    def write() -> None:
-        slots = chosen_hosts(arguments)
-        text = format_hostfile(slots)
-        if not arguments.output:
-            sys.stdout.write(text)
-            return
-        write_atomically(arguments.output, text)
-        first = next(iter(slots))
-        if len(slots) == 1 and not is_this_host(first):
-            # DeepSpeed starts the ranks of a single host where it runs itself.
-            here = os.uname().nodename
-            print(f"note: {first} isn't this host ({here}): give deepspeed --force_multi", file=sys.stderr)
-
-    return exit_code_of(write)
+    return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON.
 
-What `submit.py` and `sweep.py` share. Each job's id is on record before the next one is submitted. Leaves a script's text to
-`batch_script.py`.
+What `submit.py` and `sweep.py` share, and what became of a job, by what it recorded and what SLURM knows of it. Each job's id
+is on record before the next one is submitted. Leaves a script's text to `batch_script.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import Request, script
-from clap_ds.launch.job_states import state_of
-from clap_ds.launch.site_check import Found, check_environment, check_scripts
+from clap_ds.launch.site_check import Findings, check_environment, check_scripts
 
 RECORD = "jobs.json"
+ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
+"""State (`record.schema.State`) by SLURM's of a job that recorded no end; others have failed."""
 
 
 def stamp() -> str:
@@ -104,9 +105,9 @@ class Jobs:
         ((name, _),) = self.scripts([job]).items()
         return self.folder / f"{name}-{job.slurm_id}.out"
 
-    def check(self, jobs: list[Job]) -> Found:
+    def check(self, jobs: list[Job]) -> Findings:
         """Try the site, a script for each number of nodes, and every run's JSON. Problems that all runs have are said once."""
-        found, site = Found(), self.request.load_site()
+        found, site = Findings(), self.request.load_site()
         # Others of as many nodes ask SLURM for the same.
         texts = {group[0].nodes: self.text(name, group) for name, group in self.scripts(jobs).items()}
         check_scripts(texts.values(), found)
@@ -118,9 +119,7 @@ class Jobs:
                 problems.setdefault(line.partition(f"{path}: ")[2], paths[path])
         found.problems += [f"{label}: {problem}" for problem, label in problems.items()] or said.splitlines()[-1:]
         if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            found.unchecked.append(
-                "cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one"
-            )
+            found.notes.append("cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
         return found
 
     def submit(self, jobs: list[Job]) -> Iterator[tuple[str, str, Job]]:
@@ -149,8 +148,8 @@ class Jobs:
             for job in self.jobs
         }
 
-    def prepare(self, *, keep: bool = True) -> Found:
-        """Write and check everything; where something is wrong, or nothing is to be kept, no new folder stays.
+    def prepare(self) -> None:
+        """Write and check everything, and print what couldn't be checked; where something is wrong, no new folder stays.
 
         Raises:
             UserError: something is wrong.
@@ -162,9 +161,44 @@ class Jobs:
             found.refuse()
             self.write_scripts()
         except BaseException:
-            keep = False
-            raise
-        finally:
-            if is_new and not keep:
+            if is_new:
                 shutil.rmtree(self.folder, ignore_errors=True)
-        return found
+            raise
+        print("".join(f"note: {note}\n" for note in found.notes), end="")
+
+
+def state_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> tuple[str, str]:
+    """State of a job, `init` or one of `record.schema.State`, and a note; `slurm_state` is None for what SLURM forgot."""
+    record = recorded(folder)
+    state, note = record.get("state"), str(record.get("error") or "")
+    if slurm.is_on_its_way(slurm_state):
+        assert slurm_state is not None
+        return ("init" if slurm_state in slurm.WAITING else state or "running"), slurm_state.lower()
+    if state not in (None, "running"):
+        return str(state), note
+    if slurm_id is None:
+        return "init", "not submitted"
+    ended = ENDS.get(slurm_state or "", "failed")
+    if not log.exists():
+        return (ended if slurm_state else "terminated"), f"{(slurm_state or 'cancelled').lower()} before it began"
+    return ended, f"SLURM: {slurm_state or 'no longer known'}; see {log}"
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """`job.json` of a job's folder; empty where there is none yet, or only half of one."""
+    try:
+        return read_object(folder / "job.json")
+    except UserError:
+        return {}
+
+
+def figures_of(folder: Path) -> str:
+    """The numbers that matter of what a job has measured or learned so far; empty where there are none."""
+    try:
+        summary = read_object(Path(recorded(folder)["run_directory"]) / "summary.json")
+    except (KeyError, TypeError, UserError):
+        return ""
+    if "loss" in summary and summary.get("command") == "train":
+        return f"loss {summary['loss']:.4f} at step {summary.get('step', 0):,}"
+    rate = summary.get("samples_per_s_per_gpu", {}).get("mean")
+    return f"{rate:,.2f} samples/s/GPU" if rate else ""

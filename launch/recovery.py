@@ -21,10 +21,9 @@ MOST_FREE = 2
 
 def cause_of(message: str, hosts: Iterable[str]) -> str:
     """An ending's message without what differs from host to host and from time to time."""
-    text = message.partition("; all stacks")[0]
     for name in hosts:
-        text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
-    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", text)
+        message = re.sub(rf"\b{re.escape(name)}\b", "HOST", message)
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", message)
 
 
 class Attempts:
@@ -41,7 +40,7 @@ class Attempts:
         """Add one; the run does without the hosts it is put down to from now on."""
         self.all.append({
             "hosts": list(hosts), "started": started, "finished": now(), "state": ending.state,
-            "error": ending.message or None, "at_fault": ending.hosts, "lost": ending.lost, "excluded": ending.hosts,
+            "error": ending.message or None, "at_fault": ending.hosts, "lost": ending.lost,
             "cause": cause_of(ending.message, everyone), "start": self.start, "requeued": False,
         })  # fmt: skip
 
@@ -49,7 +48,7 @@ class Attempts:
         return [attempt for attempt in self.all if attempt["start"] == self.start]
 
     def excluded(self) -> list[str]:
-        return list(dict.fromkeys(name for attempt in self.all for name in attempt["excluded"]))
+        return list(dict.fromkeys(name for attempt in self.all for name in attempt["at_fault"]))
 
     def hosts_of_same_error(self) -> list[str]:
         """Hosts that the last attempt and earlier ones with the same error are put down to, if they differ: it is the
@@ -67,7 +66,7 @@ class Attempts:
             return False
         if last["at_fault"]:
             return True
-        free = [each for each in self.of_this_start() if each["state"] == "failed" and not each["excluded"]]
+        free = [each for each in self.of_this_start() if each["state"] == "failed" and not each["at_fault"]]
         return len(free) <= MOST_FREE and PORT_TAKEN in (last["error"] or "")
 
     def may_be_requeued(self) -> bool:

@@ -28,21 +28,17 @@ if TYPE_CHECKING:
 TRIAL_S = 300  # for module lines and a Python on a slow file system
 _NO_MODULE = re.compile(r"Unable to locate a modulefile|module\(s\) are unknown|cannot be loaded as requested")
 _NO_SUCH_NODES = "node configuration is not available"
+NOT_CHECKED = "not checked: {}"
 NOT_ASKED = "partition, account, nodes and time"
 
 
 @dataclass
-class Found:
+class Findings:
     """What was tried: what is there, what would break a job, and what couldn't be tried here."""
 
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-
-    def format(self) -> str:
-        width = max(map(len, self.facts), default=0)
-        lines = [f"{name:{width}}  {text}" for name, text in self.facts.items()]
-        return "\n".join([*lines, *(f"not checked: {text}" for text in self.unchecked)])
+    notes: list[str] = field(default_factory=list)
 
     def refuse(self) -> None:
         """Raise a UserError with all problems, if there are any."""
@@ -52,7 +48,7 @@ class Found:
 
 def show_check(site: Site) -> None:
     """Print what can be tried of a site without a job; a UserError with what is wrong."""
-    found = Found()
+    found = Findings()
     check_environment(site, found)
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
@@ -64,15 +60,20 @@ def show_check(site: Site) -> None:
         found.facts["run_root"] = f"{root}: writable"
     else:
         found.problems.append(f"run_root: {there} isn't a folder that can be written to")
-    print(found.format())
+    width = max(map(len, found.facts), default=0)
+    for line in [
+        *(f"{name:{width}}  {text}" for name, text in found.facts.items()),
+        *map(NOT_CHECKED.format, found.notes),
+    ]:
+        print(line)
     found.refuse()
 
 
-def check_environment(site: Site, found: Found, files: Iterable[str] = (), *, train: bool = False) -> str:
+def check_environment(site: Site, found: Findings, files: Iterable[str] = (), *, train: bool = False) -> str:
     """Run the site's shell lines, then its Python on these runs' JSONs; what that says is wrong with them, if anything."""
     python, check = [*site.wrapper, site.interpreter()], ["-m", "clap_ds.check_runs", *["--train"] * train, *files]
     if site.container() and (not site.wrapper or not shutil.which(python[0])):
-        found.unchecked.append(f"python {python[-1]}: it is in a container that isn't here: {sys.executable} is tried")
+        found.notes.append(f"python {python[-1]}: it is in a container that isn't here: {sys.executable} is tried")
         python = [sys.executable]
     lines = ["set -euo pipefail", "trap 'echo \"clap-failed $BASH_COMMAND\"' ERR", *site.setup_lines()]
     code, shown, said = _run(["bash", "-c", "\n".join([*lines, "echo clap-ready", shlex.join([*python, *check])])])
@@ -93,7 +94,7 @@ def check_environment(site: Site, found: Found, files: Iterable[str] = (), *, tr
         found.facts["python"] = f"{shlex.join(python)}: Python {versions['python']}, {', '.join(parts)}"
         return said if code else ""
     elif python == [sys.executable] and site.container():
-        found.unchecked.append(f"the run's configuration: {last}")
+        found.notes.append(f"the run's configuration: {last}")
     else:
         found.problems.append(f"python: {last}")
     return ""
@@ -110,22 +111,22 @@ def _run(command: list[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def check_scripts(texts: Iterable[str], found: Found) -> None:
+def check_scripts(texts: Iterable[str], found: Findings) -> None:
     """Whether sbatch would take these scripts."""
-    for text in texts if shutil.which("sbatch") else ():
+    if not shutil.which("sbatch"):
+        found.notes.append(f"{NOT_ASKED}: SLURM isn't installed here")
+        return
+    for text in texts:
         try:
             reason = slurm.refusal(text)
-            # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
-            absent = slurm.out_of_service() if _NO_SUCH_NODES in (reason or "") else ""
         except UserError as error:
-            found.unchecked.append(f"{NOT_ASKED}: {error}")
+            found.notes.append(f"{NOT_ASKED}: {error}")
             return
-        if absent:
-            found.unchecked.append(f"whether sbatch takes the script: {reason}; out of service: {absent}")
-            return
-        if reason:
+        # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
+        if _NO_SUCH_NODES in (reason or ""):
+            found.notes.append(f"nodes: {reason}, as far as they are in service")
+        elif reason:
             found.problems.append(f"sbatch would refuse it: {reason}")
             return
-        found.facts["sbatch"] = "would take it"
-    if "sbatch" not in found.facts:
-        found.unchecked.append(f"{NOT_ASKED}: SLURM isn't installed here")
+        else:
+            found.facts["sbatch"] = "would take it"

@@ -31,7 +31,6 @@ from clap_ds.launch.site_check import show_check
 from clap_ds.launch.slurm import seconds_of
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-OLD_LAUNCHERS = {"ssh": "pdsh", "srun": "slurm"}
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,7 @@ def _wrong_fields(content: dict[str, Any]) -> list[str]:
 
 
 def _wrong_values(site: Site) -> Iterator[str]:
-    if site.launcher in OLD_LAUNCHERS:
-        yield f"launcher: {site.launcher!r} is called {OLD_LAUNCHERS[site.launcher]!r} now"
-    elif site.launcher and site.launcher not in LAUNCHERS:
+    if site.launcher and site.launcher not in LAUNCHERS:
         found = json.dumps(site.launcher) + did_you_mean(site.launcher, LAUNCHERS)
         yield f"launcher: expected one of {', '.join(LAUNCHERS)}, found {found}"
     container = site.container()

@@ -1,7 +1,7 @@
 """SLURM's own commands: what they know of partitions, nodes and jobs, handing a script to sbatch, and starting a job anew.
 
 Runs on login nodes and inside jobs, with the standard library alone. Leaves what a job asks for to `batch_script.py`, and
-what its state means to `job_states.py`.
+what its state means to `jobs.py`.
 """
 
 from __future__ import annotations
@@ -103,11 +103,6 @@ def silent_nodes(hosts: Sequence[str]) -> list[str]:
         silent = [host for host in hosts if host not in shown.split()]
         return silent if len(silent) < count else []
     return []
-
-
-def out_of_service() -> str:
-    """Nodes that are down or drained; empty where there are none."""
-    return ",".join(ask(["sinfo", "-h", "-R", "-o", "%N"]).split())
 
 
 def seconds_of(text: str) -> int:

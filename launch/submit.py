@@ -1,6 +1,6 @@
 """One job from one command: checked, written as a batch script, and queued.
 
-    python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json [--check]
+    python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
     python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
 
 The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `jobs.json` with
@@ -31,7 +31,7 @@ NAME = "slurm"  # of the script and the log
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Write and check everything; then submit it, or with `--check` show the script and leave nothing."""
+    """Write and check everything; then submit it."""
     request, config = request_of(arguments), find_config(arguments.config).resolve()
     site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
@@ -40,11 +40,7 @@ def start(arguments: argparse.Namespace) -> None:
     folder = site.root() / "jobs" / f"{label}-{stamp()}"
     job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.root": output["root"]})
     jobs = Jobs(folder, request, [job])
-    found = jobs.prepare(keep=not arguments.check)
-    if arguments.check:
-        print(f"{found.format()}\n\n# {folder / NAME}.sbatch\n{jobs.text(NAME, [job])}", end="")
-        return
-    print("".join(f"note: {note}\n" for note in found.unchecked), end="")
+    jobs.prepare()
     try:
         ((_, number, _),) = jobs.submit([job])
     except slurm.RefusedError:
@@ -65,7 +61,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
     add("--nodes", type=whole_number(), default=1)
     add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
-    add("--check", action="store_true", help="check everything and show the script, submit nothing")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

@@ -27,8 +27,7 @@ from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import find_config
 from clap_ds.launch.batch_script import add_limits, add_request, request_of
-from clap_ds.launch.job_states import figures_of
-from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
+from clap_ds.launch.jobs import RECORD, Job, Jobs, figures_of, stamp
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
 LATER = {"status": "shows the jobs' states and what they measured", "resume": "submits again what is missing"}
@@ -74,7 +73,7 @@ def start(arguments: argparse.Namespace) -> None:
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
     sweep = Jobs(folder, request, plan(arguments, configs, folder / "runs"), arguments.array)
-    print("".join(f"note: {note}\n" for note in sweep.prepare().unchecked), end="")
+    sweep.prepare()
     print(f"sweep: {folder}")
     if not arguments.dry_run:
         return submit(sweep, sweep.jobs)

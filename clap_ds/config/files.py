@@ -1,4 +1,4 @@
-"""JSON objects read, and files replaced in one go, on a full disk, too, where room was kept for that. Standard library only."""
+"""JSON objects read, and files replaced in one go. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from clap_ds.config.errors import UserError
 
-BLOCK = 4096  # bytes: the least that file systems give a file
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk with no room left
 
 
@@ -63,9 +62,8 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
     """Replace a file in one go: a reader sees the old content, the new, or no file.
 
     Args:
-        spare: if given, a file that is there is overwritten in place where the disk is full, and padded with spaces, to take no
-            more room: no longer in one go, but it says what it is to say. So many bytes are kept free for a longer text then:
-            those of its last block, or spaces where these are too few; none for 0.
+        spare: if given, a file that is there is overwritten in place where the disk is full, as far as it has room, and padded
+            with spaces: no longer in one go, but it says what it is to say. So many spaces are added for a longer text then.
 
     Raises:
         OSError: it can't be written; what was there stays.
@@ -73,28 +71,25 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")  # process ids repeat from host to host
     content = text.encode()
-    if spare and -len(content) % BLOCK < spare:
-        content = _padded(content, len(content) + spare)
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            file.write(_padded(content, len(content) + (spare or 0)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:  # a signal's, too
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if spare is None or not isinstance(error, OSError) or error.errno not in FULL:
-            raise
-        if not _overwrite(path, text.encode()):
+        is_full = isinstance(error, OSError) and error.errno in FULL
+        if spare is None or not is_full or not _overwrite(path, content):
             raise
 
 
 def _overwrite(path: str | os.PathLike[str], content: bytes) -> bool:
-    """Whether the file is there and has room for the new content: to its end, or to that of its last block."""
+    """Whether the file is there and has room for the new content."""
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        if len(content) <= -(-size // BLOCK) * BLOCK:
+        if len(content) <= size:
             os.pwrite(file.fileno(), _padded(content, size), 0)
             os.fsync(file.fileno())
             return True
@@ -102,5 +97,5 @@ def _overwrite(path: str | os.PathLike[str], content: bytes) -> bool:
 
 
 def _padded(content: bytes, size: int) -> bytes:
-    """Text of lines with spaces before its last line's end."""
+    """Text of lines, with spaces before the end of the last where it has fewer bytes."""
     return content.removesuffix(b"\n").ljust(size - 1) + b"\n" if len(content) < size else content

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -21,6 +23,11 @@ _OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DI
 def work_folder() -> Path:
     """The checkout, or else the working folder: runs go there, and relative paths start there."""
     return CHECKOUT or Path.cwd()
+
+
+def cache_folder() -> Path:
+    """Where what can be had again is kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
 def find_config(path: Path) -> Path:
@@ -61,3 +68,14 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def version(package: str) -> str | None:
+    """Version of a package that is installed here, without importing it; None where it isn't."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -10,8 +10,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
+from clap_ds.config.sections import Section, sections_of
 from clap_ds.config.settings import ClapSettings
 
 HEAD = """# Every field of `clap`
@@ -26,31 +25,16 @@ def reference() -> str:
     return HEAD + "".join(_section("clap", ClapSettings))
 
 
-def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
+def _section(path: str, section: type[Section]) -> Iterator[str]:
     yield f"\n## `{path}`\n\n{_plain(section.__doc__)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
-    inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
-        sections = [
-            kind for kind in _leaves(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)
-        ]
-        for kind in sections:
-            inner.append((f"{path}.{name}", kind))
-        if sections:
-            continue
-        default = "required" if field.is_required() else f"`{json.dumps(field.default, ensure_ascii=False)}`"
-        expected = _expected(field.annotation, field.metadata)
-        yield f"| `{name}` | {expected} | {default} | {_plain(field.description)} |\n"
-    for where, kind in inner:
-        yield from _section(where, kind)
-
-
-def _leaves(annotation: Any) -> list[Any]:
-    """The types of a union, or of what `Annotated` wraps; else the type itself."""
-    if get_origin(annotation) is Annotated:
-        return _leaves(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [leaf for part in get_args(annotation) for leaf in _leaves(part)]
-    return [annotation]
+        if not sections_of(field.annotation):
+            default = "required" if field.is_required() else f"`{json.dumps(field.default, ensure_ascii=False)}`"
+            expected = _expected(field.annotation, field.metadata)
+            yield f"| `{name}` | {expected} | {default} | {_plain(field.description)} |\n"
+    for name, field in section.model_fields.items():
+        for kind in sections_of(field.annotation):
+            yield from _section(f"{path}.{name}", kind)
 
 
 def _expected(annotation: Any, metadata: list[Any]) -> str:

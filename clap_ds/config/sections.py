@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -22,6 +22,13 @@ class Section(BaseModel):
     """Base of every `clap` section: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a field's type is made of: one, where it may be null, too; one for each kind of `data`; or none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 class ModelSettings(Section):
@@ -40,7 +47,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
     place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
-    as in evaluations. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    as in evaluations. The text tower has its own, whatever stands here."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
@@ -93,10 +100,10 @@ class ShardData(Section):
     waveforms: Literal["float32", "int16"] = "int16"
     """How audio travels from the workers to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are,
     rounds others by at most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
-    cache_gb: NonNegativeFloat = 0.0
+    cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
-    `~/.cache`). The next shard is fetched while one is read; the least recently used make room. 0: shards are streamed, anew in
-    every pass."""
+    `~/.cache`). The next shard is fetched while one is read; the least recently used make room, and are fetched again in the
+    next pass. What is being read or fetched stays, whatever it takes."""
 
     @property
     def has_epochs(self) -> bool:
@@ -104,7 +111,7 @@ class ShardData(Section):
         return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
-DATA_SOURCES: dict[str, type[BaseModel]] = {"synthetic": SyntheticData, "shards": ShardData}
+DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "shards": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -124,12 +131,6 @@ class LossSettings(Section):
     tile: PositiveInt | None = None
     """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
-    @model_validator(mode="after")
-    def _tiles_are_softmax(self) -> Self:
-        if self.tile is not None and self.kind != "softmax":
-            raise ValueError(f"tile: the loss {self.kind!r} has no matrix to divide: leave tile out")
-        return self
-
 
 class BenchSettings(Section):
     """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are
@@ -146,7 +147,7 @@ class BenchSettings(Section):
 
 
 class HardwareSettings(Section):
-    """What utilisation is held against."""
+    """The peak that utilisation is a share of."""
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""

@@ -1,8 +1,8 @@
 """A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work.
 
-The only place that knows the names and defaults of `clap` fields. DeepSpeed's own sections stay in DeepSpeed's words
-and reach it unchanged; of those only the few this project reads itself are looked at here. Imports neither torch nor
-DeepSpeed, so that a wrong file is refused at once, also on a login node.
+The fields of `clap` stand in `sections` and, those at its top, here; DeepSpeed's names in `check`, where a mistake is put in
+words. DeepSpeed's sections reach it unchanged. Imports neither torch nor DeepSpeed, so that a wrong file is refused at once,
+also on a login node.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.check import check_deepspeed, explain
+from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import kind_of, read_object
+from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.places import find_config
 from clap_ds.config.sections import (
-    DATA_SOURCES,
     BenchSettings,
     CheckpointSettings,
     DataSettings,
@@ -86,6 +85,10 @@ class ClapSettings(Section):
         return load_preset(self.model.preset)
 
 
+RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(ClapSettings, ClapSettings()))
+"""The whole JSON."""
+
+
 class RunSettings:
     """One run: its `clap` section, typed, beside the DeepSpeed configuration, untouched.
 
@@ -106,8 +109,7 @@ class RunSettings:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or one in `clap.output.root` named by the label and a hash of what is trained on what
-        (model, data, loss, seed, initial weights, frozen towers), so that runs of one label don't meet."""
+        """`clap.checkpoint.folder`, or one in `clap.output.root` by label and a hash of what is trained on what."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
@@ -165,22 +167,21 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
     except FileNotFoundError as error:
         raise UserError(str(error)) from None
     content = read_object(path)
-    clap_section = content.pop("clap", {})
-    problems = check_deepspeed(content, list(ClapSettings.model_fields), world_size)
-    clap = ClapSettings()
-    if isinstance(clap_section, dict):
-        try:
-            clap = ClapSettings.model_validate(clap_section)
-        except ValidationError as error:
-            problems += [explain(details, ClapSettings, DATA_SOURCES) for details in error.errors()]
-    else:
-        problems.append(f"clap: expected an object, found {kind_of(clap_section)}")
-    if not problems:
-        content = BatchSizes.of(content, world_size).fill(content) if world_size else content
-        problems = _check_together(clap, content.get("gradient_accumulation_steps") or 1)
+    clap, problems = ClapSettings(), list[str]()
+    try:
+        checked: Any = RunFile.model_validate(content)
+        clap = checked.clap
+    except ValidationError as error:
+        problems += [explain(details, RunFile) for details in error.errors()]
+    content.pop("clap", None)
+    try:
+        sizes = BatchSizes.of(content, world_size)
+    except ValueError as error:
+        problems += str(error).splitlines()
+    problems = problems or engine_problems(content) + _check_together(clap, sizes.accumulation_steps)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return RunSettings(path, clap, content)
+    return RunSettings(path, clap, sizes.fill(content) if world_size else content)
 
 
 def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
@@ -189,11 +190,6 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention == "sdpa":
-        problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton',"
-            f" found {clap.model.attention!r}"
-        )
     if clap.cuda_graphs and clap.compile == "off":
         problems.append("clap.cuda_graphs: needs clap.compile 'towers', whose graphs it replays")
     if clap.cuda_graphs and clap.train.accumulation == "cached":
@@ -214,6 +210,8 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
         for start in clap.train.batch_ramp
         if not start.isdecimal()
     ]
+    if clap.loss.tile is not None and clap.loss.kind != "softmax":
+        problems.append(f"clap.loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null")
     if set(clap.train.freeze) == {"audio", "text"}:
         problems.append("clap.train.freeze: both towers frozen leaves nothing to train")
     return problems

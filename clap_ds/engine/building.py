@@ -21,6 +21,7 @@ from torch import nn
 
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.engine.scalars import engine_section
@@ -63,9 +64,6 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
     """
     options = run.clap.model
-    for name, kernel in (("attention", options.attention), ("mlp", options.mlp)):
-        if kernel == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(f"{run.path}: clap.model.{name}: 'triton' runs on GPUs, found a CPU: take 'auto'")
     if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
         cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
         raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
@@ -76,9 +74,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         spec_augment=options.spec_augment,
         text_from_hub=options.text_from_hub,
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
-        attention=options.attention,
-        mlp=options.mlp,
-        device=device,
+        **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
     freeze(model, run.clap.train.freeze)

@@ -27,10 +27,9 @@ from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
-from clap_ds.ranks import debug, distributed, failure, watch
+from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.distributed import Ranks
-from clap_ds.ranks.standstill import Place
 from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
@@ -44,7 +43,7 @@ HOST_ALONE = (
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
     settings = run.clap.debug
-    debug.prepare(settings)
+    distributed.prepare_debugging(settings)
     device = distributed.initialize(
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,
@@ -95,7 +94,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
             print(f"CPU kernels: {kernels}", flush=True)
     failure.speak_in(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watch.start(Place(record.path, ranks.rank, ranks.host, ranks.neighbours))
+        watch.start(record.path, ranks.rank, ranks.host)
     with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {hardware.device_name(device)}"):
         yield record
     record.close()

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,8 @@ from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import CAPTION_FORMATS, captions_of
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import choose_clip, read_clip
-from clap_ds.data.tar_items import DAMAGE, ContentReader, Place, read_items, words
+from clap_ds.data.shard_files import open_shard
+from clap_ds.data.tar_items import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 
 FIELD = "clap.evaluation"
@@ -56,12 +58,13 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
         broken.append(Broken(name, reason))
 
     for shard in shards:
-        for item in read_items(shard, report, any_order=True):
+        for item in list_items(shard, report):
             try:
-                described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
+                texts = [extension for extension in CAPTION_FORMATS if extension in item]
+                described = {extension: bytes(item[extension].read(item["__file__"])) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
-            except BrokenItemError as error:
-                report(f"{shard}: {item['__key__']}", str(error))
+            except (BrokenItemError, *DAMAGE) as error:
+                report(f"{shard}: {item['__key__']}", words(error))
     return clips, broken
 
 
@@ -173,7 +176,7 @@ def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_
 
 class _ClipAudio(Dataset[Tensor | str]):
     def __init__(self, clips: list[Clip], audio: AudioConfig, kind: Kind) -> None:
-        self.reader = ContentReader()
+        self._open_shard = lru_cache(maxsize=1)(open_shard)
         self._clips, self._audio, self._kind = clips, audio, kind
 
     def __len__(self) -> int:
@@ -182,7 +185,7 @@ class _ClipAudio(Dataset[Tensor | str]):
     def __getitem__(self, number: int) -> Tensor | str:
         clip, row = self._clips[number], empty_rows(1, self._audio, self._kind)[0]
         try:
-            encoded = self.reader.read(clip.shard, clip.place)
+            encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
             return row
         except BrokenItemError as error:
@@ -220,4 +223,3 @@ def load_audio(
             yield from piece
     finally:
         loader.close()
-        dataset.reader.close()

@@ -3,15 +3,13 @@
     preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
 
 Leaves `rank-N.json` before anything is imported that a host may lack, and rank 0 `measured.json`: comparing is left to
-`launch/preflight_report.py`.
+`launch/preflight.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -28,9 +26,10 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from clap_ds.config.files import write_object
-from clap_ds.config.places import PACKAGE
-from clap_ds.ranks.accelerator import OLDEST_DRIVER, are_there, driver_version, is_too_old, nvidia_smi, torch_cuda
+from clap_ds.config.places import PACKAGE, version
+from clap_ds.ranks.accelerator import granted_by_slurm, nvidia_smi
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
+from clap_ds.ranks.hostfile import this_host
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
@@ -42,8 +41,7 @@ Fault = tuple[bool, str]  # whether it would break a run, and what it is
 def main(ranks: Ranks) -> None:
     place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
     folder, mine = Path(place), gpus()
-    host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    answer: dict[str, Any] = {"host": host, "gpus": mine, "cores": cores(), "faults": [*faults(mine, folder)]}
+    answer: dict[str, Any] = {"host": this_host(), "gpus": mine, "cores": cores(), "faults": [*faults(mine, folder)]}
     if ranks.local_rank == 0:
         versions = {"python": platform.python_version(), **{name: version(name) for name in packages.split(",")}}
         answer["software"] = {"code": code_digest(), **versions}
@@ -80,16 +78,6 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def version(package: str) -> str | None:
-    """Of a package that can be imported here; None where it can't be found."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
-        return None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "of unknown version"
-
-
 def gpus() -> dict[str, str]:
     """Name, memory and driver by UUID of the GPUs this rank may use, of what nvidia-smi shows."""
     words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -99,7 +87,7 @@ def gpus() -> dict[str, str]:
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
-    """Want of disk space, files, drivers or compilers, and who else has these GPUs."""
+    """Want of disk space, files or compilers, and who else has these GPUs. Whether torch can use them the ranks will tell."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
@@ -109,9 +97,9 @@ def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
         yield False, f"ulimit -n is {files}; workers and NCCL may need {MIN_OPEN_FILES}"
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return
-    if not mine and any(os.environ.get(f"SLURM_{name}") for name in ("STEP_GPUS", "JOB_GPUS", "GPUS_ON_NODE")):
-        yield True, "SLURM gave the job GPUs there, and none can be seen"
-    if not mine and not are_there():
+    if not mine:
+        if granted_by_slurm():
+            yield True, "SLURM gave the job GPUs there, and none can be seen"
         return
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
@@ -120,15 +108,6 @@ def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
         # CUDA's own server, by which processes share a GPU, is nobody's.
         if uuid in mine and not is_rank and not name.endswith("nvidia-cuda-mps-server"):
             yield True, f"a GPU is in use by process {pid} ({name}), {memory}"
-    (torch, cuda), driver = torch_cuda(), driver_version()
-    if torch and cuda is None:
-        yield True, f"torch {torch} is built without CUDA, and the host has a GPU"
-    if driver is None:
-        yield True, "there is a GPU, but no NVIDIA driver is running"
-    elif cuda and is_too_old(driver, cuda):
-        # Not surely a problem: a cuda-compat module makes up for it. The ranks will tell.
-        oldest = OLDEST_DRIVER[int(cuda.partition(".")[0])]
-        yield False, f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
     if locked != -1:
         yield False, f"ulimit -l is {locked} bytes; InfiniBand needs it unlimited"
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")

@@ -6,7 +6,7 @@ Live tensors are `step.py`'s; what a driver, libraries and the allocator need be
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from clap_ds.planning.step import Step
 
@@ -19,7 +19,6 @@ FRAGMENTATION = 0.03
 """Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
 MULTIPLE = 8
 """Micro-batches are looked for in multiples of this."""
-LEAP, MOST_TRIES = 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
@@ -38,28 +37,22 @@ def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, 
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def resident_gib(parts: Mapping[str, float]) -> float:
-    """Of `memory_parts`, what doesn't grow with the micro-batch."""
-    resident = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state", "gradients"))
-    return (1 + FRAGMENTATION) * resident + parts["context and libraries (assumed)"]
-
-
-def largest_micro_batch(peak_gib: Callable[[int], float], start: int, resident: float, limit_gib: float) -> int | None:
+def largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit_gib: float) -> int | None:
     """Largest multiple of 8 whose peak is within the limit; None where 8 is too much.
 
-    Peaks are taken to grow linearly from what is resident: one of them, at `start`, gives an answer, and the peak at that
-    confirms it or gives a better one.
+    Peaks are taken to grow with the size, between two known ones in proportion to it: the next size tried is where the limit
+    would be met.
     """
-    peaks = {0: resident, start: peak_gib(start)}
-    before, last = 0, start
-    for _ in range(MOST_TRIES):
-        slope = (peaks[last] - peaks[before]) / (last - before)
-        # Small batches may need less than what the update of the weights does, which doesn't grow.
-        wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
-        size = int(wanted) // MULTIPLE * MULTIPLE
-        if size < MULTIPLE or size in peaks:
-            break
-        peaks[size] = peak_gib(size)
-        before, last = last, size
-    fitting = [size for size, peak in peaks.items() if size and peak <= limit_gib]
-    return max((size // MULTIPLE * MULTIPLE for size in fitting), default=0) or None
+    fits, too_large = 0, max(1, start // MULTIPLE)  # in multiples
+    below, above = 0.0, peak_gib(MULTIPLE * too_large)
+    while above <= limit_gib:
+        fits, below, too_large = too_large, above, 2 * too_large
+        above = peak_gib(MULTIPLE * too_large)
+    while too_large - fits > 1:
+        share = (limit_gib - below) / (above - below)
+        size = min(max(fits + int(share * (too_large - fits)), fits + 1), too_large - 1)
+        peak = peak_gib(MULTIPLE * size)
+        fits, below, too_large, above = (
+            (size, peak, too_large, above) if peak <= limit_gib else (fits, below, size, peak)
+        )
+    return MULTIPLE * fits or None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import importlib.util
 import os
 import re
 import shutil
@@ -22,18 +21,16 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from clap_ds.config.errors import UserError, run_alone
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-OLDEST_DRIVER = {
-    11: 450,
-    12: 525,
-    13: 580,
-}  # by major version of CUDA (its release notes, "minor version compatibility")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -54,18 +51,37 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
         warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
         if torch.cuda.is_available():
             return "cuda"
-    if are_hidden() or not are_there():
-        if granted := granted_by_slurm():
-            raise UserError(
-                f"SLURM has granted this process GPUs ({granted}), and it sees none: look at CUDA_VISIBLE_DEVICES, the driver,"
-                " and the container's options; DS_ACCELERATOR=cpu runs on the CPUs all the same"
-            )
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        return "cpu"
-    raise UserError(
-        f"this machine has a GPU that torch can't use: {_why(torch.__version__, torch.version.cuda)}."
-        " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
-    )
+    if not _is_hidden() and is_there():
+        raise UserError(
+            f"this machine has a GPU that torch can't use: {_why()}."
+            " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+        )
+    if granted := granted_by_slurm():
+        raise UserError(
+            f"SLURM has granted this process GPUs ({granted}), and it sees none: look at CUDA_VISIBLE_DEVICES, the driver,"
+            " and the container's options; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+        )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return "cpu"
+
+
+def choose_device(rank: int, local_rank: int, *, cuda_graphs: bool) -> torch.device:
+    """This rank's device, set up; a UserError where its host has fewer GPUs than ranks, or one that torch can't use."""
+    import torch
+
+    if choose_accelerator() == "cpu":
+        return torch.device("cpu")
+    number, there = local_rank, torch.cuda.device_count()
+    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+        number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
+    if number >= there:
+        raise UserError(
+            f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
+            " the hostfile promises more slots than there are"
+        )
+    set_up_cuda(cuda_graphs=cuda_graphs)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def set_up_cuda(*, cuda_graphs: bool = False) -> None:
@@ -86,7 +102,7 @@ def set_up_cuda(*, cuda_graphs: bool = False) -> None:
         (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def are_hidden() -> bool:
+def _is_hidden() -> bool:
     """Whether `CUDA_VISIBLE_DEVICES` hides every GPU: it begins with nothing, a negative number or SLURM's `NoDevFiles`."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return first in ("", "NoDevFiles") or first.startswith("-")
@@ -94,28 +110,23 @@ def are_hidden() -> bool:
 
 def granted_by_slurm() -> str:
     """The variable by which SLURM says that this process has GPUs, with its value; empty without GPUs, and without SLURM."""
-    nothing = {
-        "SLURM_STEP_GPUS": "",
-        "SLURM_JOB_GPUS": "",
-        "SLURM_GPUS_ON_NODE": "0",
-    }  # the others are lists of numbers
-    found = {name: os.environ.get(name) or nothing[name] for name in nothing}
-    return next((f"{name}={value}" for name, value in found.items() if value != nothing[name]), "")
+    names = (
+        "SLURM_STEP_GPUS",
+        "SLURM_JOB_GPUS",
+        "SLURM_GPUS_ON_NODE",
+    )  # lists of numbers, but for the last, which counts
+    found = {name: os.environ.get(name, "") for name in names}
+    return next((f"{name}={value}" for name, value in found.items() if value and (name, value) != (names[-1], "0")), "")
 
 
-def are_there() -> bool:
+def is_there() -> bool:
     """Whether this process has a GPU: one it may open, one that nvidia-smi lists, or, where nvidia-smi is installed and fails,
-    one on the PCI bus. By itself the bus proves nothing: a container shows its host's.
+    a device of NVIDIA's on the PCI bus. By itself the bus proves nothing: a container shows its host's.
     """
     if any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DEVICE_FILES)) or nvidia_smi():
         return True
-    return shutil.which("nvidia-smi") is not None and any(map(_is_gpu, PCI_DEVICES.glob("*")))
-
-
-def _is_gpu(device: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03"
-    return False
+    on_bus = (path.read_text().startswith("0x10de") for path in PCI_DEVICES.glob("*/vendor"))
+    return shutil.which("nvidia-smi") is not None and any(on_bus)
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:
@@ -128,47 +139,20 @@ def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> l
     return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]
 
 
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver that runs, such as 550.54.15; None where none does."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text()):
-            return found[1]
-    return next((line.rpartition(",")[2].strip() for line in nvidia_smi()), None)
-
-
-def is_too_old(driver: str, cuda: str) -> bool:
-    """Whether a torch built for this CUDA can't run on this driver."""
-    return int(driver.partition(".")[0]) < OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-
-
-def torch_cuda() -> tuple[str | None, str | None]:
-    """Version of the torch that is installed and of the CUDA it was built for, without importing it; None for what isn't."""
-    spec = importlib.util.find_spec("torch")
-    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    if path is None or not path.exists():
-        return None, None
-    found = dict(re.findall(r"^(__version__|cuda)\b.*= '([^']*)'", path.read_text(), re.MULTILINE))
-    return found.get("__version__"), found.get("cuda")
-
-
-def _why(torch_version: str, cuda: str | None) -> str:
-    driver = driver_version()
-    if cuda is None:
-        return f"torch {torch_version} is built without CUDA (the driver is {driver or 'not running'})"
-    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
-    built = f"torch {torch_version} is built for CUDA {cuda}" + (f", which needs driver ≥ {oldest}" if oldest else "")
-    if driver is None:
-        return f"no NVIDIA driver is running; {built}"
-    if is_too_old(driver, cuda):
-        return f"driver {driver} is too old: {built}"
+def _why() -> str:
+    """What runs of driver and torch, and what torch says of a GPU that it can't use."""
     import torch
 
-    reason = "nothing"
+    driver = next((line.rpartition(",")[2].strip() for line in nvidia_smi()), "not running")
+    with contextlib.suppress(OSError):
+        driver = next(iter(re.findall(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text())), driver)
+    said = "nothing"
     try:
         torch.cuda.init()
     except Exception as error:
-        reason = str(error).splitlines()[0]
-    return f"driver {driver}; {built}; torch says: {reason}"
+        said = str(error).strip().splitlines()[0].rstrip(".")
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"the driver is {driver}, torch {torch.__version__} is {built}; torch says: {said}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -24,19 +25,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.ranks import failure, watch
-from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
+from clap_ds.ranks.accelerator import choose_device
 from clap_ds.ranks.failure import leave_word
-from clap_ds.ranks.hostfile import free_port, read_hostfile
+from clap_ds.ranks.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
 from clap_ds.ranks.rendezvous import PortTakenError, UnreachableError, meet
-from clap_ds.ranks.slurm_step import adopt_slurm_step, check_allocation, this_host
 
 if TYPE_CHECKING:
     import torch
 
+    from clap_ds.config.sections import DebugSettings
+
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
 FAILED = 1
-RANK_0_SPEAKS_S = 8.0  # that rank 0 has to say what is wrong, where other ranks met the same
+LARGEST_STEP = 0xFFFFFFF0  # numbers from here on are of SLURM's batch scripts, interactive shells and the like
+RANK_0_SPEAKS_S = 8.0  # for rank 0 to say what is wrong, where other ranks have found the same mistake
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself, or started this
         rank beside the allocation."""
-        check_allocation()
-        adopt_slurm_step()
+        _check_allocation()
+        _adopt_slurm_step()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
         if not given:
@@ -83,18 +87,42 @@ class Ranks:
         return self.hosts[self.rank] if self.hosts else this_host()
 
     @property
-    def neighbours(self) -> range:
-        """The ranks of this host."""
-        first = self.rank - self.local_rank
-        return range(first, first + self.local_world_size)
-
-    @property
     def run(self) -> str:
         """The same on all ranks, and as far as that can be told another one in other runs."""
         of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
         # DeepSpeed's launcher on a single host is the parent of all ranks.
         parent = os.getppid() if os.environ.get("CROSS_SIZE") == "1" else ""
         return f"{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
+
+
+def _adopt_slurm_step() -> None:
+    """Set the variables of a launcher from the SLURM step this process is a task of, where no launcher has set RANK.
+
+    Does nothing outside of a step that srun made: a batch script's own process has SLURM_PROCID, too, but is no rank.
+    """
+    tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_STEP_ID", "")
+    is_step = step.isdecimal() and int(step) < LARGEST_STEP and tasks.isdecimal() and "SLURM_PROCID" in os.environ
+    if os.environ.get("RANK") or not is_step:
+        return
+    local_tasks = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks)
+    os.environ.update(LOCAL_RANK=os.environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(local_tasks))
+    if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
+        os.environ.setdefault("MASTER_ADDR", expand(os.environ["SLURM_STEP_NODELIST"])[0])
+        os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
+
+
+def _check_allocation() -> None:
+    """A UserError where a launcher started this rank on a host beside the allocation, such as the login node of an salloc."""
+    nodes, here = os.environ.get("SLURM_JOB_NODELIST"), this_host()
+    if not nodes or not os.environ.get("RANK"):
+        return
+    with contextlib.suppress(ValueError):
+        if here.partition(".")[0] not in {host.partition(".")[0] for host in expand(nodes)}:
+            raise UserError(
+                f"this host, {here}, isn't in the allocation, {nodes}: DeepSpeed's launcher starts the ranks of a single host"
+                " here; give it --force_multi, and --launcher slurm"
+            )
 
 
 def job_folder() -> Path | None:
@@ -154,7 +182,7 @@ def initialize(
     Raises:
         UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
-    device = _choose_device(ranks, cuda_graphs)
+    device = choose_device(ranks.rank, ranks.local_rank, cuda_graphs=cuda_graphs)
 
     import deepspeed
     import torch
@@ -184,6 +212,23 @@ def initialize(
     return device
 
 
+def prepare_debugging(settings: DebugSettings) -> None:
+    """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before the process group is
+    made. Variables that the user has set stay."""
+    if not settings.enabled:
+        return
+    faulthandler.enable(all_threads=True)
+    for name, value in {
+        "NCCL_DEBUG": settings.nccl_debug,
+        "NCCL_DEBUG_SUBSYS": settings.nccl_debug_subsys,
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_SHOW_CPP_STACKTRACES": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
 def keep_freed_memory() -> None:
     """Have the C library keep what it is given back for the next allocation, as the allocator for GPUs does.
 
@@ -194,24 +239,6 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_mmap_max, 0)
-
-
-def _choose_device(ranks: Ranks, cuda_graphs: bool) -> torch.device:
-    import torch
-
-    if choose_accelerator() == "cpu":
-        return torch.device("cpu")
-    number, there = ranks.local_rank, torch.cuda.device_count()
-    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
-    if number >= there:
-        raise UserError(
-            f"rank {ranks.rank} is number {number} on {socket.gethostname()}, which has"
-            f" {there} visible GPUs; the hostfile promises more slots than there are"
-        )
-    set_up_cuda(cuda_graphs=cuda_graphs)
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
@@ -234,7 +261,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         else:
             # Launchers end a job when its first process exits: give rank 0 the time to speak.
             time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, AgreedError) and rank_0_waits():
+            if not isinstance(error, AgreedError) and _rank_0_waits():
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
@@ -250,8 +277,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     leave(128 + number)
 
 
-def rank_0_waits() -> bool:
-    """Whether rank 0 is there to be met. It isn't where it met the same mistake as this rank, and said so."""
+def _rank_0_waits() -> bool:
+    """Whether rank 0 waits for the others. Where it has found the same mistake as this rank, it has said so and ended."""
     with contextlib.suppress(OSError, KeyError, ValueError):
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
         return True

@@ -18,7 +18,8 @@ USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """What a rank reports because of something else; never to blame, and no word that is there is replaced by it."""
-FOLDER = "errors"
+WORDS = "errors"
+"""Folder of the ranks' words, in the run directory or the job's."""
 SHOWN = 8  # ranks or hosts in one line
 _place: tuple[Path, int, str] | None = None  # a process is one rank
 
@@ -26,7 +27,7 @@ _place: tuple[Path, int, str] | None = None  # a process is one rank
 def speak_in(folder: Path, rank: int, host: str) -> None:
     """From here on this rank's words go there."""
     global _place
-    _place = folder / FOLDER, rank, host
+    _place = folder / WORDS, rank, host
 
 
 def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), missing: Sequence[str] = ()) -> None:

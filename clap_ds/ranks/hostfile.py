@@ -8,14 +8,12 @@ ssh. Leaves options and printing to `launch/hostfile.py`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import os
 import random
 import re
 import socket
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,10 +100,9 @@ def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
     return hosts
 
 
-def is_this_host(name: str) -> bool:
-    """Whether SLURM's name of a host is this one's, which may have a domain that the other hasn't."""
-    own = {os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.uname().nodename}
-    return name.partition(".")[0] in {each.partition(".")[0] for each in own}
+def this_host() -> str:
+    """Name of this host as SLURM's node lists have it."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int | None = None) -> list[int]:
@@ -193,20 +190,18 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     return slots
 
 
-def master_port(name: str) -> int:
-    """A port for rank 0: another one for each name of a job's step or attempt, the same on every rank."""
-    return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
+def port_of(name: str) -> int:
+    """A port for rank 0 that every rank works out for itself, from the name of the step that they are."""
+    return random.Random(name).choice(PORTS)
 
 
 def free_port() -> int:
     """A port of this host for rank 0, later. Not one of the kernel's choosing, which it could give to others until then."""
-    draw = random.SystemRandom()
-    for _ in range(100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
-            port = draw.choice(PORTS)
             listener.bind(("127.0.0.1", port))
             return port
-    raise OSError(errno.EADDRINUSE, f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
+    raise OSError(f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
 
 
 def _shown(text: str) -> str:

@@ -6,6 +6,7 @@ to `clap_ds.ranks.distributed`. Top-level imports stay light.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -16,8 +17,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.ranks.failure import some
+from clap_ds.ranks.hostfile import expand
 from clap_ds.ranks.limits import within
-from clap_ds.ranks.slurm_step import slurm_hosts
 
 if TYPE_CHECKING:
     import torch
@@ -65,29 +66,23 @@ def meet(
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=START_LIMIT_S)
+    limit, hosts = timedelta(seconds=START_LIMIT_S), hosts or _slurm_hosts(world_size)
     here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
     taken = f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run"
     taken += ": give the launcher a free one by --master_port"
     if rank != 0 and (reason := _unreachable(address, port)):
         raise UnreachableError(f"{here} can't reach {there} within {START_LIMIT_S:.0f} s: {reason}")
-
-    def connect() -> Any:
-        return dist.TCPStore(
-            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
-
+    how: dict[str, Any] = {"is_master": rank == 0, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
     missing: list[int] = []
     try:
         # Another program that listens there and says nothing would keep torch for ever.
-        store = connect() if rank == 0 else within(START_LIMIT_S, connect)
+        store: Any = within(START_LIMIT_S, lambda: dist.TCPStore(address, port, world_size, **how))
         if rank == 0:
             store.set("clap/run", run)
         store.wait(["clap/run"], limit)
         if store.get("clap/run").decode() != run:
             raise PortTakenError(taken)
         store.append(_ARRIVED, f"{rank} ")
-        hosts = hosts or slurm_hosts(world_size)
         if rank == 0:
             missing = _gather(store, world_size, hosts)
             late = f"{_shown(missing, hosts)} didn't connect within {START_LIMIT_S:.0f} s" if missing else ""
@@ -147,3 +142,12 @@ def _shown(ranks: list[int], hosts: Sequence[str]) -> str:
 
 def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
+
+
+def _slurm_hosts(world_size: int) -> list[str]:
+    """Every rank's host, as far as SLURM tells."""
+    with contextlib.suppress(ValueError):
+        hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
+        per_host, odd = divmod(world_size, len(hosts))
+        return [] if odd else [host for host in hosts for _ in range(per_host)]
+    return []

@@ -2,8 +2,8 @@
 
     python -m clap_ds.ranks.verdict RUN_DIRECTORY
 
-Ranks leave words of what failed (`clap_ds.ranks.failure`) and stacks where they stood still or got a fatal signal
-(`clap_ds.ranks.stacks`). Who is killed leaves nothing but the first line of its stacks. What to do about a host
+Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
+then stacks where it stood still or got a fatal signal. Who is killed leaves nothing but that line. What to do about a host
 to blame is left to the job. Standard library only.
 """
 
@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.ranks import stacks
-from clap_ds.ranks.failure import CONSEQUENCES, ERROR, FOLDER, LOST_PEER, SHOWN, STALL, UNREACHABLE, some
-from clap_ds.ranks.stacks import Stacks, elsewhere
+from clap_ds.ranks.failure import CONSEQUENCES, ERROR, LOST_PEER, SHOWN, STALL, UNREACHABLE, WORDS, some
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
+STACKS = "stacks"
+"""Folder of the ranks' files in the run directory."""
+STEPPING, STILL = "stepping", "standing still"
+"""What a rank does by its file's first line, or else something that may take long."""
 ABORTED = "Aborted"  # how libraries end a rank that has lost another, as well as one that is broken
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error(?!: (invalid configuration|out of memory))|uncorrectable|\bECC\b|\bXid\b"
@@ -32,7 +34,12 @@ _OF_THE_HOST = re.compile(
 )
 """What an error says that may well be a host's fault, not the program's."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
-_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
+# What faulthandler writes.
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
+_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
+_TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+)", re.MULTILINE)
+_WAITING = re.compile(r"/torch/distributed/|(^|\W)(wait|synchronize|barrier)$")
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,69 @@ class _Word:
         return f"rank {self.rank} on {self.host}: {self.message}"
 
 
+@dataclass(frozen=True)
+class Stacks:
+    """What one rank's file says; `at`, in seconds since the epoch, is when it was last written."""
+
+    rank: int
+    host: str
+    pid: int
+    doing: str
+    step: int
+    text: str
+    at: float
+
+    @property
+    def still_s(self) -> float | None:
+        """For how long it had stood still when it wrote, if it did."""
+        found = _TIMEOUT.search(self.text)
+        return float(3600 * int(found[1]) + 60 * int(found[2]) + int(found[3])) if found else None
+
+    @property
+    def fatal(self) -> str | None:
+        """The signal that ended it, such as Segmentation fault."""
+        found = _FATAL.search(self.text)
+        return found[1] if found else None
+
+    def frames(self) -> list[tuple[str, str, str]]:
+        """File, line and function, innermost first: of the thread that got a fatal signal, else of the main thread, which
+        faulthandler writes last."""
+        if self.fatal and "\nCurrent thread " in self.text:
+            return _FRAME.findall(_THREAD.split(self.text.rpartition("\nCurrent thread ")[2])[0])
+        return _FRAME.findall(_THREAD.split(self.text)[-1])
+
+    def where(self) -> str:
+        for file, line, function in self.frames():
+            return f"in {function} ({file.rpartition('/')[2]}:{line})"
+        return "gives no answer: it is stopped or gone"
+
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return any(_WAITING.search(file) or _WAITING.search(function) for file, _, function in self.frames()[:4])
+
+
+def read_stacks(run_directory: Path) -> list[Stacks]:
+    """Of all ranks that have a file, by rank."""
+    found = []
+    for path in (run_directory / STACKS).glob("rank*.txt"):
+        with suppress(OSError, ValueError, TypeError):
+            first, _, text = path.read_text(errors="replace").partition("\n")
+            found.append(Stacks(**json.loads(first), text=text, at=path.stat().st_mtime))
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _read_words(folders: Iterable[Path | None]) -> list[_Word]:
+    """The ranks' words, the earliest first."""
+    words = []
+    for path in (path for folder in folders if folder for path in (folder / WORDS).glob("rank*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(path.read_text())["message"]
+            extra = said["extraInfo"]
+            place = float(extra["timestamp"]), int(extra["rank"]), str(extra["host"]), str(extra["kind"])
+            words.append(_Word(*place, str(said["message"]), extra.get("ranks", []), extra.get("missing", [])))
+    return sorted(words, key=lambda word: (word.at, word.rank))
+
+
 def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
     """The first cause, None where nobody left anything.
 
@@ -69,23 +139,26 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
         job_folder: where they leave their words before.
         hosts: of every rank, where that is known.
     """
-    words = _words([folder for folder in (job_folder, run_directory) if folder is not None])
-    files = stacks.read_all(run_directory) if run_directory is not None else []
+    words = _read_words([job_folder, run_directory])
+    files = read_stacks(run_directory) if run_directory else []
     if hosts:  # by the names that whoever asks has for them
         words = [replace(word, host=hosts[word.rank]) for word in words]
         files = [replace(file, host=hosts[file.rank]) for file in files]
     for word in words:
         if word.kind == STALL:  # judged by the ranks
-            by_name = list(dict.fromkeys(hosts[rank] for rank in word.ranks)) if hosts else word.missing
-            return Verdict(word.message, STALL, word.ranks, by_name)
+            return Verdict(word.message, STALL, word.ranks, _unique(hosts, word.ranks) if hosts else word.missing)
     causes = [(word.at, _of_word(word, words, hosts)) for word in words if word.kind not in CONSEQUENCES]
     causes += [(file.at, _of_signal(file)) for file in files if file.fatal not in (None, ABORTED)]
     first_at, first = min(causes, key=lambda cause: cause[0], default=(float("inf"), None))
     still = [file for file in files if file.still_s is not None]
     if still and first_at > min(file.at for file in still):
         return _of_stall(still, files)
-    watched = run_directory is not None and (run_directory / stacks.FOLDER).is_dir()
-    killed = _silent(words, files, () if watched else hosts)
+    # Who ends in an orderly way takes its own file away; before there are any, all are missed.
+    watched = run_directory is not None and (run_directory / STACKS).is_dir()
+    everyone = {file.rank: file.host for file in files if not file.text.strip()} or dict(
+        enumerate(() if watched else hosts)
+    )
+    killed = {rank: host for rank, host in everyone.items() if rank not in {word.rank for word in words}}
     if first is not None and not (killed and _OF_THE_LINK.search(first.message)):
         return first
     aborted = sorted((file for file in files if file.fatal), key=lambda file: file.at)
@@ -97,17 +170,8 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     return Verdict(str(lost[0]), lost[0].kind, [lost[0].rank], []) if lost else None
 
 
-def _words(folders: Iterable[Path]) -> list[_Word]:
-    """The ranks' words, the earliest first."""
-    words = []
-    for path in (path for folder in folders for path in (folder / FOLDER).glob("rank*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_text())["message"]
-            extra = said["extraInfo"]
-            place = float(extra["timestamp"]), int(extra["rank"]), str(extra["host"])
-            blamed = list(extra.get("ranks", [])), list(extra.get("missing", []))
-            words.append(_Word(*place, str(extra["kind"]), str(said["message"]), *blamed))
-    return sorted(words, key=lambda word: (word.at, word.rank))
+def _unique(hosts: Sequence[str], ranks: Iterable[int]) -> list[str]:
+    return list(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
@@ -116,11 +180,6 @@ def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
         word = next((each for each in alike if each.rank == 0), word)  # it knows who came
         nobody_there = [*hosts[:1]] if word.rank != 0 else []
         return Verdict(word.message, word.kind, [word.rank], word.missing or nobody_there)
-    if word.kind == ERROR and (found := _MISSING_MODULE.search(word.message)):
-        where = list(dict.fromkeys(each.host for each in words if found[0] in each.message))
-        ranks = sorted(each.rank for each in words if found[0] in each.message)
-        everywhere = set(hosts) <= set(where)
-        return Verdict(f"{found[1]} is missing on {some(where)}", word.kind, ranks, [] if everywhere else where)
     at_fault = word.kind == ERROR and _OF_THE_HOST.search(word.message)
     return Verdict(str(word), word.kind, [word.rank], [word.host] if at_fault else [])
 
@@ -133,7 +192,7 @@ def _of_signal(file: Stacks) -> Verdict:
 def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     """Who holds the others up, and where those wait."""
     seconds = min(file.still_s or 0.0 for file in still)
-    found = elsewhere(files) or (files if len(files) == 1 else [])
+    found = files if len(files) == 1 else _elsewhere(files)
     others = [file for file in files if file not in found]
     shown = [f"rank {file.rank} on {file.host} {file.where()}" for file in found[:SHOWN]]
     for where, number in Counter(file.where() for file in others).most_common(1):
@@ -143,15 +202,23 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 
-def _silent(words: list[_Word], files: list[Stacks], hosts: Sequence[str]) -> dict[int, str]:
-    """Hosts of the ranks that are gone without a word, of those that have `files` of stacks (who ends in an orderly way takes
-    its own away) or, before there are any, of all."""
-    everyone = dict(enumerate(hosts)) | {file.rank: file.host for file in files if not file.text.strip()}
-    return {rank: host for rank, host in everyone.items() if rank not in {word.rank for word in words}}
+def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
+    """The ranks that hold the others up: those that don't answer, else those that don't wait, are a step behind, or are not
+    where most are. Empty where all are alike."""
+    latest = max(file.step for file in files)
+    ((most, number),) = Counter(file.where() for file in files).most_common(1)
+    choices = (
+        [file for file in files if not file.frames()],
+        [file for file in files if not file.waits()],
+        [file for file in files if file.step < latest],
+        [file for file in files if number * 2 > len(files) and file.where() != most],
+    )
+    return next((found for found in choices if 0 < len(found) < len(files)), [])
 
 
 def _of_killed(killed: dict[int, str]) -> Verdict:
-    ranks, hosts = sorted(killed), list(dict.fromkeys(killed[rank] for rank in sorted(killed)))
+    ranks = sorted(killed)
+    hosts = list(dict.fromkeys(killed[rank] for rank in ranks))
     who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
     return Verdict(f"{who} ended without a word: killed, perhaps for memory, or lost", KILLED, ranks, hosts)
 

@@ -1,13 +1,15 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
 faulthandler's own thread writes them, whatever the rank's other threads do, Python's lock held or not; a rank that is stopped
-writes none, and that tells, too. A thread of this module sees to the end (`clap_ds.ranks.standstill`), and leaves a word of a
-signal that comes while the main thread is inside a library. Works alike under every launcher. Standard library only.
+writes none, and that tells, too. A thread of this module sees to the end: of the ranks that stand still, the lowest judges
+(`clap_ds.ranks.verdict`), records and says why; then all leave. That thread also leaves a word of a signal that comes while the
+main thread is inside a library. Works alike under every launcher. Standard library only.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
 import resource
@@ -20,17 +22,21 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from clap_ds.ranks import stacks, standstill
-from clap_ds.ranks.failure import STOPPED, leave_word
-from clap_ds.ranks.standstill import Place
+from clap_ds.ranks.failure import STALL, STOPPED, leave_word
+from clap_ds.ranks.limits import within
+from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
+from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 LEAST_S, MEDIANS, PAUSES = 60.0, 20.0, 3.0
 """A rank stands still when it makes no step for so many seconds, median steps and longest times between steps so far."""
 UNTIMED_S = 600.0  # before a step has been timed
 DOING_S = 1800.0  # while it starts, saves, evaluates, compiles …
 LOOK_S = 1.0
-_NOTHING = 1e-9
+GRACE_S = 8.0  # for the other ranks to write their stacks
+SPEAK_S = 20.0  # for the record and the terminal
+FIRST_LINE_BYTES = 400
 STARTING, ENDING = "starting", "ending"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -63,52 +69,48 @@ class Pace:
 class Watch:
     """One rank's; `armed` is when it last gave a sign of life, and for how long none needs to follow."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        place.path.parent.mkdir(exist_ok=True)
-        self._file = os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._pace, self._noted_s = Pace(), _NOTHING
-        self.steps, self.doing = 0, STARTING
+    def __init__(self, run_directory: Path, rank: int, host: str) -> None:
+        self._run, self._rank, self._host = run_directory, rank, host
+        self.path = run_directory / STACKS / f"rank{rank}.txt"
+        self.path.parent.mkdir(exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._pace, self._steps = Pace(), 0
         self.armed = (time.monotonic(), math.inf)
-        self.arm()
+        self.change(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
         os.set_blocking(sender, False)
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
-    def limit_s(self) -> float:
-        if self.doing:
-            return math.inf if self.doing == ENDING else DOING_S
-        return self._pace.limit_s()
-
-    def arm(self) -> None:
-        """A sign of life."""
-        now, limit_s = time.monotonic(), self.limit_s()
-        stood_still = now - self.armed[0] > self.armed[1]
-        self.armed = (now, limit_s)
-        if stood_still and self.doing != ENDING:  # it goes on; of one that ends, the stacks may say why
-            os.ftruncate(self._file, stacks.FIRST_LINE_BYTES)
-        told_s = min(limit_s, DOING_S)
-        if stood_still or not 1 / stacks.SLACK < told_s / self._noted_s < stacks.SLACK:
-            self._note(self.doing or "stepping", told_s)
-        if limit_s < math.inf:
-            os.lseek(self._file, stacks.FIRST_LINE_BYTES, os.SEEK_SET)
-            faulthandler.dump_traceback_later(limit_s, file=self._file)
-        else:
-            faulthandler.cancel_dump_traceback_later()
+    def change(self, doing: str) -> None:
+        """Do something else from now on, which may take long unless it is stepping."""
+        self.doing = doing
+        if doing != STEPPING:
+            self._pace.interrupt()
+        self._note(doing)
+        self.arm()
 
     def step(self, number: int) -> None:
         self._pace.step(time.monotonic())
-        self.steps, self.doing = number, ""
-        self.arm()
+        self._steps = number
+        if self.doing == STEPPING:
+            self.arm()
+        else:
+            self.change(STEPPING)
 
-    def change(self, doing: str) -> str:
-        """Do something else from now on; what was done before."""
-        before, self.doing = self.doing, doing
-        self._pace.interrupt()
-        self.arm()
-        return before
+    def arm(self) -> None:
+        """A sign of life."""
+        now, limits = time.monotonic(), {STEPPING: self._pace.limit_s(), ENDING: math.inf}
+        stood_still = now - self.armed[0] > self.armed[1]
+        self.armed = (now, limits.get(self.doing, DOING_S))
+        if stood_still and self.doing != ENDING:  # it goes on; of one that ends, the stacks may say why
+            os.ftruncate(self._file, FIRST_LINE_BYTES)
+        if self.doing == ENDING:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
+            faulthandler.dump_traceback_later(self.armed[1], file=self._file)
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""
@@ -117,14 +119,14 @@ class Watch:
         with suppress(ValueError):  # by another thread than the main one
             signal.set_wakeup_fd(self._wakeup_fd)
         with suppress(OSError):
-            if os.fstat(self._file).st_size <= stacks.FIRST_LINE_BYTES:
-                self._place.path.unlink()
+            if os.fstat(self._file).st_size <= FIRST_LINE_BYTES:
+                self.path.unlink()
 
-    def _note(self, doing: str, limit_s: float) -> None:
-        self._noted_s = limit_s
-        line = stacks.first_line(self._place.rank, self._place.host, os.getpid(), doing, self.steps, limit_s)
+    def _note(self, doing: str) -> None:
+        """Write the file's first line, always of the same length, so that it can be replaced in place."""
+        content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "doing": doing, "step": self._steps}
         with suppress(OSError):  # a full disk
-            os.pwrite(self._file, line, 0)
+            os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # other hosts are to see it
 
     def _attend(self) -> None:
@@ -133,12 +135,12 @@ class Watch:
             self._hear(LOOK_S)
             since, limit_s = armed = self.armed
             if time.monotonic() > since + limit_s + LOOK_S / 2:
-                self._note(stacks.STILL, limit_s)
-                self._hear(standstill.GRACE_S)
+                self._note(STILL)
+                self._hear(GRACE_S)
                 while self.armed == armed:
-                    standstill.leave_together(self._place, time.monotonic() - since)
+                    self._leave_together(time.monotonic() - since)
                     self._hear(LOOK_S)
-                self._noted_s = _NOTHING  # it goes on, and is to say so
+                self._note(self.doing)  # it goes on
 
     def _hear(self, for_s: float) -> None:
         """Wait, and leave a word of signals that come meanwhile: the main thread may never get to it."""
@@ -148,18 +150,40 @@ class Watch:
                 for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
                     leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
+    def _leave_together(self, still_s: float) -> None:
+        """End this rank where the run's end is recorded, or is to be by this rank; return where it is waited for."""
+        files = read_stacks(self._run)
+        are_busy = any(file.doing not in (STEPPING, STILL) for file in files)
+        is_lowest = not any(file.doing == STILL and file.rank < self._rank for file in files)
+        if is_lowest and still_s > GRACE_S + DOING_S * are_busy:
+            with suppress(Exception):
+                within(SPEAK_S, self._speak)
+            os._exit(1)
+        with suppress(OSError, ValueError):
+            if RunDirectory(self._run).summary().get("state") != "running":
+                os._exit(1)
+
+    def _speak(self) -> None:
+        verdict = judge(self._run, None, ())
+        message = verdict.message if verdict else "no step, and no stacks"
+        if verdict and verdict.kind == STALL:
+            # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
+            leave_word(STALL, message, 1, ranks=verdict.ranks, missing=verdict.hosts)
+        RunDirectory(self._run).finish("failed", message)
+        print(f"error: {message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+
 
 _watch: Watch | None = None  # a process is one rank
 
 
-def start(place: Place) -> None:
+def start(run_directory: Path, rank: int, host: str) -> None:
     """Begin to watch this rank. Where the run directory can't be seen, it isn't watched. Crashes leave no core."""
     global _watch
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
-        _watch = Watch(place)
+        _watch = Watch(run_directory, rank, host)
     except OSError as error:
-        print(f"warning: {place.host}: rank {place.rank} isn't watched: {error}", file=sys.stderr, flush=True)
+        print(f"warning: {host}: rank {rank} isn't watched: {error}", file=sys.stderr, flush=True)
 
 
 def step(number: int) -> None:
@@ -177,16 +201,18 @@ def alive() -> None:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """While the body runs, which may take long, this rank is doing `what`."""
-    before = _watch and _watch.change(what)
+    before = _watch.doing if _watch else ""
+    if _watch is not None:
+        _watch.change(what)
     try:
         yield
     finally:
         if _watch is not None and _watch.doing == what:
-            _watch.change(before or "")
+            _watch.change(before)
 
 
 def ending() -> None:
-    """This rank makes no more steps: what follows takes as long as it takes."""
+    """This rank makes no more steps; what it does from here on has no time limit."""
     if _watch is not None:
         _watch.change(ENDING)
 

@@ -10,13 +10,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 ALWAYS_TIMED = ("data_wait",)
 """Phases that are timed while throughput is measured, too."""
 
-_Mark = torch.cuda.Event | float
+_Mark = Any
+"""An event of the device's stream, or seconds of the host's clock."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,18 +47,11 @@ def _mark(device: torch.device) -> _Mark:
 
 def _seconds_between(before: _Mark, after: _Mark) -> float:
     """On CUDA, once the device has come to both."""
-    if isinstance(before, float) and isinstance(after, float):
-        return after - before
-    assert not isinstance(before, float)
-    assert not isinstance(after, float)
-    return before.elapsed_time(after) / 1000
+    return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
 class StepClock:
-    """Durations of the steps of one window.
-
-    Call `start()`, then `mark()` after each step, then `stop()`.
-    """
+    """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,16 +70,10 @@ class StepClock:
         self._marks.append(_mark(self._device))
 
     def stop(self) -> tuple[float, list[float]]:
-        """Synchronise and end the window.
-
-        Returns:
-            Seconds of the whole window by the host's clock, and seconds of each step.
-        """
+        """Synchronise and end the window: its seconds by the host's clock, and those of each step."""
         synchronize(self._device)
         window_s = time.perf_counter() - self._started_s
-        return window_s, [
-            _seconds_between(before, after) for before, after in zip(self._marks, self._marks[1:], strict=False)
-        ]
+        return window_s, [_seconds_between(before, after) for before, after in pairwise(self._marks)]
 
 
 class PhaseTimer:

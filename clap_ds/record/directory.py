@@ -8,6 +8,7 @@ tells its story. Leaves what the numbers mean to the command.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import sys
@@ -34,28 +35,18 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
-        """Make `<root>/<label>-<UTC time>/`.
-
-        Raises:
-            OSError: the folder can't be made.
-        """
+        """Make `<root>/<label>-<UTC time>/`, with a number where there is one; raises OSError where it can't be made."""
         stem = f"{label}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        for attempt in range(100):
-            path = root / (stem if attempt == 0 else f"{stem}-{attempt}")
-            try:
+        for number in itertools.count():
+            path = root / f"{stem}-{number}" if number else root / stem
+            with suppress(FileExistsError):
                 path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return cls(path)
-        raise FileExistsError(f"{root / stem}: a hundred runs of this name already")
+                return cls(path)
+        raise AssertionError
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replace a JSON file in one go: a reader sees the old or the new one, never half.
-
-        While its `state` is running it is padded with spaces, so that the end can be told on a disk that is full by then.
-        """
-        spare = SPARE_BYTES if content.get("state") == "running" else 0
-        write_object(self.path / name, content, spare=spare)
+        """Replace a JSON file in one go; one whose `state` is running has room for the end on a disk that is full by then."""
+        write_object(self.path / name, content, spare=SPARE_BYTES if content.get("state") == "running" else 0)
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
@@ -93,23 +84,20 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            with suppress(OSError):  # a full disk: what is written to the terminal may be why the run ends
-                self._log.write(text)
-        self._try(lambda: self._stream.write(text))
+            self._try(self._log.write, text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._log.flush()
+        self._try(self._log.flush)
         self._try(self._stream.flush)
 
-    def _try(self, action: Callable[[], object]) -> None:
+    def _try(self, action: Callable[..., object], *texts: str) -> None:
+        """On a disk that is full what is written to the other may be why the run ends."""
         try:
-            action()
-        except BrokenPipeError:
-            self.is_broken = True
-        except OSError:  # the terminal can be a file, too, on a full disk
-            pass
+            action(*texts)
+        except OSError as error:
+            self.is_broken |= isinstance(error, BrokenPipeError)
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -138,11 +126,8 @@ def start_log(path: Path) -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Keep what DeepSpeed says while it is set up off the terminal: its informational lines, of which its configuration alone
-    takes 150, and its warning that a scheduler hasn't begun, when it is made.
-
-    A filter and not a level: `deepspeed.initialize` sets the level of every handler from the configuration.
-    """
+    """Keep DeepSpeed's informational lines off the terminal while it is set up, its configuration's 150 among them, and its
+    warning that a scheduler hasn't begun. A filter, as `deepspeed.initialize` sets every handler's level."""
     from deepspeed.utils import logger
 
     def matters(record: logging.LogRecord) -> bool:

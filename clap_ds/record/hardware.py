@@ -25,9 +25,9 @@ def device_name(device: torch.device) -> str:
     """Name the driver gives the GPU, or the model of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 
@@ -54,15 +54,17 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
     """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
+    on_gpu = device.type == "cuda"
+    tell_allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not every torch tells
     return {
         "python": platform.python_version(),
         "versions": {"clap_ds": places.VERSION, **{name: _version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "driver": _driver() if on_gpu else None,
         "device_name": device_name(device),
-        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        "allocator": _allocator_settings() if device.type == "cuda" else None,
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "allocator": tell_allocator() if on_gpu and tell_allocator else None,
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
@@ -72,36 +74,27 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
     }
 
 
-def _allocator_settings() -> str | None:
-    """None from a torch that doesn't tell."""
-    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return tell() if tell else None
-
-
 def _command() -> list[str]:
     """What was typed to start this, as far as the processes above tell: a launcher's command, which names this one's script."""
-    own = [sys.executable, *sys.argv]
     with suppress(psutil.Error, IndexError):
         for parent in reversed(psutil.Process().parents()):
             command = parent.cmdline()
             # Not a shell's line, which may hold anything, nor the launcher's own helper on this host.
             if sys.argv[0] in command[1:] and "deepspeed.launcher.launch" not in command:
                 return command
-    return own
+    return [sys.executable, *sys.argv]
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _driver() -> str | None:
-    try:
+    with suppress(Exception):  # whatever a broken driver makes of it
         import pynvml
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:
-        return None
+    return None

@@ -10,7 +10,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -27,16 +28,14 @@ HIGHEST_CORRELATION = 0.9
 
 
 @dataclass(frozen=True)
-class RateInterval:
-    """Samples per second over time, with an interval.
+class Interval:
+    """Where a figure lies.
 
     Attributes:
-        coverage: probability that the interval holds the rate of a long run; None where it is the range of the windows, or
-            that isn't known.
-        count: of windows.
+        coverage: probability that the interval holds the true figure; None where it is the range of the values.
+        count: of values.
     """
 
-    rate: float
     low: float
     high: float
     coverage: float | None
@@ -45,6 +44,20 @@ class RateInterval:
     def label(self, values: str = "windows") -> str:
         """`95 % interval of 8 windows`, `range of 4 windows`."""
         return interval_label(self.coverage, self.count, values)
+
+
+@dataclass(frozen=True)
+class RateInterval(Interval):
+    """Samples per second over time, with an interval that holds the rate of a long run."""
+
+    rate: float
+
+
+@dataclass(frozen=True)
+class MedianInterval(Interval):
+    """A median with an interval for the true one; its coverage is below 0.95 where there are fewer than six values."""
+
+    median: float
 
 
 def interval_label(coverage: float | None, count: int, values: str = "windows") -> str:
@@ -74,15 +87,15 @@ def rate_interval(rates: Sequence[float], window_s: Sequence[float], coverage: f
     samples = np.asarray(rates, float) * seconds
     rate = float(samples.sum() / seconds.sum())
     if len(rates) < FEWEST_WINDOWS:
-        return RateInterval(rate, min(rates), max(rates), None, len(rates))
+        return RateInterval(min(rates), max(rates), None, len(rates), rate)
     starts = np.linspace(0, len(rates), min(len(rates), MOST_WINDOWS), endpoint=False).astype(int)
     residuals = np.add.reduceat(samples - rate * seconds, starts)
     count = len(residuals)
-    correlation = min(serial_correlation(residuals.tolist()) + 0.5 / math.sqrt(count), HIGHEST_CORRELATION)
-    variance = float((residuals**2).sum()) / (count - 1) * (1 + correlation) / (1 - correlation)
+    correlation = min(serial_correlation(residuals) + 0.5 / math.sqrt(count), HIGHEST_CORRELATION)
+    variance = float(residuals @ residuals) / (count - 1) * (1 + correlation) / (1 - correlation)
     error = math.sqrt(variance * count) / float(samples.sum())
     spread = math.exp(min(student_t(coverage, count - 1) * error, 300.0))
-    return RateInterval(rate, rate / spread, rate * spread, coverage, len(rates))
+    return RateInterval(rate / spread, rate * spread, coverage, len(rates), rate)
 
 
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
@@ -90,27 +103,6 @@ def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
     found = rate_interval(windows, window_s)
     known = Rates(mean=found.rate, low=found.low, high=found.high, windows=list(windows), window_s=list(window_s))
     return known if found.coverage is None else known | Rates(coverage=found.coverage)
-
-
-@dataclass(frozen=True)
-class MedianInterval:
-    """A median with an interval that covers it.
-
-    Attributes:
-        coverage: probability that the interval holds the true median; below 0.95 where there are too few values (six
-            are enough) for more.
-        count: of values.
-    """
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-    count: int
-
-    def label(self, values: str) -> str:
-        """`96.9 % interval of 6 runs`."""
-        return interval_label(self.coverage, self.count, values)
 
 
 def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> MedianInterval:
@@ -125,57 +117,39 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> Medi
     if not values:
         raise ValueError("no values to take a median of")
     ordered, count = sorted(values), len(values)
-    trim, outside = 0, 1
-    while (
-        trim + 1 < (count + 1) // 2 and (more := outside + math.comb(count, trim + 1)) * 2 <= (1 - coverage) * 2**count
-    ):
-        trim, outside = trim + 1, more
-    covered = max(0.0, 1 - outside * 2 / 2**count)
-    return MedianInterval(statistics.median(ordered), ordered[trim], ordered[count - 1 - trim], covered, count)
+    tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
+    outside = [2 * tail / 2**count for tail in tails]  # both sides, by how many values are left out on each
+    trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
+    covered = max(0.0, 1 - outside[trim])
+    return MedianInterval(ordered[trim], ordered[count - 1 - trim], covered, count, statistics.median(ordered))
 
 
-def serial_correlation(values: Sequence[float]) -> float:
+def serial_correlation(values: Sequence[float] | np.ndarray) -> float:
     """Lag-1 correlation of values in the order they were taken, from 0 to `HIGHEST_CORRELATION`.
 
     The usual estimate falls short of the true ρ by (1 + 3ρ)/n on average (Kendall, Biometrika 41, 1954), which is put right.
     Fewer than four values say nothing about it: 0.
     """
-    count, mean = len(values), statistics.fmean(values)
-    deviations = [value - mean for value in values]
-    square = sum(deviation**2 for deviation in deviations)
+    deviations = np.asarray(values, float) - np.mean(values)
+    count, square = len(deviations), float(deviations @ deviations)
     if count < 4 or square == 0:
         return 0.0
-    found = sum(a * b for a, b in pairwise(deviations)) / square
+    found = float(deviations[1:] @ deviations[:-1]) / square
     return min(max(found + (1 + 3 * found) / count, 0.0), HIGHEST_CORRELATION)
 
 
+@cache
 def student_t(coverage: float, degrees: int) -> float:
     """Deviations either side of the mean that Student's t of so many degrees of freedom is within with probability `coverage`.
 
-    By its distribution in closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), halving the range of atan(t/√degrees).
+    The angle atan(t/√degrees) has a density as cos^(degrees - 1), which is summed by the trapezoidal rule.
     """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _share_within(angle, degrees) < coverage else (low, angle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _share_within(angle: float, degrees: int) -> float:
-    """Probability that |t| ≤ √degrees · tan(angle)."""
-    odd = degrees % 2
-    term, total = (math.cos(angle) if odd else 1.0), 0.0
-    for power in range(odd, degrees - 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
-    within = math.sin(angle) * total
-    return 2 / math.pi * (angle + within) if odd else within
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angles) ** (degrees - 1)
+    within = np.cumsum(density) - (density + density[0]) / 2
+    return math.sqrt(degrees) * math.tan(np.interp(coverage * within[-1], within, angles))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile by linear interpolation between order statistics."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return float(np.percentile(values, percent))

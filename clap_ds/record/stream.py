@@ -28,11 +28,8 @@ def unless_full(what: object) -> Iterator[None]:
     except OSError as error:
         if str(what) not in _said:
             _said.add(str(what))
-            print(
-                f"warning: {what} can't be written: {error.strerror or error}; the run goes on without",
-                file=sys.stderr,
-                flush=True,
-            )
+            reason = error.strerror or error
+            print(f"warning: {what} can't be written: {reason}; the run goes on without", file=sys.stderr, flush=True)
 
 
 class Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -62,70 +63,56 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
-    lines = [
-        (f"samples/s/{unit}", f"{rate['mean']:,.2f}"),
-        (
-            f"  {interval_label(rate.get('coverage'), len(rate['windows']))}",
-            f"{rate['low']:,.2f} – {rate['high']:,.2f}",
-        ),
-        ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
-        (f"samples/s in all, by DeepSpeed's timer{host_alone}", _number(summary["deepspeed_samples_per_s"])),
-        ("step time, median", _seconds(step["median"])),
-        ("step time, 95th percentile", _seconds(step["p95"])),
-        ("step time, slowest rank", _seconds(step["slowest_rank_median"])),
-        ("waiting for data", f"{summary['data_wait_percent']:.2f} %"),
-        ("peak memory per rank (largest)", _memory(summary)),
-        *_utilization_rows(summary),
-    ]
+    by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
+    held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
+    interval = f"  {interval_label(rate.get('coverage'), len(rate['windows']))}"
     breakdown = summary["breakdown_s"] or {}
     total = sum(breakdown.values())
-    for phase, seconds in breakdown.items():
-        lines.append((f"  {phase.replace('_', ' ')}", f"{_seconds(seconds)}  {100 * seconds / total:5.1f} %"))
-    lines += [("warning", text) for text in summary.get("warnings", [])]
-    return lines
+    return [
+        (f"samples/s/{unit}", f"{rate['mean']:,.2f}"),
+        (interval, f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
+        ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
+        (
+            f"samples/s in all, by DeepSpeed's timer{host_alone}",
+            "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}",
+        ),
+        ("step time, median", f"{1000 * step['median']:,.1f} ms"),
+        ("step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"),
+        ("step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"),
+        ("waiting for data", f"{summary['data_wait_percent']:.2f} %"),
+        ("peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"),
+        *_utilization_rows(summary),
+        *(
+            (f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {100 * seconds / total:5.1f} %")
+            for phase, seconds in breakdown.items()
+        ),
+        *(("warning", text) for text in summary.get("warnings", [])),
+    ]
 
 
-def _utilization_rows(summary: Summary) -> list[tuple[str, str]]:
+def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """MFU by both counts of FLOPs, each named with what it counts."""
     if "flops" not in summary:
-        return []
+        return
     flops = summary["flops"]
-    lines = [
-        ("TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"),
-        ("GFLOPs a sample, forward and backward", f"{flops['training_gflops']:,.4f}"),
-        ("GFLOPs a sample, forward", f"{flops['model_gflops']:,.4f}"),
-    ]
-    if flops["recomputed_gflops"]:
-        recomputed = f"{summary['hardware_tflops']:,.3f} ({flops['recomputed_gflops']:.4f} GFLOPs a sample done twice)"
-        lines.insert(1, ("  with what is done twice", recomputed))
+    yield "TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"
+    if twice := flops["recomputed_gflops"]:
+        yield "  with what is done twice", f"{summary['hardware_tflops']:,.3f} ({twice:.4f} GFLOPs a sample done twice)"
+    yield "GFLOPs a sample, forward and backward", f"{flops['training_gflops']:,.4f}"
+    yield "GFLOPs a sample, forward", f"{flops['model_gflops']:,.4f}"
     if flops["deepspeed_gflops"] is not None:
         unseen = sum(flops["deepspeed_unseen_gflops"].values())
-        value = f"{flops['deepspeed_gflops']:,.4f}" + (f" ({unseen:.4f} of it unseen by it)" if unseen else "")
-        lines.append(("  by DeepSpeed's profiler", value))
+        beyond = f" ({unseen:.4f} of it unseen by it)" if unseen else ""
+        yield "  by DeepSpeed's profiler", f"{flops['deepspeed_gflops']:,.4f}{beyond}"
     if summary["peak_tflops"] is None:
-        lines.append(("MFU", "– (unknown peak)"))
+        yield "MFU", "– (unknown peak)"
     else:
-        peak = f"of {summary['peak_tflops']:g} TFLOPS"
+        peak = f"% of {summary['peak_tflops']:g} TFLOPS"
         published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
-        lines.append((published, f"{summary['mfu_published_percent']:.2f} % {peak}"))
-        lines.append(("MFU, work really done", f"{summary['mfu_model_percent']:.2f} % {peak}"))
-        if flops["recomputed_gflops"]:
-            lines.append(("  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} % {peak}"))
+        yield published, f"{summary['mfu_published_percent']:.2f} {peak}"
+        yield "MFU, work really done", f"{summary['mfu_model_percent']:.2f} {peak}"
+        if twice:
+            yield "  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} {peak}"
     if "matmul_tflops" in summary:
         share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
-        lines.append(("of what matrix products achieve here", share))
-    return lines
-
-
-def _memory(summary: Summary) -> str:
-    reserved = summary.get("memory_reserved_peak_bytes")
-    held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    return f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
-
-
-def _seconds(value: float) -> str:
-    return f"{1000 * value:,.1f} ms"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"
+        yield "of what matrix products achieve here", share

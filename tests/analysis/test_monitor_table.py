@@ -47,7 +47,7 @@ def test_samples_outside_checkpoints_count(
     ],
 )
 def test_limits(check: str, share: float, samples: list[dict[str, Any]]) -> None:
-    (chosen,) = (each for each in CHECKS if each.name.startswith(check))
+    (chosen,) = (name for name in CHECKS if name.startswith(check))
     found = flagged_share({"n1:0": [_sample(0, **changes) for changes in samples]}, chosen)
     assert found == (pytest.approx(share), "n1:0")
     assert flagged_share({"n1": [{"time": 0, "cpu_percent": 3}]}, chosen) is None

@@ -1,40 +1,42 @@
-"""Jobs on a real SLURM, through every launcher."""
+"""Jobs, sweeps and preflight on a real SLURM, through every launcher."""
 
+import importlib.util
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import needs
-from tests.cluster.conftest import ENDLESS, ROOT, Submit
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
 pytestmark = pytest.mark.end_to_end
-CPU = ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
 SECRET = "not-for-others"
 TRICKY = """a "quoted" $HOME, `b` % \\n"""
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("slurm", 2), ("pdsh", 2), ("torchrun", 2), ("slurm", 1)])
-def test_completes_through_every_launcher(submit: Submit, cluster: SlurmCluster, launcher: str, nodes: int) -> None:
-    job = submit(nodes, launcher)
+@pytest.mark.parametrize("launcher", ["pdsh", "torchrun"])
+def test_completes(submit: Submit, cluster: SlurmCluster, launcher: str) -> None:
+    """The walk-through's go by slurm."""
+    job = submit(2, launcher)
     job.ends("COMPLETED", 0)
     (run,), (summary,) = job.runs, job.summaries
     assert summary["state"] == job.record["state"] == "completed"
-    assert (summary["num_nodes"], summary["world_size"]) == (nodes, 2 * nodes)
+    assert (summary["num_nodes"], summary["world_size"]) == (2, 4)
     environment = json.loads((run / "environment.json").read_text())
-    assert sorted(environment["hosts"]) == cluster.nodes[:nodes]
-    assert environment["gpus_per_node"] == [2] * nodes
+    assert sorted(environment["hosts"]) == cluster.nodes[:2]
+    assert environment["gpus_per_node"] == [2] * 2
 
 
-def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
+    submit: Submit, cluster: SlurmCluster, tmp_path: Path
+) -> None:
     """Two jobs at once on the same nodes: each has GPUs of its own, and one environment."""
     variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
     more: dict[str, Any] = {"variables": variables, "clap": ENDLESS}
@@ -42,9 +44,8 @@ def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmC
     jobs = [submit(2, launcher, **more) for launcher in ("slurm", "torchrun")]
     for job in jobs:
         job.wait_for_steps()
-    cluster.wait_until(
-        lambda: all(len(job.ranks(host)) == 2 for job in jobs for host in cluster.nodes[:2]), 60, "ranks"
-    )
+    are_there = lambda: all(len(job.ranks(host)) == 2 for job in jobs for host in cluster.nodes[:2])  # noqa: E731
+    cluster.wait_until(are_there, 60, "ranks")
     for host in cluster.nodes[:2]:
         ranks = [ranks for job in jobs for ranks in job.ranks(host).values()]
         taken = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
@@ -54,76 +55,107 @@ def test_jobs_share_nodes_and_keep_their_secrets(submit: Submit, cluster: SlurmC
             assert {name: rank[name] for name in variables if name in rank} == variables
             assert rank["CLAP_TEST_LIST"] == "Tree,Ring"  # the site's settings, whole
     assert cluster.processes(SECRET) == {}
+    cluster.run("ctl", "scancel", *(job.number for job in jobs))
     for job in jobs:
-        cluster.run("ctl", "scancel", job.number)
-    for job in jobs:
-        job.wait()
+        assert job.wait()["JobState"] == "CANCELLED"
+        assert [summary["state"] for summary in job.summaries] == [job.record["state"]] == ["terminated"]
+    assert cluster.left_behind(RANKS) == {}
     # SLURM keeps a job's own environment; nothing of this project's does.
     assert subprocess.run(["grep", "-rl", SECRET, str(tmp_path)], capture_output=True, text=True).stdout == ""
 
 
-def test_exit_code_and_state_are_the_runs(submit: Submit) -> None:
-    job = submit(2, clap={"bench": {"windws": 2}})
-    job.ends("FAILED", 2)
-    message = "clap.bench.windws: no such field; did you mean 'windows'?"
-    assert job.output.count(message) == 2  # rank 0's, and the job's
-    assert (job.record["state"], job.record["exit_code"]) == ("failed", 2)
-    assert message in job.record["error"]
-
-
-def test_exhausted_memory_is_the_jobs_state(submit: Submit) -> None:
-    job = submit(2, train_micro_batch_size_per_gpu=10**12)
-    job.ends("FAILED", 1)
-    assert job.record["state"] == job.summaries[0]["state"] == "out_of_memory"
-    assert f"micro-batch {10**12}" in job.record["error"]
-
-
 def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
-    settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 120, "log_every_steps": 1}}
-    job = submit(2, asks={"train": True, "until_done": True}, clap=settings)
+    """First by itself, then by SLURM, as after a preemption."""
+    job = submit(2, asks={"train": True, "until_done": True}, clap=TRAINING)
     job.wait_for_steps()
     cluster.run(
         "ctl", "scancel", "--signal=USR1", job.number
     )  # as SLURM does before the limit: to the ranks' step alone
     job.wait_for_steps(2)
-    job.ends("COMPLETED", 0)
-    stopped, resumed = job.summaries
-    assert stopped["state"] == "timeout"
-    assert stopped["checkpoints"][-1]["saved"]
-    assert (resumed["resumed_at_step"], resumed["step"]) == (stopped["step"], 120)
-    assert [(attempt["state"], attempt["requeued"]) for attempt in job.record["attempts"]] == [
-        ("timeout", True), ("completed", False),
-    ]  # fmt: skip
-
-
-def test_requeued_by_slurm_resumes(submit: Submit, cluster: SlurmCluster) -> None:
-    """As after a preemption: the ranks save when they are told to end, and the next start goes on."""
-    settings: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"samples": 16 * 120, "log_every_steps": 1}}
-    job = submit(2, asks={"train": True}, clap=settings)
-    job.wait_for_steps()
     cluster.run("ctl", "scontrol", "requeue", job.number)
-    job.wait_for_steps(2)
+    job.wait_for_steps(3)
     job.ends("COMPLETED", 0)
-    stopped, resumed = job.summaries
-    assert (stopped["state"], resumed["state"]) == ("terminated", "completed")
-    assert resumed["resumed_at_step"] == stopped["step"]
+    stopped, requeued, last = job.summaries
+    assert [summary["state"] for summary in job.summaries] == ["timeout", "terminated", "completed"]
+    assert stopped["checkpoints"][-1]["saved"]
+    assert requeued["resumed_at_step"] == stopped["step"]
+    assert (last["resumed_at_step"], last["step"]) == (requeued["step"], 150)
+    assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
 
 
-def test_two_runs_in_one_allocation(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Neither takes the other's processes for its own, or its port."""
+# --- sweeps
+
+
+def test_a_sweep_resumes_what_is_missing(cluster: SlurmCluster, tmp_path: Path) -> None:
     cluster.wait_until_idle()
-    (tmp_path / "micro.json").write_text(json.dumps(micro_run(clap={"output": {"root": str(tmp_path / "runs")}})))
-    python = shlex.quote(sys.executable)
-    run = f"mkdir {tmp_path}/$n && {python} launch/hostfile.py --output {tmp_path}/$n/hostfile --slots 2"
-    run += f" && {python} -m clap_ds.launch.job --folder {tmp_path}/$n"
-    run += f" -- clap_ds/bench.py --deepspeed_config {tmp_path}/micro.json"
-    both = f"for n in 1 2; do ({run}) > {tmp_path}/$n.out 2>&1 & done; wait"
-    allocate = ["env", *CPU, "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    cluster.run("ctl", *allocate, "bash", "-c", both, folder=ROOT, timeout=240)
-    for number in (1, 2):
-        record = json.loads((tmp_path / str(number) / "job.json").read_text())
-        assert record["state"] == "completed", (tmp_path / f"{number}.out").read_text()
-    assert len({re.sub(r".*/", "", path.parent.name) for path in tmp_path.glob("runs/*/summary.json")}) == 2
+    (tmp_path / "micro.json").write_text(json.dumps(micro_run()))
+    folder, site = tmp_path / "my 50% sweep", site_file(tmp_path, sbatch=["--exclusive"])
+
+    def sweep(*arguments: object) -> str:
+        return cluster.run("ctl", sys.executable, "launch/sweep.py", *map(str, arguments), folder=ROOT).stdout
+
+    shown = sweep("--site", site, "--config", tmp_path / "micro.json", "--folder", folder, "--nodes", 1, 3)
+    assert shown.count("submitted n") == 2
+    jobs = {job["name"]: job["slurm_id"] for job in json.loads((folder / "jobs.json").read_text())["jobs"]}
+    cluster.run("ctl", "scancel", jobs["n003"])  # still waiting for the other's node
+    over = lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip()  # noqa: E731
+    cluster.wait_until(over, 240, "an empty queue")
+    _, first, second, counts = sweep("status", folder).splitlines()
+    assert first.endswith("samples/s/GPU")
+    assert second.endswith("cancelled before it began")
+    assert counts == "1 completed, 1 terminated"
+    assert sweep("resume", folder).count("submitted n003") == 1
+    cluster.wait_until(over, 240, "an empty queue")
+    assert "0 of 2 jobs are missing" in sweep("resume", folder)
+    summaries = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("n*/summary.json"))]
+    assert [(summary["num_nodes"], summary["world_size"]) for summary in summaries] == [(1, 2), (3, 6)]
+
+
+# --- preflight
+
+
+def _preflight(cluster: SlurmCluster, tmp_path: Path, launcher: str) -> subprocess.CompletedProcess[str]:
+    cluster.wait_until_idle()
+    site_path = site_file(tmp_path, gpus_per_node=None, run_root=str(tmp_path / "my runs"))  # the allocation tells
+    command = [sys.executable, "launch/preflight.py", "--site", site_path, "--launcher", launcher, "--megabytes", "4"]
+    allocation = ["salloc", "--quiet", "--nodes=3", "--gpus-per-node=1"]
+    return cluster.run("ctl", *allocation, *command, folder=ROOT, check=False, timeout=240)
+
+
+def test_preflight_of_a_healthy_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """By pdsh; the walk-through's goes by slurm."""
+    needs.no_space(sys.executable)
+    result = _preflight(cluster, tmp_path, "pdsh")
+    assert (result.returncode, "problem:" in result.stdout) == (0, False), result.stdout + result.stderr
+    header, *rows = result.stdout.splitlines()
+    assert header.split("  ")[-1] == "bus, GB/s"
+    assert [row.split()[0] for row in rows[:4]] == [*cluster.nodes, "all"]
+    assert list((tmp_path / "my runs").iterdir()) == []
+    assert cluster.left_behind("preflight") == {}
+
+
+@pytest.fixture
+def two_odd_hosts(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
+    """One host sees another version of a file, as with a checkout that wasn't updated, and one an empty package."""
+    file, package = ROOT / "clap_ds" / "engine" / "loss.py", importlib.util.find_spec("transformers")
+    assert package is not None
+    assert package.origin is not None
+    changed, hidden = tmp_path / "loss.py", Path(package.origin).parent
+    changed.write_text(file.read_text() + "# not what the others run\n")
+    (tmp_path / "empty").mkdir()
+    cluster.run("node3", "mount", "--bind", str(changed), str(file))
+    cluster.run("node2", "mount", "--bind", str(tmp_path / "empty"), str(hidden))
+    yield
+    cluster.run("node3", "umount", str(file))
+    cluster.run("node2", "umount", str(hidden))
+
+
+def test_preflight_names_odd_hosts(cluster: SlurmCluster, tmp_path: Path, two_odd_hosts: None) -> None:
+    result = _preflight(cluster, tmp_path, "slurm")
+    found = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
+    assert (result.returncode, len(found)) == (1, 2), result.stdout + result.stderr
+    assert found[0].startswith("problem: node3: code is ")
+    assert found[1] == "problem: node2: transformers isn't installed"
 
 
 # --- DeepSpeed's own line, as the first lines of docs/cluster.md have it
@@ -134,13 +166,12 @@ def _line(launcher: str) -> str:
     page = (ROOT / "docs" / "cluster.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
     (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
-    (start,) = (
-        line for line in lines if line.startswith("deepspeed") and ("--launcher slurm" in line) == (launcher == "slurm")
-    )
+    starts = (line for line in lines if line.startswith("deepspeed"))
+    (start,) = (line for line in starts if ("--launcher slurm" in line) == (launcher == "slurm"))
     return f"{hostfile} && {start}"
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("pdsh", 2), ("slurm", 2), ("slurm", 1)])
+@pytest.mark.parametrize(("launcher", "nodes"), [("pdsh", 2), ("slurm", 1)])
 def test_deepspeeds_own_line(cluster: SlurmCluster, tmp_path: Path, launcher: str, nodes: int) -> None:
     """From a folder with nothing in it but the run's JSON; the login node computes nothing."""
     cluster.wait_until_idle()
@@ -150,8 +181,8 @@ def test_deepspeeds_own_line(cluster: SlurmCluster, tmp_path: Path, launcher: st
     (tmp_path / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
     (tmp_path / "clap_ds").symlink_to(ROOT / "clap_ds")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    allocate = ["env", f"PATH={path}", f"PYTHONPATH={ROOT}", *CPU, "salloc", "--quiet", f"--nodes={nodes}"]
+    path, cpu = f"{Path(sys.executable).parent}:{os.environ['PATH']}", ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
+    allocate = ["env", f"PATH={path}", f"PYTHONPATH={ROOT}", *cpu, "salloc", "--quiet", f"--nodes={nodes}"]
     words = [*allocate, "--ntasks-per-node=2", "--gpus-per-node=2", "bash", "-c", _line(launcher)]
     done = cluster.run("ctl", *words, folder=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all; on a full disk one with room for it is overwritten."""
+"""Files are replaced in one go, and what a run's end adds to its record has room on a full disk."""
 
 import errno
 import os
@@ -9,58 +9,38 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.files import BLOCK, write_atomically
+from clap_ds.config.files import write_atomically
 from tests import needs
 
 
-def _no_room_for_new_files(monkeypatch: pytest.MonkeyPatch, number: int, *, at: str) -> None:
-    """A temporary file can't be opened, or not be brought to the disk; what is there already can."""
-    real: Any = {"builtins.open": open, "os.fsync": os.fsync}[at]
-
-    def full(file: Any, *rest: Any, **more: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
-        if Path(path).name.startswith("."):
-            raise OSError(number, os.strerror(number))
-        return real(file, *rest, **more)
-
-    monkeypatch.setattr(at, full)
-
-
-@pytest.mark.parametrize("at", ["builtins.open", "os.fsync"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(("number", "at"), [(errno.ENOSPC, "builtins.open"), (errno.EDQUOT, "os.fsync")])
 def test_on_a_full_disk_what_is_there_is_overwritten_as_far_as_it_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: str
 ) -> None:
-    roomy, small, long = (tmp_path / name for name in ("roomy", "small", "long"))
-    write_atomically(roomy, "old\n", spare=BLOCK)
-    assert roomy.read_bytes() == b"old".ljust(BLOCK + 3) + b"\n"
-    write_atomically(small, "old\n", spare=BLOCK - 4)  # which its one block has
-    assert small.read_bytes() == b"old\n"
-    write_atomically(long, "old " * 10 + "\n")
-    _no_room_for_new_files(monkeypatch, number, at=at)
-    new = "ä" * 3000 + "\n"
-    write_atomically(roomy, new, spare=0)
-    assert roomy.read_text().split() == ["ä" * 3000]
-    assert roomy.stat().st_size == 6001
-    write_atomically(small, "newer\n", spare=0)  # the block that it has will do
-    assert small.read_text() == "newer\n"
-    with pytest.raises(OSError, match=os.strerror(number)):
-        write_atomically(small, new, spare=BLOCK)
-    assert small.read_text() == "newer\n"
-    with pytest.raises(OSError, match=os.strerror(number)):
-        write_atomically(long, "new\n")  # whose readers can't do with spaces
-    with pytest.raises(OSError, match=os.strerror(number)):
-        write_atomically(tmp_path / "none", "new\n", spare=0)
-    assert long.read_text() == "old " * 10 + "\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["long", "roomy", "small"]
+    real: Any = {"builtins.open": open, "os.fsync": os.fsync}[at]
 
+    def full(file: Any, *rest: Any, **more: Any) -> Any:
+        """A temporary file can't be opened, or not be brought to the disk; what is there already can."""
+        if Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)).name.startswith("."):
+            raise OSError(number, os.strerror(number))
+        return real(file, *rest, **more)
 
-def test_another_failure_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_atomically(tmp_path / "file", "old\n", spare=BLOCK)
-    _no_room_for_new_files(monkeypatch, errno.EIO, at="os.fsync")
+    roomy, plain = tmp_path / "roomy", tmp_path / "plain"
+    write_atomically(roomy, "old\n", spare=8000)
+    assert roomy.read_bytes() == b"old".ljust(8003) + b"\n"
+    write_atomically(plain, "long enough\n")
+    monkeypatch.setattr(at, full)
+    write_atomically(roomy, "ä" * 3000 + "\n", spare=0)
+    assert roomy.read_text() == "ä" * 3000 + " " * 2003 + "\n"
+    for path, text, spare in ((roomy, "x" * 8005, 0), (tmp_path / "none", "new\n", 0), (plain, "new\n", None)):
+        with pytest.raises(OSError, match=os.strerror(number)):  # no room, no file, readers that can't do with spaces
+            write_atomically(path, text, spare=spare)
+    assert plain.read_text() == "long enough\n"
+    number = errno.EIO  # another failure
     with pytest.raises(OSError, match="Input/output error"):
-        write_atomically(tmp_path / "file", "new\n", spare=0)
-    assert (tmp_path / "file").read_text().strip() == "old"
+        write_atomically(roomy, "new\n", spare=0)
+    assert roomy.read_text().strip() == "ä" * 3000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "roomy"]
 
 
 @pytest.fixture
@@ -73,7 +53,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_on_a_disk_that_is_full(small_disk: Path) -> None:
-    write_atomically(small_disk / "summary", "running\n", spare=BLOCK)
+    write_atomically(small_disk / "summary", "running\n", spare=8000)
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "checkpoint").write_bytes(bytes(2**17))
     with pytest.raises(OSError, match="No space left"):

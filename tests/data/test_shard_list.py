@@ -70,7 +70,7 @@ def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest
     for name in ("info", "glob"):
         monkeypatch.setattr(MemoryFileSystem, name, Mock(side_effect=TimeoutError("no answer")))
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: OSError: failed 5 times, .*no answer"):
+    with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: failed 5 times, .*no answer"):
         expand_shards("memory://a.tar")
     with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
         expand_shards("memory://*.tar")

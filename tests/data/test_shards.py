@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
+from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
 from clap_ds.data.shards import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
@@ -232,36 +233,25 @@ def test_int16_waveforms_arrive_as_floats(tmp_path: Path, open_source: OpenSourc
         assert waveforms[0, :4].tolist() == [1 - 2**-15, -1, 1 - 2**-15, -1]
 
 
-@pytest.mark.parametrize(("pattern", "num_workers"), [("{000..001}.tar", 0), ("*.tar", 2)])
-def test_remote_shards_are_streamed(tmp_path: Path, open_source: OpenSource, pattern: str, num_workers: int) -> None:
-    marked_tars(tmp_path, 2, 4)
-    for tar in tmp_path.glob("*.tar"):
-        put(f"memory://streamed/{tar.name}", tar.read_bytes())
-    with open_source(f"memory://streamed/{pattern}", num_workers=num_workers, micro_batch=8) as source:
-        assert sorted(numbers_in(source, 2)) == sorted(2 * list(range(8)))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_copies_of_remote_shards_change_nothing_but_where_they_are_read(
-    tmp_path: Path,
-    open_source: OpenSource,
-    num_workers: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_remote_shards_give_what_local_ones_do(
+    tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    marked_tars(tmp_path, 4, 4)
-    for tar in tmp_path.glob("*.tar"):
-        put(f"memory://copied/{tar.name}", tar.read_bytes()[: -4000 if tar.name == "002.tar" else None])  # that is cut
+    """Whether their copies stay or not, and with one that is cut."""
+    pattern = marked_tars(tmp_path, 4, 4)
+    cut = tmp_path / "002.tar"
+    cut.write_bytes(cut.read_bytes()[:-4000])
+    write_manifest(tmp_path, Manifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
+    for path in tmp_path.glob("*.*"):
+        put(f"memory://copied/{path.name}", path.read_bytes())
+    settings = {"num_workers": num_workers, "shuffle_buffer": 5}
     found = []
-    for cache_gb in (0, 1, 1e-6):  # none, enough, too little
-        settings = {"num_workers": num_workers, "shuffle_buffer": 5, "cache_gb": cache_gb}
-        with open_source("memory://copied/*.tar", **settings) as source:
-            found.append((numbers_in(source, 8), source.statistics()))
-        said = capfd.readouterr().err
-        assert said.count("larger than all of it may be") == (max(1, num_workers) if cache_gb == 1e-6 else 0)
+    for shards, cache_gb in ((pattern, 0), ("memory://copied/{000..003}.tar", 0), ("memory://copied/*.tar", 1)):
+        assert not shard_cache.exists() or not list(shard_cache.glob("*.tar"))
+        with open_source(shards, cache_gb=cache_gb, **settings) as source:
+            found.append((numbers_in(source, 8), source.statistics()["num_broken_items"]))
     assert found[0] == found[1] == found[2]
-    assert len(list((tmp_path / "cache/clap_ds/shards").glob("*.tar"))) == 4
+    assert len(list(shard_cache.glob("*.tar"))) == 4
 
 
 def test_captions_in_another_script(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:

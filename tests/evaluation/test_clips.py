@@ -1,6 +1,5 @@
 """Clips of a tar: what is found in it, what can't be used and why, and the audio itself."""
 
-import gzip
 import json
 import multiprocessing
 import os
@@ -38,15 +37,17 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
     assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
-def test_audio_is_that_of_the_file_wherever_it_lies(write_clips: WriteClips, tmp_path: Path) -> None:
-    paths, packed, remote = write_clips(18, 3), tmp_path / "packed.tar.gz", "memory://evaluation/remote.tar"
-    packed.write_bytes(gzip.compress(Path(paths[1]).read_bytes()))
+def test_audio_is_that_of_the_file_wherever_it_lies(
+    write_clips: WriteClips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths, remote = write_clips(18, 3), "memory://evaluation/remote.tar"
     with fsspec.open(remote, "wb") as file:
         file.write(Path(paths[1]).read_bytes())
     for shards, numbers, num_workers in (
         (paths, range(21), 0),
         (paths, range(21), 2),
-        ([str(packed), remote], [18, 19, 20] * 2, 0),
+        ([remote], [18, 19, 20], 0),
     ):
         clips, broken = list_clips(shards)
         assert not broken

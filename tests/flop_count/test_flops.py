@@ -190,10 +190,3 @@ def test_closed_form_needs_no_torch(tmp_path: Path) -> None:
     assert f"{json.loads(found.stdout)['published']['analytic']:.4f}" == "130.0878"
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "515: expected 1 to 514" in refused.stderr
-
-
-def test_picture_has_the_whole_forward(tmp_path: Path) -> None:
-    found = forward_components(load_preset("htsat_tiny_roberta_base"), TextLengths.fixed(77), "published")
-    assert sum(found[part] for parts in flops.GROUPS.values() for part in parts) == pytest.approx(found["forward"])
-    flops.main(["--plot", str(tmp_path / "new" / "picture.png")])
-    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ SCRIPTS = {
         echo $number""",
     "squeue": """
         cat queue""",
-    "sinfo": "case $* in *-R*) cat absent ;; *-N*) cat nodes ;; *) cat partitions ;; esac",
+    "sinfo": "case $* in *-N*) cat nodes ;; *) cat partitions ;; esac",
     "scontrol": 'echo "$*" >> asked',
     "sacct": """
         [ -e accounting ] || { echo 'Slurm accounting storage is disabled' >&2; exit 1; }
@@ -41,7 +41,7 @@ def wait_for(done: Callable[[], object]) -> None:
 @dataclass
 class FakeSlurm:
     """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo),
-    `absent` (sinfo -R), `nodes` (sinfo -N).
+    `nodes` (sinfo -N).
 
     `refuse` makes sbatch refuse with its text, `refuse_test` already when it is asked, `silent` lose its answer;
     `asked` has scontrol's command lines.
@@ -76,7 +76,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|200|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|50|(null)|infinite\n")
-    for name in ("queue", "calls", "tested", "absent", "nodes", "asked"):
+    for name in ("queue", "calls", "tested", "nodes", "asked"):
         fake.write(name)
     path = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))

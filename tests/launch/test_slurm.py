@@ -7,7 +7,6 @@ from clap_ds.launch.slurm import (
     ask,
     enough_nodes,
     lost_nodes,
-    out_of_service,
     partition_nodes,
     refusal,
     requeue,
@@ -41,8 +40,6 @@ def test_partitions(slurm: FakeSlurm) -> None:
     assert partition_nodes(None) == [(2, 4, "1-00:00:00"), (1, 2, "1-00:00:00")]
     assert partition_nodes("b") == [(3, 0, None)]
     assert len(partition_nodes("b,a")) == 3
-    slurm.write("absent", "n[1-3]\nn7\n")
-    assert out_of_service() == "n[1-3],n7"
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:

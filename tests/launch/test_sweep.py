@@ -1,4 +1,4 @@
-"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
+"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts; what records say of a job."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.jobs import Jobs
+from clap_ds.launch.jobs import Jobs, figures_of, state_of
 from clap_ds.launch.sweep import main
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
@@ -27,18 +27,6 @@ def _finish(folder: Path, name: str, state: str, **fields: str) -> None:
 
 def _states(folder: Path) -> dict[str, tuple[str, str]]:
     return Jobs.read(folder).states()
-
-
-def test_one_readable_script_per_scale(tmp_path: Path, slurm: FakeSlurm) -> None:
-    folder = _start(tmp_path, "--nodes", "1", "16", "128", "--dry_run")
-    assert slurm.calls == []
-    assert sorted(path.name for path in folder.glob("*.sbatch")) == ["n001.sbatch", "n016.sbatch", "n128.sbatch"]
-    shebang, *lines = (folder / "n016.sbatch").read_text().splitlines()
-    assert shebang == "#!/bin/bash"
-    options = ("--nodes=16", "--time=00:25:00", "--gres=gpu:4", "--ntasks-per-node=4", "--signal=USR1@60")
-    assert {f"#SBATCH {option}" for option in options} <= set(lines)
-    run = json.loads((folder / "n016" / "run.json").read_text())
-    assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "n016"}
 
 
 def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -102,6 +90,8 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
         _finish(folder, f"n{nodes:03d}", state)
     (folder / "n005-105.out").write_text("began")
+    _finish(folder, "n001", "completed", run_directory=str(folder))
+    (folder / "summary.json").write_text('{"samples_per_s_per_gpu": {"mean": 2.5}}')
     slurm.write("queue", "106 RUNNING\n108 PENDING\n107 CANCELLED\n")
     states = _states(folder)
     # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
@@ -111,8 +101,12 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert states["n007"][1] == "cancelled before it began"
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
-    *_, last_job, counts = capsys.readouterr().out.splitlines()
-    assert last_job.split() == ["n008", "8", "108", "init", "pending"]
+    heads, first, *_, last, counts = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in (heads, first, last)] == [
+        ["job", "nodes", "id", "state", "result", "note"],
+        ["n001", "1", "101", "completed", "2.50", "samples/s/GPU"],
+        ["n008", "8", "108", "init", "pending"],
+    ]
     assert counts.endswith(", 1 terminated, 1 init")
     assert main(["resume", str(folder), "--dry_run"]) == 0
     assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
@@ -123,29 +117,6 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     slurm.write("queue", "106 RUNNING\n108 PENDING\n109 PENDING\n110 PENDING\n111 PENDING\n112 RUNNING\n")
     assert main(["resume", str(folder)]) == 0
     assert "0 of 8 jobs are missing" in capsys.readouterr().out
-
-
-def test_table_has_what_was_measured_and_learned(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = _start(tmp_path, "--nodes", "1", "2", "3")
-    summaries = ({"samples_per_s_per_gpu": {"mean": 1234.5}}, {"command": "train", "loss": 0.25, "step": 1200})
-    for name, summary in zip(("n001", "n002"), summaries, strict=True):
-        run = folder / "runs" / name
-        run.mkdir(parents=True)
-        (run / "summary.json").write_text(json.dumps(summary))
-        _finish(folder, name, "completed", run_directory=str(run))
-    _finish(folder, "n003", "completed")
-    capsys.readouterr()
-    assert main(["status", str(folder)]) == 0
-    heads, *table, counts = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["job", "nodes", "id", "state", "result", "note"]
-    assert [line.split(maxsplit=4) for line in table] == [
-        ["n001", "1", "101", "completed", "1,234.50 samples/s/GPU"],
-        ["n002", "2", "102", "completed", "loss 0.2500 at step 1,200"],
-        ["n003", "3", "103", "completed"],
-    ]
-    assert counts == "3 completed"
 
 
 def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,9 +177,61 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             run = json.loads((tmp_path / "sweep" / name / "run.json").read_text())
             assert run["train_micro_batch_size_per_gpu"] == micro_batch
             lines = {*(tmp_path / "sweep" / f"{name}.sbatch").read_text().splitlines()}
-            assert {
-                f"#SBATCH --time=00:{minutes}:00",
-                f"#SBATCH --nodes={nodes}",
-                "#SBATCH --cpus-per-task=72",
-            } <= lines
-    assert len(slurm.tested) == len(scales)
+            options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
+            assert {f"#SBATCH --{option}" for option in options} <= lines
+            assert run["clap"]["output"] == {"root": str(tmp_path / "sweep" / "runs"), "label": name}
+    assert (len(slurm.tested), slurm.calls) == (len(scales), [])
+
+
+# --- what became of a job, whose records may be missing, half-written or stale
+
+
+@pytest.mark.parametrize(
+    ("record", "slurm_id", "slurm_state", "logged", "expected"),
+    [
+        ({"state": "completed"}, "7", None, True, ("completed", "")),
+        ({"state": "failed", "error": "why"}, "7", "FAILED", True, ("failed", "why")),
+        ({"state": "completed"}, None, None, True, ("completed", "")),  # its id was lost
+        ({"state": "running"}, "7", "RUNNING", True, ("running", "running")),
+        ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending")),  # queued again
+        ({"state": "running"}, "7", "COMPLETING", True, ("running", "completing")),
+        ({}, "7", "CONFIGURING", False, ("init", "configuring")),
+        ({}, "7", "PENDING", False, ("init", "pending")),
+        ({}, None, None, False, ("init", "not submitted")),
+        ({}, "7", "CANCELLED", False, ("terminated", "cancelled before it began")),
+        ({}, "7", None, False, ("terminated", "cancelled before it began")),
+        ({}, "7", "NODE_FAIL", False, ("failed", "node_fail before it began")),
+        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL; see ")),
+        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED; ")),
+        ({"state": "running"}, "7", "OUT_OF_MEMORY", True, ("failed", "SLURM: OUT_OF_MEMORY; ")),
+        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; ")),
+        ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see ")),
+    ],
+)
+def test_states(
+    tmp_path: Path, record: dict[str, str], slurm_id: str | None, slurm_state: str | None, logged: bool,
+    expected: tuple[str, str],
+) -> None:  # fmt: skip
+    if record:
+        (tmp_path / "job.json").write_text(json.dumps(record))
+    if logged:
+        (tmp_path / "log").touch()
+    state, note = state_of(tmp_path, slurm_id, slurm_state, tmp_path / "log")
+    assert state == expected[0]
+    assert note.startswith(expected[1])
+    assert ("log" in note) == ("SLURM" in expected[1])
+
+
+def test_figures_of_what_was_measured_and_learned(tmp_path: Path) -> None:
+    assert figures_of(tmp_path) == ""
+    for text in ("{", "{}", '{"run_directory": null}', '{"run_directory": "/no/such"}'):
+        (tmp_path / "job.json").write_text(text)
+        assert figures_of(tmp_path) == ""
+    (tmp_path / "job.json").write_text(json.dumps({"run_directory": str(tmp_path)}))
+    for summary, figures in (
+        ({}, ""),
+        ({"samples_per_s_per_gpu": {"mean": 1234.5}}, "1,234.50 samples/s/GPU"),
+        ({"command": "train", "loss": 0.25, "step": 1200}, "loss 0.2500 at step 1,200"),
+    ):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        assert figures_of(tmp_path) == figures

@@ -248,8 +248,10 @@ def test_a_stopped_rank_under_deepspeeds_launcher_is_named_and_the_run_ended(
     launcher = subprocess.Popen(command, cwd=ROOT, env=seen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or launcher.poll() is not None)
-        first_line = (_run_directory(config) / "stacks" / "rank1.txt").read_text()
-        os.kill(int(first_line.partition("pid ")[2].partition(",")[0]), signal.SIGSTOP)
+        stopped = json.loads((_run_directory(config) / "stacks" / "rank1.txt").read_text().partition("\n")[0])["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: _summary(config)["state"] != "running" or launcher.poll() is not None)
+        os.kill(stopped, signal.SIGCONT)  # the launcher would wait for it for half a minute
         _, errors = launcher.communicate(timeout=TIMEOUT_S)
     finally:
         launcher.kill()

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from clap_ds.config.places import cache_folder
 from clap_ds.native import library
 from tests import needs
 
@@ -55,7 +56,7 @@ def problem() -> str:
 
 
 def kept() -> Path:
-    (path,) = library.cache_directory().glob("*.so")
+    (path,) = cache_folder().glob("*.so")
     return path
 
 
@@ -86,7 +87,7 @@ def test_sources_that_do_not_compile(source: Path) -> None:
     source.with_name("wrong.h").write_text("int wrong = missing;\n")
     source.write_text('#include "wrong.h"\n')
     assert re.search("error: .missing. was not", problem())
-    assert not any(library.cache_directory().glob("*.so"))
+    assert not any(cache_folder().glob("*.so"))
 
 
 def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The search for a micro-batch against memory that grows in known ways, and parts that add up."""
 
+from collections.abc import Callable
+
 import pytest
 
 from clap_ds.planning.memory import CONTEXT_GIB, FRAGMENTATION, GIB, NCCL_GIB, largest_micro_batch, memory_parts
@@ -7,24 +9,15 @@ from clap_ds.planning.step import Step
 from clap_ds.planning.trace import Recorded
 
 
-@pytest.mark.parametrize(("start", "limit", "expected"), [(616, 80, 768), (8, 80, 768), (616, 3, 8), (616, 2.5, None)])
-def test_largest_micro_batch_where_memory_is_linear(start: int, limit: float, expected: int | None) -> None:
-    tried: list[int] = []
-
-    def peak_gib(size: int) -> float:
-        tried.append(size)
-        return 2 + size * 0.1015625
-
-    assert largest_micro_batch(peak_gib, start, 2, limit) == expected
-    assert len(tried) <= 2
-
-
-def test_a_peak_that_bends_is_found_too() -> None:
-    """Below 400 something that doesn't grow is larger than what does."""
-    found = largest_micro_batch(lambda size: max(40.0, 0.1 * size), 256, 30, 60)
-    assert found == 600
-    assert largest_micro_batch(lambda size: max(40.0, 0.1 * size), 8, 40, 60) == 600
-    assert largest_micro_batch(lambda size: 0.1 * size + 1e-5 * size**2, 64, 0, 80) in range(728, 745)
+@pytest.mark.parametrize(
+    ("peak_gib", "start", "limit", "expected"),
+    [(lambda size: 2 + size * 0.1015625, start, 80, 768) for start in (616, 8, 771, 2000)]
+    + [(lambda size: 2 + size * 0.1015625, 616, limit, found) for limit, found in ((3, 8), (2.5, None))]
+    + [(lambda size: max(40.0, 0.1 * size), start, 60, 600) for start in (256, 8)]  # below 400 something else is larger
+    + [(lambda size: 0.1 * size + 1e-5 * size**2, 64, 80, 744)],
+)
+def test_largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit: float, expected: int | None) -> None:
+    assert largest_micro_batch(peak_gib, start, limit) == expected
 
 
 def test_parts_of_memory_add_up() -> None:

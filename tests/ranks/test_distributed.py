@@ -1,5 +1,6 @@
-"""Ranks from the launchers' variables, the hostfile's promise, and stopping together."""
+"""Ranks from the variables of launchers and SLURM, the hostfile's promise, stopping together, and what `clap.debug` sets."""
 
+import faulthandler
 import os
 import platform
 import socket
@@ -9,33 +10,83 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.sections import DebugSettings
 from clap_ds.ranks.agreement import agree
-from clap_ds.ranks.distributed import Ranks, check_hostfile
+from clap_ds.ranks.distributed import Ranks, check_hostfile, prepare_debugging
 from tests import processes
 from tests.rank_pool import RankPool
 
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_NODELIST": "n[08-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+}  # fmt: skip
+ONE_TASK = {
+    **STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
+BATCH_STEP = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without launcher and SLURM; what the code under test sets is undone."""
+    for name in [*PLACE, *(name for name in os.environ if name.startswith("SLURM"))]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("given", "expected", "address"),
     [
-        ("", Ranks(0, 1, 0, 1)),
-        ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4", Ranks(5, 8, 1, 4)),  # torchrun
-        ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4", Ranks(5, 8, 1, 4)),  # deepspeed
-        ("RANK=0", "has RANK but not WORLD_SIZE, LOCAL_RANK"),
-        ("RANK=a WORLD_SIZE=2 LOCAL_RANK=0", "RANK='a'"),
-        ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=2 doesn't fit in WORLD_SIZE=2"),
+        ({}, Ranks(0, 1, 0, 1), None),
+        (LAUNCHER, Ranks(3, 4, 1, 2), None),  # torchrun
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4), None),  # deepspeed
+        ({"RANK": "0"}, "has RANK but not WORLD_SIZE, LOCAL_RANK", None),
+        ({**LAUNCHER, "RANK": "a"}, "RANK='a'", None),
+        ({**LAUNCHER, "RANK": "4"}, "RANK=4 doesn't fit in WORLD_SIZE=4", None),
+        (STEP, Ranks(9, 10, 1, 2), "n08"),
+        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher has the last word
+        (ONE_TASK, Ranks(0, 1, 0, 1), None),
+        (BATCH_STEP, Ranks(0, 1, 0, 1), None),
+        ({**ONE_TASK, "SLURM_STEP_ID": "4294967291"}, Ranks(0, 1, 0, 1), None),
     ],
 )
-def test_place_from_launchers(monkeypatch: pytest.MonkeyPatch, variables: str, expected: Ranks | str) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for pair in variables.split():
-        monkeypatch.setenv(*pair.split("="))
-    if isinstance(expected, Ranks):
-        assert Ranks.from_environment() == expected
-    else:
+def test_place_from_launchers_and_slurm(
+    variables: pytest.MonkeyPatch, given: dict[str, str], expected: Ranks | str, address: str | None
+) -> None:
+    for name, value in given.items():
+        variables.setenv(name, value)
+    if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             Ranks.from_environment()
+        return
+    assert Ranks.from_environment() == expected
+    assert os.environ.get("MASTER_ADDR") == address
+    # Every rank of a step works out the same port.
+    assert os.environ.get("MASTER_PORT") == (None if address is None else "28027")
+    # What is no rank of a step is none afterwards, either.
+    assert ("RANK" in os.environ) == ("RANK" in given or given.get("SLURM_STEP_ID") == "1")
+
+
+@pytest.mark.parametrize("here", ["node2", "node2.cluster.org", ""])
+@pytest.mark.parametrize("nodes", ["node[1-2]", "node1.cluster.org,node2.cluster.org"])
+def test_a_host_beside_the_allocation_is_refused(variables: pytest.MonkeyPatch, here: str, nodes: str) -> None:
+    own = "" if here else f",{os.uname().nodename}"  # where SLURM says no name
+    for name, value in {"SLURM_JOB_NODELIST": nodes + own, "SLURMD_NODENAME": here}.items():
+        variables.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(0, 1, 0, 1)
+    for name, value in LAUNCHER.items():
+        variables.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(3, 4, 1, 2)
+    variables.setenv("SLURMD_NODENAME", "login1")
+    with pytest.raises(UserError, match=r"this host, login1, isn't in the allocation, .*: .* give it --force_multi"):
+        Ranks.from_environment()
+    for name in LAUNCHER:  # a command that no launcher starts may run where it likes
+        variables.delenv(name)
+    assert Ranks.from_environment() == Ranks(0, 1, 0, 1)
 
 
 def test_hostfile_has_as_many_slots_as_there_are_ranks(tmp_path: Path) -> None:
@@ -75,7 +126,7 @@ distributed.run_command(main)
     ("rank", "error", "rank_0_is_there", "message"),
     [
         (0, "UserError", False, "error: broken\n"),
-        (1, "UserError", False, ""),  # rank 0 met the same, said so and left
+        (1, "UserError", False, ""),  # rank 0 found the same, said so and left
         (1, "UserError", True, f"error: {platform.node()}: rank 1: broken\n"),  # nobody else will say it
         (1, "AgreedError", True, ""),
     ],
@@ -111,3 +162,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_freed_memory_is_used_again() -> None:
     keep, plain = (int(processes.run(["-c", FAULTS, mode], check=True).stdout) for mode in ("keep", "plain"))
     assert keep < plain / 10  # of thirty tensors of 40 MB, in pages of 4 kB or 2 MB
+
+
+def test_debugging_has_libraries_say_more_and_crashes_leave_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+    monkeypatch.setattr(faulthandler, "enable", lambda all_threads: enabled.append(all_threads))
+    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "WARN"})
+    prepare_debugging(DebugSettings())
+    assert (os.environ, enabled) == ({"NCCL_DEBUG": "WARN"}, [])
+    prepare_debugging(DebugSettings(enabled=True, nccl_debug_subsys="NET"))
+    found = [os.environ[name] for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "TORCH_NCCL_DUMP_ON_TIMEOUT")]
+    assert (found, enabled) == (["WARN", "NET", "1"], [True])

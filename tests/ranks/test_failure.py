@@ -1,6 +1,8 @@
-"""A rank's last word, as torch elastic's readers and this project's expect it."""
+"""A rank's last word, as torch elastic's readers and this project's expect it; and waits that are bounded."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 
 from clap_ds.ranks import failure
 from clap_ds.ranks.failure import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word, some
+from clap_ds.ranks.limits import within
+from tests.processes import ROOT
 
 
 @pytest.fixture
@@ -54,3 +58,20 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_line_names_eight_at_most() -> None:
     assert (some(range(8)), some(range(9))) == ("0, 1, 2, 3, 4, 5, 6, 7", "0, 1, 2, 3, 4, 5, 6, 7, …")
+
+
+def test_a_task_gives_and_raises_within_its_limit() -> None:
+    def own() -> None:
+        raise TimeoutError("the task's own")
+
+    assert within(30, lambda: 7) == 7
+    with pytest.raises(TimeoutError, match="the task's own"):
+        within(30, own)
+    with pytest.raises(ZeroDivisionError):
+        within(30, lambda: 1 // 0)
+
+
+def test_neither_the_caller_nor_the_end_of_the_process_waits_for_what_never_answers() -> None:
+    program = "import threading; from clap_ds.ranks.limits import within; within(0.1, threading.Event().wait)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == "TimeoutError: no answer within 0.1 s"

@@ -1,6 +1,5 @@
 """Node lists and slots: a table of ugly ones, and SLURM's own expansion where there is one."""
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.launch.hostfile import main
-from clap_ds.ranks.hostfile import expand, hosts_from_slurm, master_port, read_hostfile, slots_from_slurm
+from clap_ds.ranks.hostfile import expand, free_port, hosts_from_slurm, port_of, read_hostfile, slots_from_slurm
 from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,8 +125,10 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
     assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
     assert "brackets don't match" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
-    for wrong in ([], ["--slots", "0"], ["--slots", "1", "--output", str(tmp_path / "missing" / "hostfile")]):
+    for wrong in ([], ["--slots", "1", "--output", str(tmp_path / "missing" / "hostfile")]):
         assert main(["--nodelist", "n1", *wrong]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nodelist", "n1", "--slots", "0"])
 
 
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
@@ -158,8 +159,7 @@ def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, message: st
         read_hostfile(tmp_path / "hostfile")
 
 
-def test_ports_differ_between_jobs_and_starts() -> None:
-    ports = [master_port(f"{job}.ab12cd34.{start}") for job in range(1000, 1100) for start in range(3)]
+def test_ports_differ_between_steps() -> None:
+    ports = [port_of(f"{job}.{step}") for job in range(1000, 1100) for step in range(3)]
     assert len({*ports}) > 285
-    assert all(first != second for first, second in itertools.pairwise(ports))
-    assert all(1024 < port < 32768 for port in ports)
+    assert all(16000 <= port < 32000 for port in [*ports, free_port()])

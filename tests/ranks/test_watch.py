@@ -13,26 +13,20 @@ import pytest
 import torch
 
 from clap_ds.engine import compiled
-from clap_ds.ranks import stacks, watch
-from clap_ds.ranks.standstill import Place
-from clap_ds.ranks.verdict import judge
+from clap_ds.ranks import watch
+from clap_ds.ranks.verdict import judge, read_stacks
 from tests import processes
 from tests.training.training_commands import wait_until
 
-BRIEF = {"clap_ds.ranks.watch.LEAST_S": 2.0, "clap_ds.ranks.watch.LOOK_S": 0.2, "clap_ds.ranks.standstill.GRACE_S": 2.0}
+BRIEF = {f"clap_ds.ranks.watch.{name}": value for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))}
 
-# Steps of a run whose ranks wait for each other; what is done in rank 1's fifth stands in the command line.
+# Steps of a run whose ranks wait for each other; what is done in the last rank's fifth stands in the command line.
 RUN = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.ranks import failure, watch
 from clap_ds.ranks.distributed import Ranks, initialize, leave
-from clap_ds.ranks.standstill import Place
-from clap_ds.record.directory import RunDirectory
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 def crash():
     ctypes.string_at(0)
@@ -63,13 +57,11 @@ def receive_signals():
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-ranks = Ranks.from_environment()
+ranks, path = Ranks.from_environment(), Path(sys.argv[1])
 if ranks.world_size > 1:
     initialize(ranks, compile_cpu_collective=False)
-path = Path(sys.argv[1])
-record = RunDirectory(path)
 failure.speak_in(path, ranks.rank, "node")
-watch.start(Place(path, ranks.rank, "node", range(ranks.world_size)))
+watch.start(path, ranks.rank, "node")
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
@@ -83,9 +75,8 @@ leave(0)
 
 def _run(folder: Path, what: str, world_size: int = 2) -> list[processes.Command]:
     (folder / "summary.json").write_text('{"state": "running"}')
-    return processes.ranks(
-        ["-c", RUN, folder, what], world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF
-    )
+    arguments = ["-c", RUN, folder, what]
+    return processes.ranks(arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF)
 
 
 def _recorded(folder: Path) -> tuple[str, str]:
@@ -93,13 +84,11 @@ def _recorded(folder: Path) -> tuple[str, str]:
     return summary["state"], summary["error"]
 
 
-@pytest.mark.parametrize(("what", "where"), [
-    ("stop", "gives no answer: it is stopped or gone"), ("hold_the_lock", "in hold_the_lock (<string>:17)"),
-])  # fmt: skip
-def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str, where: str) -> None:
-    first, second, last = _run(tmp_path, what, 3)
+def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -> None:
+    first, second, last = _run(tmp_path, "hold_the_lock", 3)
     assert [first.wait(), second.wait()] == [1, 1]
-    message = f"no step for 2 s: rank 2 on node {where}; the other 2 in all_reduce "
+    last.kill()
+    message = "no step for 2 s: rank 2 on node in hold_the_lock (<string>:12); the other 2 in all_reduce "
     state, error = _recorded(tmp_path)
     assert (state, error.partition("(distributed_c10d")[0]) == ("failed", message)
     assert f"error: {message}" in first.stderr
@@ -107,9 +96,6 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, w
     verdict = judge(tmp_path, None, ["a", "a", "b"])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["b"])
-    if what == "hold_the_lock":
-        last.kill()
-    assert last.wait() == -signal.SIGKILL  # one that is stopped by rank 0, for a launcher would wait for it
 
 
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -121,8 +107,15 @@ def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.hosts) == ("signal", ["node"])
 
 
-def test_what_takes_long_and_says_so_is_waited_for_by_all(tmp_path: Path) -> None:
-    ranks = _run(tmp_path, "compile")
+@pytest.mark.parametrize("what", ["compile", "rest"])
+def test_a_pause_that_is_announced_or_everybodys_ends_no_run(tmp_path: Path, what: str) -> None:
+    ranks = _run(tmp_path, what)
+    if what == "rest":
+        wait_until(lambda: "ready" in ranks[1].stdout)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(4 if number == signal.SIGSTOP else 0)  # of two until somebody would be missed
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert list((tmp_path / "stacks").iterdir()) == []
 
@@ -132,18 +125,6 @@ def test_a_rank_that_ends_when_it_has_stood_still_leaves_its_stacks(tmp_path: Pa
     (only,) = _run(tmp_path, "give_up", 1)
     assert only.wait() == 1
     assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
-
-
-def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    ranks = _run(tmp_path, "rest")
-    wait_until(lambda: "ready" in ranks[1].stdout)
-    for rank in ranks:
-        rank.send_signal(signal.SIGSTOP)
-    time.sleep(4)  # of two until somebody would be missed
-    for rank in ranks:
-        rank.send_signal(signal.SIGCONT)
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
-    assert list((tmp_path / "stacks").iterdir()) == []
 
 
 def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
@@ -187,17 +168,16 @@ class Armed:
     """A watch of this process, whose limits are noted."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path = folder / "stacks" / "rank3.txt"
-        self.limits: list[float] = []
+        self.folder, self.limits = folder, [0.0]
         monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: self.limits.append(limit_s))
         monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: self.limits.append(math.inf))
-        watch.start(Place(folder, 3, "n3", range(3, 4)))
+        watch.start(folder, 3, "n3")
 
     def told(self) -> tuple[str, int, float]:
-        found = stacks.read(self.path)
-        assert found is not None
+        """What the rank does and its step by the file, and its limit."""
+        (found,) = read_stacks(self.folder)
         assert (found.rank, found.host, found.pid) == (3, "n3", os.getpid())
-        return found.doing, found.step, found.limit_s
+        return found.doing, found.step, self.limits[-1]
 
 
 @pytest.fixture
@@ -208,21 +188,24 @@ def armed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Armed]:
 
 def test_limits_by_what_is_done(armed: Armed) -> None:
     assert armed.told() == ("starting", 0, 1800)
-    for number in (7, 8):
-        watch.step(number)
-    with watch.doing("saving"), watch.doing("copying"):
+    watch.step(7)
+    assert armed.told() == ("stepping", 7, 600)
+    watch.step(8)
+    assert armed.limits[-1] == 60
+    with watch.doing("saving"):
+        with watch.doing("copying"):
+            assert armed.told() == ("copying", 8, 1800)
+            watch.alive()
         assert armed.told() == ("saving", 8, 1800)
         assert watch._watch is not None
         assert watch._watch._pace._last is None, "what comes next isn't a step's time"
-        watch.alive()
     assert armed.told() == ("stepping", 8, 60)
     watch.ending()
-    assert armed.limits == [1800, 600, 60, 1800, 1800, 1800, 1800, 60, math.inf]
     with watch.doing("copying"):
-        pass
-    assert armed.limits[-2:] == [1800, math.inf]
+        assert armed.told() == ("copying", 8, 1800)
+    assert armed.told() == ("ending", 8, math.inf)
     watch.stop()
-    assert not armed.path.exists()
+    assert list((armed.folder / "stacks").iterdir()) == []
 
 
 def test_compiling_is_said_whenever_it_is_done(armed: Armed) -> None:
@@ -246,11 +229,11 @@ def test_a_forked_process_is_not_watched(armed: Armed) -> None:
         os._exit(int(faulthandler.is_enabled() or signal.set_wakeup_fd(-1) != -1 or watch._watch is not None))
     assert os.waitpid(number, 0)[1] == 0
     assert faulthandler.is_enabled()
-    assert armed.path.exists()
+    assert armed.told()[0] == "starting"
 
 
 def test_a_directory_that_cannot_be_seen_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    watch.start(Place(tmp_path / "elsewhere", 3, "n3", range(3, 4)))
+    watch.start(tmp_path / "elsewhere", 3, "n3")
     watch.step(1)
     with watch.doing("evaluating"):
         watch.alive()

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.record.directory import SPARE_BYTES, RunDirectory, Tee
+from clap_ds.record.directory import SPARE_BYTES, RunDirectory, Tee, launcher_is_gone
 
 
 def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
-    first, second = (RunDirectory.create(tmp_path, "label").path for _ in range(2))
-    assert first != second
-    assert first.is_dir()
-    assert second.is_dir()
+    folders = {RunDirectory.create(tmp_path, "label").path for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.is_dir() and folder.parent == tmp_path for folder in folders)
 
 
 def test_first_ending_stays(tmp_path: Path) -> None:
@@ -60,9 +59,9 @@ def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        record.finish("failed", "x" * SPARE_BYTES)
+        record.finish("failed", "x" * (SPARE_BYTES - 200))
     assert record.summary()["state"] == "failed"
-    assert record.summary()["error"] == "x" * SPARE_BYTES
+    assert record.summary()["error"] == "x" * (SPARE_BYTES - 200)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     record.update_summary(state="completed", error=None)
     assert (tmp_path / "summary.json").read_text().endswith("\n}\n")  # nothing is padded in the end
@@ -77,7 +76,7 @@ def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
     assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
 
 
-def test_a_full_disk_keeps_nothing_from_the_terminal() -> None:
+def test_a_full_disk_keeps_nothing_from_the_terminal_and_no_progress_bar_is_logged() -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -85,17 +84,24 @@ def test_a_full_disk_keeps_nothing_from_the_terminal() -> None:
         def flush(self) -> None:
             self.write("")
 
-    terminal = io.StringIO()
-    tee = Tee(terminal, Full())
-    tee.write("error: no space left\n")
-    tee.flush()
-    assert terminal.getvalue() == "error: no space left\n"
-
-
-def test_log_has_lines_but_no_progress_bar(tmp_path: Path) -> None:
     terminal, log = io.StringIO(), io.StringIO()
-    tee = Tee(terminal, log)
+    for tee in (Tee(terminal, Full()), Tee(terminal, log)):
+        tee.write("error: no space left\n")
+        tee.write("\r 50 %")
+        tee.flush()
+        assert not tee.is_broken
+    assert terminal.getvalue() == "error: no space left\n\r 50 %" * 2
+    assert log.getvalue() == "error: no space left\n"
+
+
+def test_a_terminal_that_nobody_reads_any_more_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    tee = Tee(Closed(), log := io.StringIO())
+    monkeypatch.setattr("sys.stdout", tee)
+    assert not launcher_is_gone()
     tee.write("a line\n")
-    tee.write("\r 50 %")
-    assert terminal.getvalue() == "a line\n\r 50 %"
+    assert launcher_is_gone()
     assert log.getvalue() == "a line\n"

@@ -1,27 +1,14 @@
-"""Memory as the kernel counts it."""
+"""Memory as the kernel counts it, and what a run says that it ran on."""
 
-import sys
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from clap_ds.record.hardware import largest_memory, peak_memory, peak_memory_bytes
-from tests.processes import ROOT, run
+from clap_ds.record.hardware import environment, largest_memory, peak_memory, peak_memory_bytes
 
 CPU = torch.device("cpu")
-AFTER_EXEC = """
-import sys, types
-sys.modules["torch"] = types.ModuleType("torch")  # not needed on a CPU, and large
-from clap_ds.record.hardware import peak_memory_bytes
-print(peak_memory_bytes(types.SimpleNamespace(type="cpu")))
-"""
-
-
-def test_memory_of_before_an_exec_does_not_count() -> None:
-    """As of a launcher that loaded much before it became the rank."""
-    held = f"import os; held = b'x' * 2**29; os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {AFTER_EXEC!r}])"
-    assert 2**23 < int(run(["-c", held], cwd=ROOT, check=True).stdout) < 2**28
 
 
 def test_peak_is_in_bytes_and_of_the_rank_that_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +17,12 @@ def test_peak_is_in_bytes_and_of_the_rank_that_has_most(monkeypatch: pytest.Monk
     assert largest_memory([peak_memory(CPU), [2**30]]) == {"memory_peak_bytes": 3 * 2**30}
     of_gpus = {"memory_peak_bytes": 5, "memory_reserved_peak_bytes": 9}
     assert largest_memory([[5, 7], [4, 9]]) == of_gpus
+
+
+def test_what_a_run_ran_on_can_be_written_down() -> None:
+    found = environment(CPU, "avx512")
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"]["torch"] == torch.__version__
+    assert (found["cpu_kernels"], found["cuda"], found["driver"]) == ("avx512", torch.version.cuda, None)
+    assert found["device_name"] in Path("/proc/cpuinfo").read_text()
+    assert any("pytest" in word for word in found["command"])

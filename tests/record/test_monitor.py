@@ -1,10 +1,10 @@
-"""Samples of a host, against a stand-in for NVML; and by which rank of a run they are taken."""
+"""Samples of a host, against a stand-in for NVML."""
 
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from clap_ds.record import monitor
-from tests import processes
 
 
 def _traffic(gpu: int, counter: int) -> int:
@@ -60,21 +59,19 @@ def test_gpus_of_other_jobs_are_left_out(
     assert [values["gpu"] for values in _samples(monkeypatch, visible, num_gpus)] == gpus
 
 
+def test_samples_are_written_while_a_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "INTERVAL_S", 0.01)
+    with monitor.watching(tmp_path, 0):
+        while not (found := [*tmp_path.glob("monitor/*.jsonl")]) or found[0].read_text().count("\n") < 2:
+            time.sleep(0.01)
+    times = [json.loads(line)["time"] for line in found[0].read_text().splitlines()]
+    assert found[0].stem == os.uname().nodename
+    assert times == sorted(times)
+
+
 def test_a_sampler_that_fails_is_said_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(monitor, "_gpu_sampler", lambda num_gpus: lambda: [{}[0]])
     monitor._watch(tmp_path / "monitor", 1, threading.Event())
     assert "no longer monitored: KeyError(0)" in capsys.readouterr().err
-
-
-@pytest.mark.end_to_end
-def test_the_first_rank_of_a_host_watches_a_run(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    bench = {"warmup_steps": 1, "windows": 2, "steps_per_window": 4, "breakdown_steps": 0}
-    words = ["clap_ds/bench.py", "--deepspeed_config", str(write_run(clap={"bench": bench}))]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    ranks = processes.ranks(words, 2, env=environment, constants={"clap_ds.record.monitor.INTERVAL_S": 0.01})
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
-    (samples,) = tmp_path.glob("runs/*/monitor/*.jsonl")
-    times = [json.loads(line)["time"] for line in samples.read_text().splitlines()]
-    assert times == sorted(times) != []

@@ -4,10 +4,9 @@ import math
 import random
 import statistics
 
-import numpy as np
 import pytest
 
-from clap_ds.record.plausible import uneven_steps
+from clap_ds.record.plausible import doubtful_mfu, uneven_steps
 from clap_ds.record.statistics import (
     interval_label,
     median_interval,
@@ -19,14 +18,13 @@ from clap_ds.record.statistics import (
 )
 
 
-@pytest.mark.parametrize("count", [6, 9, 10, 20])
+@pytest.mark.parametrize("count", [6, 9, 20])
 def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None:
-    rng = random.Random(count)
-    true_median, covered, trials = 1.0, 0, 4000
-    for _ in range(trials):
-        # Skewed, as step times are: log-normal with median 1.
+    rng, covered, trials = random.Random(count), 0, 4000
+    for _ in range(trials):  # skewed, as step times are: log-normal with median 1
         interval = median_interval([rng.lognormvariate(0, 0.5) for _ in range(count)])
-        covered += interval.low <= true_median <= interval.high
+        covered += interval.low <= 1.0 <= interval.high
+    assert interval.coverage is not None
     assert interval.coverage >= 0.95
     # Four standard errors of a proportion near 0.97 over 4000 trials are 0.011.
     assert covered / trials == pytest.approx(interval.coverage, abs=0.011)
@@ -35,7 +33,7 @@ def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None
 @pytest.mark.parametrize(("count", "percent"), list(enumerate(["0", "50", "75", "87.5", "93.8", "96.9"], start=1)))
 def test_too_few_values_for_95_percent_give_their_range_and_say_so(count: int, percent: str) -> None:
     interval = median_interval([float(value) for value in range(count)])
-    assert (interval.low, interval.high) == (0.0, count - 1.0)
+    assert (interval.low, interval.median, interval.high) == (0.0, (count - 1) / 2, count - 1.0)
     assert interval.coverage == 1 - 2 / 2**count
     assert interval.label("runs") == f"{percent} % interval of {count} run{'s' * (count > 1)}"
 
@@ -48,8 +46,9 @@ def autoregressive(rng: random.Random, count: int, correlation: float) -> list[f
     return values
 
 
-@pytest.mark.parametrize(("count", "correlation", "least"), [(6, 0.0, 0.95), (6, 0.3, 0.93), (6, 0.5, 0.87), (20, 0.3, 0.94),
-                                                             (60, 0.9, 0.92), (240, 0.9, 0.93)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "correlation", "least"), [(6, 0.0, 0.95), (6, 0.5, 0.87), (20, 0.3, 0.94), (60, 0.9, 0.92)]
+)
 def test_interval_of_a_rate_holds_the_rate_of_a_long_run(count: int, correlation: float, least: float) -> None:
     rng, held, trials = random.Random(count), 0, 1000
     for _ in range(trials):
@@ -63,7 +62,7 @@ def test_interval_of_a_rate_holds_the_rate_of_a_long_run(count: int, correlation
 def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
     """Every tenth step takes four times as long: 10 samples a step in 0.13 s on average."""
     steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(6000)]
-    for size in (1, 2, 5, 7, 10, 60, 250, 1000, 6000):
+    for size in (1, 7, 10, 250, 1000, 6000):
         windows = [sum(steps_s[start : start + size]) for start in range(0, 6000, size)]
         samples = [10 * min(size, 6000 - start) for start in range(0, 6000, size)]
         found = rate_interval([a / b for a, b in zip(samples, windows, strict=True)], windows)
@@ -114,16 +113,14 @@ def test_no_values_are_refused() -> None:
             refuses([])
 
 
-@pytest.mark.parametrize("percent", [0, 50, 95, 100])
-def test_percentile_is_numpys(percent: float) -> None:
-    values = [random.Random(4).random() for _ in range(37)]
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-    assert percentile(values, 50) == pytest.approx(statistics.median(values))
-
-
-def test_a_median_step_that_tells_another_rate_is_said_from_two_percent_on() -> None:
+def test_what_has_to_be_said_beside_a_figure_is_said_from_its_limit_on() -> None:
+    assert percentile([1.0, 2.0, 4.0, 8.0, 16.0], 95) == pytest.approx(14.4)
     assert uneven_steps(100.0, 10, 0.1) == uneven_steps(100.0, 10, 0.1 / 1.019) == uneven_steps(100.0, 10, 0.102) == []
     assert uneven_steps(10 / 0.13, 10, 0.1) == [
         "the median step amounts to 100 samples/s, +30.0 %: steps take unlike times"
     ]
     assert "-4.8 %" in uneven_steps(100.0, 10, 0.105)[0]
+    assert doubtful_mfu(None, None) == doubtful_mfu(100.0, 90.0) == []
+    of_published, of_model = doubtful_mfu(100.1, 90.2)
+    assert "MFU of 100.1 % in the published convention is no share of the peak" in of_published
+    assert "MFU of 90.2 % of the work done is not possible" in of_model

@@ -16,7 +16,6 @@ from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
-from tests import processes
 from tests.data.tars import wav
 from tests.weights.fake_checkpoints import checkpoint_of
 
@@ -68,7 +67,9 @@ def mean_pooled(audio_width: int, text_width: int, bias: bool, activation: Activ
     [MICRO, mean_pooled(48, 40, True, "relu"), mean_pooled(32, 28, False, "gelu")],
     ids=["micro", "as demo", "as htsat_base"],
 )
-def test_transformers_gives_the_same_embeddings(config: ClapConfig, tokenizer: Path, tmp_path: Path) -> None:
+def test_transformers_gives_the_same_embeddings(
+    config: ClapConfig, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = random_model(config)
     model.logit_scale_text.fill_(3.0)  # which nothing trains
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer)
@@ -95,6 +96,15 @@ def test_transformers_gives_the_same_embeddings(config: ClapConfig, tokenizer: P
         assert float((ours[0] - ours[1]).abs().max()) > 0.01  # or the comparison would say little
     near(output.logits_per_audio, scores, atol=1e-2, rtol=0)
     near(output.logits_per_text, scores.T, atol=1e-2, rtol=0)
+    said, is_mean = capsys.readouterr().out, config.text.pooling == "mean"
+    half = transformers.ClapModel.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    with torch.no_grad():
+        lost = half.get_text_features(input_ids=ids, attention_mask=mask).pooler_output.isnan().all()
+    assert (bool(lost), "float16 gives NaN" in said) == (is_mean, is_mean)  # rather than other embeddings
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    modes = {path.stat().st_mode for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
+    assert modes == {(tmp_path / name).stat().st_mode for name in ("folder", "file")}  # as readable as others
 
 
 def test_loud_sounds_are_to_the_exported_processor_what_they_are_to_training(tokenizer: Path, tmp_path: Path) -> None:
@@ -114,29 +124,6 @@ def test_loud_sounds_are_to_the_exported_processor_what_they_are_to_training(tok
         found = theirs.get_audio_features(input_features=features).pooler_output
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert float((clipped - expected).abs().max()) > 1e-3  # clipped by either, they would differ
-
-
-@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
-def test_float16_gives_nan_rather_than_other_embeddings_where_it_cannot_hold_the_mean(
-    pooling: str, tokenizer: Path, tmp_path: Path
-) -> None:
-    model = random_model(mean_pooled(32, 32, True, "relu") if pooling == "mean" else MICRO)
-    remarks = export.export(checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer), tmp_path / "out")
-    ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
-    theirs = transformers.ClapModel.from_pretrained(tmp_path / "out", dtype=torch.float16)
-    with torch.no_grad():
-        found = theirs.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
-    assert bool(found.isnan().all()) == (pooling == "mean")
-    assert any("float16 gives NaN" in remark for remark in remarks) == (pooling == "mean")
-
-
-def test_files_are_as_readable_as_others(tokenizer: Path, tmp_path: Path) -> None:
-    export.export(checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer), tmp_path / "out")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").touch()
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "folder").stat().st_mode
-    for file in (tmp_path / "out").iterdir():
-        assert file.stat().st_mode == (tmp_path / "file").stat().st_mode, file.name
 
 
 @pytest.mark.parametrize("kind", ["as trained here", "RobertaTokenizer"])
@@ -179,29 +166,22 @@ def test_captions_are_cut_at_the_trained_length(
     assert inputs["input_features"].shape == (1, 1, 101, 16)
 
 
-def test_a_safetensors_file_needs_the_tokenizer_named_and_a_logit_bias_is_left_out_with_a_note(
+def test_what_a_file_does_not_say_is_named_and_a_logit_bias_is_left_out_with_a_note(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(tmp_path / "model.safetensors"), str(tmp_path / "out")]
-    save_safetensors(random_model(learns_bias=True), arguments[0])
+    bare, laion, out = (str(tmp_path / name) for name in ("model.safetensors", "clap.pt", "out"))
+    save_safetensors(random_model(learns_bias=True), bare)
+    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
     with pytest.raises(ValueError, match="names no tokenizer: give it with --tokenizer"):
-        export.main(arguments)
-    assert not (tmp_path / "out").exists()
-    export.main([*arguments, "--tokenizer", str(tokenizer)])
-    assert "note: the sigmoid loss's logit bias, -" in capsys.readouterr().out
-    _, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
-    transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-
-
-def test_a_laion_file_is_of_the_preset_it_fits(tokenizer: Path, tmp_path: Path) -> None:
-    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, tmp_path / "clap.pt")
-    arguments = [str(tmp_path / "clap.pt"), str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--preset"]
+        export.main([bare, out])
     with pytest.raises(ValueError, match="isn't of model demo but of micro"):
-        export.main([*arguments, "demo"])
-    export.main([*arguments, "micro"])
-    _, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
+        export.main([laion, out, "--tokenizer", str(tokenizer), "--preset", "demo"])
+    assert not Path(out).exists()
+    for file, more in ((bare, []), (laion, ["--preset", "micro"])):
+        export.main([file, f"{file}.out", "--tokenizer", str(tokenizer), *more])
+        _, report = transformers.ClapModel.from_pretrained(f"{file}.out", output_loading_info=True)
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
+        assert ("note: the sigmoid loss's logit bias, -" in capsys.readouterr().out) == (file == bare)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
@@ -218,11 +198,3 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
             export.main([str(path), str(tmp_path / arguments[0]), *arguments[1:]])
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*.partial"))
-
-
-@pytest.mark.end_to_end
-def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
-    refused = processes.run(["-m", "clap_ds.weights.export", tmp_path / "no", "x"])
-    assert refused.returncode == 2
-    assert refused.stderr.strip().splitlines()[-1] == f"error: {tmp_path / 'no'}: no such file or folder"
-    assert "Traceback" not in refused.stderr

@@ -5,6 +5,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,8 @@ def save_legacy(content: Any, path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"cnumpy._core.", b"cnumpy.core."))
 
 
-def save_protocol_4(content: Any, path: Path) -> None:
-    torch.save(content, path, pickle_protocol=4)
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("save", [torch.save, save_protocol_4, save_legacy])
+@pytest.mark.parametrize("save", [torch.save, partial(torch.save, pickle_protocol=4), save_legacy])
 def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., None]) -> None:
     reference = reference_state(seed=8)
     expected, bare = load_transformers(reference, MICRO).build(), laion_state(reference)
@@ -97,16 +94,11 @@ def state_of(config: ClapConfig) -> dict[str, Tensor]:
     return {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named.items()}
 
 
-def music_layout() -> ClapConfig:
-    """music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512."""
-    tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
-    audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
-    return tiny.model_copy(update={"audio": audio})
-
-
 def test_published_sizes_are_told_by_the_tensors(tmp_path: Path) -> None:
-    tiny, demo = load_preset("htsat_tiny_roberta_base"), load_preset("demo")
-    for config, name in ((tiny, tiny.name), (music_layout(), "laion_htsat_base_roberta_base"), (demo, "demo")):
+    tiny, base, demo = map(load_preset, ("htsat_tiny_roberta_base", "htsat_base_roberta_base", "demo"))
+    # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512
+    music = tiny.model_copy(update={"audio": base.audio.model_copy(update={"projection": tiny.audio.projection})})
+    for config, name in ((tiny, tiny.name), (music, "laion_htsat_base_roberta_base"), (demo, "demo")):
         state = state_of(config)
         assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
         torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
@@ -50,30 +51,26 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
         assert_weights(load_weights(tmp_path / "laion.pt", config), model)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     diverged = ClapModel(MICRO)
-    torch.nn.init.constant_(diverged.text_projection.linear1.bias, value)
-    diverged.audio.batch_norm.running_var[3] = value
+    torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
+    diverged.audio.batch_norm.running_var[3] = float("inf")
     save_safetensors(diverged, tmp_path / "one.safetensors")
-    save_transformers(diverged, tmp_path / "hf")
-    torch.save(to_names(diverged.state_dict(), laion_names), tmp_path / "laion.pt")
-    for source in ("one.safetensors", "hf", "laion.pt", checkpoint_of(diverged, tmp_path / "run", 5)):
-        with pytest.raises(
-            ValueError, match=r"NaN or infinity in 2 of \d+ tensors \(.*\): .*earlier checkpoint"
-        ) as refusal:
-            load_weights(tmp_path / source, MICRO)
-        assert all(
-            name in str(refusal.value) for name in ("audio.batch_norm.running_var", "text_projection.linear1.bias")
-        )
+    wrong = r"audio\.batch_norm\.running_var, text_projection\.linear1\.bias"
+    with pytest.raises(ValueError, match=rf"NaN or infinity in 2 of \d+ tensors \({wrong}\): .*earlier checkpoint"):
+        load_weights(tmp_path / "one.safetensors", MICRO)
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "weights.txt").write_text("none")
+    for name in ("weights.txt", "damaged.safetensors"):
+        (tmp_path / name).write_text("none")
+    save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
     for name, reason in (
         ("nowhere", "no such file or folder"),
         (".", r"no good checkpoint here.*no config\.json"),
         ("weights.txt", r"weights\.txt: expected a \.safetensors file"),
+        ("damaged.safetensors", "can't be read as safetensors"),
+        ("foreign.safetensors", "metadata; only files of save_safetensors do"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_weights(tmp_path / name)
@@ -113,9 +110,7 @@ def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
 
     top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
     make_checkpoint(tmp_path, 1, **top1)
-    with pytest.raises(
-        ValueError, match="none was evaluated by zero_shot_top1; without asking for the best the newest"
-    ):
+    with pytest.raises(ValueError, match="none was evaluated by zero_shot_top1; without asking for it the newest"):
         ask()
     good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
     newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)
@@ -134,12 +129,9 @@ def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
     make_checkpoint(tmp_path / "old", 1, metrics={"zero_shot_top1": 1})
     with pytest.raises(ValueError, match="name no metric to tell it by"):
         locate(tmp_path / "old", best=True)
-
-
-def test_smaller_losses_are_better(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make_checkpoint(tmp_path, step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
-    assert locate(tmp_path, best=True).name == "step-00000001"
+    for step in (1, 2):
+        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
+    assert locate(tmp_path / "loss", best=True).name == "step-00000001"  # the smaller loss
 
 
 def test_the_trained_caption_length_is_known_wherever_weights_come_from(model: ClapModel, tmp_path: Path) -> None:
