@@ -1,5 +1,5 @@
-"""What is recorded of a training run: a line a step in `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the terminal,
-the summary that analysis reads; and beside the checkpoints `history.jsonl`, through all restarts.
+"""What is recorded of a training run: a line a step in `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the
+terminal, the summary that analysis reads; and beside the checkpoints `history.jsonl`, through all restarts.
 
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
 """
