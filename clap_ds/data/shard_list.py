@@ -104,8 +104,6 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         try:
             for name in braceexpand(pattern.removeprefix("file://")):
                 names += _matches(name)
-        except ValueError:
-            raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
         except ValueError as error:
             raise ValueError(f"{FIELD}: {error}") from None
     if not names:

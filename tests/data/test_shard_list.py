@@ -30,7 +30,7 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("nowhere.tar", r"1 of the 1 .*nowhere\.tar"),
         ("a-{08..12}.tar", r"2 of the 5 files of 'a-\{08\.\.12\}\.tar' .*first: a-08\.tar"),
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
-        ("a-{09..11.tar", "unbalanced braces"),
+        ("a-{09..11.tar", "Unbalanced braces"),
         (".", r"found the folder \.; write './\*\.tar'$"),
         ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
