@@ -39,7 +39,7 @@ class Submitted:
     number: str
     folder: Path
 
-    def wait(self, timeout: float = 150, confirm_s: float = 30) -> dict[str, str]:
+    def wait(self, timeout: float = 300, confirm_s: float = 30) -> dict[str, str]:
         """Wait until it is over; its fields. It stays COMPLETING where one of its nodes can't be reached to confirm the end."""
         state = lambda: self.cluster.job(self.number)["JobState"]  # noqa: E731
         self.cluster.wait_until(lambda: state() in OVER, timeout, f"the end of job {self.number}")
@@ -76,7 +76,7 @@ class Submitted:
         over = lambda: self.cluster.job(self.number)["JobState"] in OVER - {"COMPLETING"}  # noqa: E731
         files = lambda: self.folder.glob("runs/*/metrics.jsonl")  # noqa: E731
         stepped = lambda: sum(path.read_bytes().count(b"\n") >= 3 for path in files()) >= runs  # noqa: E731
-        self.cluster.wait_until(lambda: stepped() or over(), 120, f"steps of job {self.number}")
+        self.cluster.wait_until(lambda: stepped() or over(), 300, f"steps of job {self.number}")
         assert not over(), self.output
 
     def ranks(self, host: str) -> dict[str, dict[str, str]]:
