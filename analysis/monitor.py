@@ -7,59 +7,48 @@ Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` say
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.record import non_negative
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.errors import UserError, run_alone
 
-Sample = dict[str, Any]
-LASTING = 3
-"""Samples in a row that make traffic sustained: fewer are a burst."""
+if TYPE_CHECKING:
+    import pandas as pd
 
-
-class Check(NamedTuple):
-    """One thing to flag: samples for which `bad` holds, `lasting` of them in a row on one GPU."""
-
-    name: str
-    fields: tuple[str, ...]
-    bad: Callable[[Sample], bool]
-    lasting: int = 1
-
-
-CHECKS = (
-    Check("SM use < 90 %", ("sm_percent",), lambda s: s["sm_percent"] < 90),
+CHECKS = {
+    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"], 1),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
-    Check("< 350 W", ("power_w", "power_limit_w"), lambda s: s["power_w"] < 350 and s["power_limit_w"] >= 650),
-    Check("≥ 85 °C", ("temperature_c",), lambda s: s["temperature_c"] >= 85),
-    Check("PCIe > 20 GB/s", ("pcie_rx_gb_per_s",), lambda s: s["pcie_rx_gb_per_s"] > 20, LASTING),
-)
+    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"], 1),
+    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"], 1),
+    # Two samples in a row are a burst.
+    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"], 3),
+}
+"""What is flagged, in samples that have these fields, and for how many of them in a row on one GPU it has to hold."""
 
 
-def load_samples(run_directory: Path) -> dict[str, list[Sample]]:
-    """Samples by `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
+def load_samples(run_directory: Path) -> list[dict[str, Any]]:
+    """Samples, each with its `source`, `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
     saved = [line["checkpoint"] for line in _lines(run_directory / "metrics.jsonl") if line.get("checkpoint")]
-    intervals = [
+    saved = [
         pair for pair in saved if isinstance(pair, list) and len(pair) == 2 and None not in map(non_negative, pair)
     ]
-    samples: dict[str, list[Sample]] = {}
+    samples = []
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
         for line in _lines(path):
             sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
-            time = sample.get("time")
-            if time is not None and not any(begin <= time <= end for begin, end in intervals):
+            if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
                 source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
-                samples.setdefault(source, []).append(sample)
+                samples.append({**sample, "source": source})
     return samples
 
 
-def _lines(path: Path) -> Iterator[Sample]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(OSError):
         for text in path.read_bytes().split(b"\n"):
             with suppress(ValueError, RecursionError):  # the last line of a host that was killed
@@ -67,36 +56,32 @@ def _lines(path: Path) -> Iterator[Sample]:
                 yield from [line] if isinstance(line, dict) else []
 
 
-def flagged_share(samples: dict[str, list[Sample]], check: Check) -> tuple[float, str] | None:
-    """Share of samples for which a check holds, and where it holds most; None where nothing measures it."""
-    flagged: dict[str, tuple[int, int]] = {}
-    for source, series in samples.items():
-        measured = [sample for sample in series if all(name in sample for name in check.fields)]
-        rows = [len([*row]) for bad, row in itertools.groupby(measured, check.bad) if bad]
-        if measured:
-            flagged[source] = (sum(row for row in rows if row >= check.lasting), len(measured))
-    if not flagged:
-        return None
-    worst = max(flagged, key=lambda source: flagged[source][0] / flagged[source][1])
-    return sum(bad for bad, _ in flagged.values()) / sum(total for _, total in flagged.values()), worst
+def flagged(samples: pd.DataFrame, check: str) -> str:
+    """Share of samples for which one of `CHECKS` holds, and where it holds most; empty where nothing measures it."""
+    condition, fields, lasting = CHECKS[check]
+    if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
+        return ""
+    source, bad = samples["source"], samples.eval(condition)
+    row = (bad != bad.groupby(source).shift()).cumsum()
+    bad &= bad.groupby([source, row]).transform("size") >= lasting
+    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(source).mean().idxmax()})" if bad.any() else "")
 
 
 def table(run_directories: Sequence[Path]) -> str:
     """A line for each run that was watched; empty where none was."""
+    import pandas as pd
+
     rows = []
     for directory in run_directories:
-        if samples := load_samples(directory):
-            shares = [flagged_share(samples, check) for check in CHECKS]
-            cells = [found and f"{found[0]:.0%}{f' (most {found[1]})' if found[0] else ''}" for found in shares]
-            held = (
-                (s.get("memory_bytes"), s.get("memory_total_bytes"), at) for at, each in samples.items() for s in each
-            )
-            fullest, where = max(((used / total, at) for used, total, at in held if used and total), default=(None, ""))
-            headroom = "" if fullest is None else f"{1 - fullest:.0%} ({where})"
-            number = f"{sum(map(len, samples.values()))} of {len(samples)}"
-            rows.append([directory.name, number, *(cell or "" for cell in cells), headroom])
-    header = ["run", "samples of GPUs or hosts", *(check.name for check in CHECKS), "memory headroom"]
-    return markdown_table(header, rows) if rows else ""
+        if found := load_samples(directory):
+            samples = pd.DataFrame(found)
+            headroom = ""
+            if {"memory_bytes", "memory_total_bytes"} <= set(samples):
+                free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
+                headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
+            number = f"{len(samples)} of {samples['source'].nunique()}"
+            rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
+    return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""
 
 
 def main() -> None:

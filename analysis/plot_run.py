@@ -10,28 +10,20 @@ and its control, share the axes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import (
-    COLORS,
-    SERIES_STYLES,
-    STACK_COLORS,
-    Picture,
-    check_format,
-    gpu_axis,
-    log_axis,
-    styled,
-)
-from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps
+from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled
+from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps, section
 from clap_ds.analysis.runs import parse_options
-from clap_ds.analysis.table import Row
+from clap_ds.analysis.table import Row, Run
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
 from clap_ds.record.statistics import percentile
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
 SMOOTHED = 50
@@ -68,11 +60,9 @@ def _trained(directory: Path) -> str:
     return "train" if read_steps(directory, "train") else "bench"
 
 
-@styled
+@styled()
 def draw_benchmark(directory: Path) -> Picture:
     """Draw a run of the benchmark; UserError where it has no timed step."""
-    from matplotlib.transforms import blended_transform_factory
-
     run = read_record(directory)
     steps = [line for line in read_steps(directory, "warmup", "window") if non_negative(line.get("time_s"))]
     timed = [line["time_s"] for line in steps if line["phase"] == "window"]
@@ -80,31 +70,19 @@ def draw_benchmark(directory: Path) -> Picture:
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
     picture = Picture((1.6, 1.6, 0.6))
     table, times, parts = picture.panels
-    beside = blended_transform_factory(picture.figure.transFigure, table.transAxes)
-    details = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
-    details += [f"{run.text_tokens} text tokens"] if run.text_tokens else []
-    picture.title(f"{run.model_name} on {run.gpus} × {run.device}, {', '.join(filter(None, details))}")
-    facts = {
-        f"samples/s/{run.unit.removesuffix('s')}": f"{run.rate:,.2f}",
-        run.interval_label: f"{run.interval[0]:,.2f} – {run.interval[1]:,.2f}" if run.interval else "–",
-        "samples/s in all": f"{run.rate * run.gpus:,.2f}",
-        "step, median": f"{1000 * run.step_time_s:,.0f} ms",
-        "step, 95th percentile": f"{1000 * percentile(timed, 95):,.0f} ms",
-        "step, slowest rank": f"{1000 * run.slowest_rank_step_time_s:,.0f} ms" if run.slowest_rank_step_time_s else "–",
-        "waiting for data": f"{run.data_wait_percent:.2f} %" if run.data_wait_percent is not None else "–",
-        "peak memory per rank": f"{run.memory_peak_gib:,.2f} GiB" if run.memory_peak_gib else "–",
-    }
+    details = (run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}", f"{run.text_tokens} text tokens")
+    told = ", ".join(filter(None, details[: 3 if run.text_tokens else 2]))
+    picture.title(f"{run.model_name} on {run.gpus} × {run.device}, {told}")
+    facts = _facts(run, timed)
     table.axis("off")
-    for at, lines, align in ((0.02, facts, "left"), (0.98, facts.values(), "right")):
-        text = table.text(at, 0.5, "\n".join(lines), va="center", ha=align, linespacing=1.5, transform=beside)
-        text.set_in_layout(False)
+    for at, lines, align in ((0, facts, "left"), (1, facts.values(), "right")):
+        table.text(at, 0.5, "\n".join(lines), va="center", ha=align, linespacing=1.5)
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
-        chosen = [line for line in steps if line["phase"] == phase]
-        numbers, seconds = [line["step"] for line in chosen], [line["time_s"] for line in chosen]
-        times.plot(numbers, seconds, marker, color=color, markersize=3, label=label)
+        chosen = [(line["step"], line["time_s"]) for line in steps if line["phase"] == phase]
+        times.plot(*zip(*chosen, strict=True) if chosen else ((), ()), marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
     times.set(xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * max(line["time_s"] for line in steps)))
-    times.legend(loc="lower right", handlelength=1.5)
+    times.legend(loc="lower right")
     if run.breakdown_s:
         _draw_parts(picture, parts, [run])
     else:
@@ -113,82 +91,72 @@ def draw_benchmark(directory: Path) -> Picture:
     return picture
 
 
-@styled
+def _facts(run: Run, timed_s: Sequence[float]) -> dict[str, str]:
+    """Figures of a run that has a rate and a step time, as they are printed."""
+    rate, slowest_s = run.rate or 0.0, run.slowest_rank_step_time_s
+    return {
+        f"samples/s/{run.unit.removesuffix('s')}": f"{rate:,.2f}",
+        run.interval_label: "{:,.2f} – {:,.2f}".format(*run.interval) if run.interval else "–",
+        "samples/s in all": f"{rate * run.gpus:,.2f}",
+        "step, median": f"{1000 * (run.step_time_s or 0.0):,.0f} ms",
+        "step, 95th percentile": f"{1000 * percentile(timed_s, 95):,.0f} ms",
+        "step, slowest rank": f"{1000 * slowest_s:,.0f} ms" if slowest_s else "–",
+        "waiting for data": f"{run.data_wait_percent:.2f} %" if run.data_wait_percent is not None else "–",
+        "peak memory per rank": f"{run.memory_peak_gib:,.2f} GiB" if run.memory_peak_gib else "–",
+    }
+
+
+@styled()
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
     """Draw the parts of a step at every scale of one series, of which at least one has a breakdown."""
     known = [row for row in rows if row.breakdown_s]
-    picture = Picture((2.2 if len(known) > 1 else 0.6,))
+    picture = Picture((0.35 + 0.25 * len(known),))
     _draw_parts(picture, picture.panels[0], known)
     return picture
 
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
-    """Areas over the scales, or one lying bar, in milliseconds, named with the last scale's shares."""
-    seconds = {part: [row.breakdown_s.get(part, 0.0) for row in rows] for part in STEP_PHASES}
-    shares = percents([of_part[-1] for of_part in seconds.values()])
+    """A lying bar for each scale, in milliseconds, its parts named with the last scale's shares."""
+    last = rows[-1].breakdown_s
     named = {
-        f"{part.replace('_', ' ')} {share}\N{NO-BREAK SPACE}%": [1000 * value for value in of_part]
-        for (part, of_part), share in zip(seconds.items(), shares, strict=True)
-        if any(of_part)
+        f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}\N{NO-BREAK SPACE}%": [
+            1000 * row.breakdown_s.get(part, 0.0) for row in rows
+        ]
+        for part in STEP_PHASES
+        if any(row.breakdown_s.get(part) for row in rows)
     }
-
-    if not named:
-        axes.set_axis_off()
-    elif len(rows) == 1:
-        picture.stack(axes, named, [str(rows[0].gpus)], lying=True)
-        axes.set(ylabel=rows[0].unit, xlabel="ms a step")
-    else:
-        gpus = [row.gpus for row in rows]
-        axes.stackplot(gpus, *named.values(), labels=list(named), colors=STACK_COLORS, edgecolor="white", linewidth=0.4)
-        axes.set_ylim(bottom=0)
-        picture.name_beside(axes)
-        gpu_axis(axes, gpus, rows[0].unit, margin=1)
-        axes.set_ylabel("ms a step")
+    picture.stack(axes, named, [str(row.gpus) for row in rows])
+    axes.set(ylabel=rows[0].unit, xlabel="ms a step")
 
 
-def percents(values: Sequence[float]) -> list[str]:
-    """Shares of the sum in percent, to one decimal, that add up to 100.0: what rounding leaves goes where most was cut off."""
-    exact = [1000 * value / sum(values) for value in values] if sum(values) else [0.0] * len(values)
-    tenths = [int(value) for value in exact]
-    most_cut = sorted(range(len(exact)), key=lambda index: tenths[index] - exact[index])
-    for index in most_cut[: round(sum(exact)) - sum(tenths)]:
-        tenths[index] += 1
-    return [f"{tenth / 10:.1f}" for tenth in tenths]
-
-
-@styled
+@styled()
 def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
     """Draw training runs, by their directories; UserError for one without a step."""
     picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
     picture.title(_title(list(summaries.values())))
-    loss, speed, evaluation = picture.panels[0], picture.panels[4], picture.panels[5]
-    evaluated = False
-    for index, (directory, summary) in enumerate(summaries.items()):
+    loss, rate, _, norm, speed, evaluation = picture.panels
+    for (directory, summary), color in zip(summaries.items(), cycle(COLORS), strict=False):
         history = summary.get("history") if summary.get("resumed_at_step") else None
         steps = read_steps(directory, "train", history=history)
         if not steps:
             raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
-        color = COLORS[index % len(COLORS)]
         loss.plot([], [], color=color, label=" " + directory.name)
-        for axes, name in zip(picture.panels, CURVES, strict=False):
-            _draw_curve(axes, steps, name, color)
+        _draw_steps(picture.panels, steps, color)
         lines = read_steps(directory, "evaluation", history=history)
-        evaluated |= _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
-        _draw_speed(speed, steps, color)
-    for axes, label in zip(
-        picture.panels, [*CURVES.values(), "samples/s, each step", "evaluation, 0 to 1"], strict=True
-    ):
+        _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
+    labels = [*CURVES.values(), "samples/s, each step", "evaluation, 0 to 1"]
+    for axes, label in zip(picture.panels, labels, strict=True):
         axes.set(xlabel="step", ylabel=label)
-    log_axis(picture.panels[3])
-    picture.panels[1].set_ylim(bottom=0)
-    evaluation.set_ylim(0, 1.02)
+    log_axis(norm)
+    rate.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
-    if evaluated:
+    evaluation.set_ylim(0, 1.02)
+    if evaluation.lines:
         picture.name_below(evaluation, columns=2)
     else:
         evaluation.text(0.5, 0.5, "nothing evaluated", ha="center", color="0.4", transform=evaluation.transAxes)
     if len(summaries) > 1:
-        loss.legend(loc="upper right")
+        loss.legend()
     return picture
 
 
@@ -204,47 +172,43 @@ def _title(summaries: Sequence[Mapping[str, Any]]) -> str:
     return text + (f", target reached after {seconds:.0f} s" if seconds else "")
 
 
-def _draw_curve(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str) -> None:
-    import numpy as np
+def _numbers(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
+    """Columns of lines by step; without a value where there is no number from zero on."""
+    import pandas as pd
 
-    known = [line for line in steps if non_negative(line.get(name)) is not None]
-    at, values = [line["step"] for line in known], [line[name] for line in known]
-    width = min(SMOOTHED, len(values) // 10)
-    if width > 1 and name in NOISY:
-        axes.plot(at, values, color=color, linewidth=0.6, alpha=0.3)
-        at, values = at[width - 1 :], list(np.convolve(values, np.ones(width) / width, "valid"))
-    axes.plot(at, values, color=color)
+    frame = pd.DataFrame(lines, columns=["step", *columns]).apply(pd.to_numeric, errors="coerce")
+    return frame.where(frame >= 0).set_index("step")
 
 
-def _draw_speed(axes: Axes, steps: Sequence[Mapping[str, Any]], color: str) -> None:
-    known = [line for line in steps if non_negative(line.get("samples")) is not None]
-    timed = [(before, line) for before, line in pairwise(known) if non_negative(line.get("time_s"))]
-    speed = [(line["samples"] - before["samples"]) / line["time_s"] for before, line in timed]
-    axes.plot([line["step"] for _, line in timed], speed, ".", color=color, markersize=2)
+def _draw_steps(panels: Sequence[Axes], steps: Sequence[Mapping[str, Any]], color: str) -> None:
+    """A training run's curves, the noisy ones with their moving mean, and its speed."""
+    frame = _numbers(steps, *CURVES, "samples", "time_s")
+    for axes, name in zip(panels, CURVES, strict=False):
+        values = frame[name].dropna()
+        width = min(SMOOTHED, len(values) // 10)
+        if width > 1 and name in NOISY:
+            axes.plot(values, color=color, linewidth=0.6, alpha=0.3)
+            values = values.rolling(width).mean().dropna()
+        axes.plot(values, color=color)
+    known = frame.dropna(subset="samples")
+    speed = known["samples"].diff() / known["time_s"].where(known["time_s"] > 0)
+    panels[len(CURVES)].plot(speed.dropna(), ".", color=color, markersize=2)
 
 
-def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> bool:
-    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach;
-    whether there was any."""
+def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
+    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach."""
     names = (name for line in lines for name in line if name.startswith(("retrieval_", "zero_shot_")))
     chosen = [name for name in dict.fromkeys(names) if name.endswith(("_r1", "_top1", "_map"))][:EVALUATED]
     named = axes.get_legend_handles_labels()[1]
-    drawn = False
     for name, style in zip(chosen, SERIES_STYLES, strict=False):
-        known = [line for line in lines if non_negative(line.get(name)) is not None]
-        if not known:
-            continue
+        values = _numbers(lines, name)[name].dropna()
         words = name.removesuffix("_r1").replace("_", " ") + (" R@1" if name.endswith("_r1") else "")
-        chances = known[-1].get("chance")
-        chance = non_negative(chances.get(name)) if isinstance(chances, dict) else None
         look: dict[str, Any] = {"color": color or style["color"], "marker": style["marker"], "markersize": 3}
+        chance = non_negative(section(lines[-1], "chance").get(name))
         if chance is not None:
             axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
             words += f" (chance {chance:.2g})"
-        label = words if words not in named else f"_{words}"  # of another run, in its colour
-        axes.plot([line["step"] for line in known], [line[name] for line in known], label=label, **look)
-        drawn = True
-    return drawn
+        axes.plot(values, label=f"_{words}" if words in named else words, **look)  # once for all runs
 
 
 def main() -> None:

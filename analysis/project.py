@@ -18,33 +18,17 @@ from clap_ds.analysis.figure import check_format
 from clap_ds.analysis.published import GH200_PEAK_TFLOPS
 from clap_ds.analysis.record import positive, section
 from clap_ds.analysis.runs import MACHINE_OPTIONS, parse_options
-from clap_ds.analysis.step_model import (
-    FURTHEST,
-    STEP_MODEL,
-    Machine,
-    Method,
-    Series,
-    StepModel,
-    band_text,
-    node_counts,
-    read_series,
-)
+from clap_ds.analysis.step_model import Machine, Method
 from clap_ds.analysis.table import count_of, markdown_table
+from clap_ds.analysis.weak_scaling import FURTHEST, STEP_MODEL, Series, read_series
 from clap_ds.config.errors import run_alone
 from clap_ds.config.settings import ClapSettings
 
 DEFAULT_BUCKET_MB: float = ClapSettings.model_fields["gradient_bucket_mb"].default
 THIS_PROJECTS = Method(
-    overlap=True,
-    gradient_bytes=2,
-    feature_bytes=2,
-    loss="exact_local",
-    bucket_bytes=1e6 * DEFAULT_BUCKET_MB,
-    early_gather=True,
-)
+    gradient_bytes=2, loss="exact_local", bucket_bytes=1e6 * DEFAULT_BUCKET_MB, early_gather=True
+)  # fmt: skip
 """This project's loss and all-reduce, bf16 throughout."""
-
-
 NO_BATCH = f"No one batch_per_gpu or micro_batch is stated: weak scaling is assumed, and the {STEP_MODEL} left out."
 
 
@@ -66,14 +50,14 @@ def method_of(config: Mapping[str, Any]) -> Method:
 
 def render(series: Series, gpus: Sequence[int] = ()) -> str:
     """The whole answer as Markdown, for these numbers of GPUs (that fill whole nodes) besides what was measured."""
-    counts = node_counts(series, gpus)
+    counts = series.node_counts(gpus)
     blocks = [f"## Projection of {series.title}", f"**{answer(series, counts[-1])}**", *_scaling(series, counts)]
+    if not series.doubt():
+        blocks += _hold_outs(series)
+        if STEP_MODEL in series.laws:
+            blocks += _by_step_model(series, counts[-1])
     if STEP_MODEL not in series.laws:
-        blocks += [*([] if series.doubt() else _hold_outs(series)), NO_BATCH]
-    elif not series.doubt():
-        model = series.fit()
-        ours = _with_this_projects(model, counts[-1], series.rates[0][0])
-        blocks += [*_hold_outs(series), *_disagreement(series, model), ours, _assumptions(model)]
+        blocks.append(NO_BATCH)
     return "\n\n".join(blocks) + "\n"
 
 
@@ -82,10 +66,10 @@ def headline(series: Series, nodes: int = 0) -> str:
     if doubt := series.doubt():
         return f"nothing is projected: {doubt}"
     nodes = nodes or FURTHEST * series.rates[-1][0]
-    bands, per_node = series.bands([nodes]), series.workload.gpus_per_node
-    band = f" (95 % band {band_text(bands, nodes)})" if bands else ", without a band, which needs three scales"
+    band = _band(series.bands([nodes]), nodes)
     percent = series.efficiency_percent(series.fit(series.best_law()).rate(nodes))
-    return f"{percent:.1f} % efficiency on {nodes * per_node} GPUs{band}"
+    around = f" (95 % band {band})" if band else ", without a band, which needs three scales"
+    return f"{percent:.1f} % efficiency on {nodes * series.workload.gpus_per_node} GPUs{around}"
 
 
 def answer(series: Series, nodes: int = 0) -> str:
@@ -95,62 +79,46 @@ def answer(series: Series, nodes: int = 0) -> str:
     if series.doubt() or not errors:
         return text
     others = ", ".join(f"{other} {error:.2f}" for other, error in errors.items() if other != law)
-    return (
-        f"{text} By the law that foretold measured scales best from smaller ones, {law}: it missed by {errors[law]:.2f} points "
-        f"on average ({others})."
-    )
+    best = f"By the law that foretold measured scales best from smaller ones, {law}"
+    return f"{text} {best}: it missed by {errors[law]:.2f} points on average ({others})."
+
+
+def _band(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
+    return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
 
 
 def _scaling(series: Series, counts: Sequence[int]) -> list[str]:
     """Every scale as measured, by the best law and by the others."""
-    law, measured, bands = series.best_law(), dict(series.rates), series.bands(counts)
-    laws = {law: series.fit(law)} | {other: series.fit(other) for other in series.laws}
+    best, measured, bands = series.best_law(), dict(series.rates), series.bands(counts)
+    laws = sorted(series.laws, key=lambda law: law != best)
+    models = [series.fit(law) for law in laws]
     halves = dict(zip(measured, series.errors, strict=False))
     rows = []
     for nodes in counts:
-        rate, gpus = measured.get(nodes), nodes * series.workload.gpus_per_node
-        percents = [series.efficiency_percent(model.rate(nodes)) for model in laws.values()]
-        known = [""] * 3
+        gpus, rate, known = nodes * series.workload.gpus_per_node, measured.get(nodes), [""] * 3
+        percents = [series.efficiency_percent(model.rate(nodes)) for model in models]
         if rate:
-            half, percent = rate * halves.get(nodes, 0.0), series.efficiency_percent(rate)
+            percent, half = series.efficiency_percent(rate), rate * halves.get(nodes, 0.0)
             known = [f"{rate:.1f}" + f" ± {half:.1f}" * (half > 0), f"{percent:.1f}", f"{percents[0] - percent:+.2f}"]
         first, *others = (f"{percent:.1f}" for percent in percents)
-        total = f"{laws[law].rate(nodes) * gpus:.0f}"
-        rows.append([str(nodes), str(gpus), *known[:2], first, known[2], band_text(bands, nodes), total, *others])
+        total = f"{models[0].rate(nodes) * gpus:.0f}"
+        rows.append([str(nodes), str(gpus), *known[:2], first, known[2], _band(bands, nodes), total, *others])
     header = [
         "nodes",
         "GPUs",
         "samples/s/GPU",
         "measured %",
-        f"{law} %",
+        f"{best} %",
         "error pp",
         "95 % band",
-        f"samples/s by {law}",
+        f"samples/s by {best}",
     ]
     text = (
         "Where nothing is measured, it is extrapolated. The band holds noise, fitted parameters, all laws by how well they "
-        "explain what was measured, and that growth changes beyond it. Simulated sweeps of twelve kinds of growth were held in "
-        "9 of 10 cases or more; growth that stops or jumps just beyond what is measured, in 7 to 8 of 10."
+        "explain what was measured, and that growth changes beyond it. Of simulated sweeps of twelve kinds of growth it held "
+        "93 in 100 on average, 86 of the worst kind; growth that stops or jumps beyond what is measured can't be foreseen."
     )
-    return ["### Scaling", markdown_table([*header, *(f"{other} %" for other in list(laws)[1:])], rows), text]
-
-
-def _disagreement(series: Series, model: StepModel) -> list[str]:
-    """What to make of it where the measured breakdown names another cause than the fit, by a tenth of the growth or more."""
-    if len(series.exposed) < 2:
-        return []
-    (first, small), (last, large) = series.exposed[0], series.exposed[-1]
-    fitted = model.terms_s(last)["gradient all-reduce"] - model.terms_s(first)["gradient all-reduce"]
-    measured, grown = large - small, model.step_s(last) - model.step_s(first)
-    if abs(measured - fitted) <= max(0.1 * abs(grown), 1e-4):
-        return []
-    return [
-        f"**Breakdown and fit disagree about the cause.** From {count_of(first, 'node')} to {count_of(last, 'node')} exposed "
-        f"communication grew by {1000 * measured:+.1f} ms a step in the breakdown, "
-        f"the fit's gradient all-reduce by {1000 * fitted:+.1f} ms; the fit "
-        "counts the rest as compute or waiting (a rank waits for the slowest in the all-reduce, too). Try `--no_overlap` "
-        "and the links' measured `--node_gbytes_per_s`."
-    ]
+    return ["### Scaling", markdown_table([*header, *(f"{law} %" for law in laws[1:])], rows), text]
 
 
 def _hold_outs(series: Series) -> list[str]:
@@ -160,7 +128,7 @@ def _hold_outs(series: Series) -> list[str]:
         bands = small.bands([nodes])
         in_band += [low <= actual <= high for low, high in bands.values()]
         errors = (f"{small.efficiency_percent(small.fit(law).rate(nodes)) - actual:+.2f}" for law in series.laws)
-        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", band_text(bands, nodes), *errors])
+        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(bands, nodes), *errors])
     if not rows:
         return ["No hold-out: that needs three scales."]
     header = ["fitted up to", "nodes", "measured %", "95 % band", *(f"{law}, error pp" for law in series.laws)]
@@ -171,27 +139,25 @@ def _hold_outs(series: Series) -> list[str]:
     return [title, markdown_table(header, rows), text]
 
 
-def _with_this_projects(model: StepModel, nodes: int, baseline: int) -> str:
-    ours, gpus = replace(model, method=THIS_PROJECTS), nodes * model.workload.gpus_per_node
-    percents = [f"{each.efficiency_percent(nodes, baseline):.1f} % ({each.rate(nodes):.1f})" for each in (model, ours)]
-    return (
-        f"By the {STEP_MODEL}, with this project's loss and all-reduce in place of those fitted: efficiency on {gpus} GPUs of "
-        f"{percents[1]} in place of {percents[0]} (samples/s/GPU), each over its own on {count_of(baseline, 'node')}."
-    )
-
-
-def _assumptions(model: StepModel) -> str:
+def _by_step_model(series: Series, nodes: int) -> list[str]:
+    """What the step model alone can tell: this project's method in place of the one fitted, and what it assumes."""
+    model, baseline = series.fit(), series.rates[0][0]
+    ours = replace(model, method=THIS_PROJECTS)
+    told = [f"{each.efficiency_percent(nodes, baseline):.1f} % ({each.rate(nodes):.1f})" for each in (ours, model)]
     machine, method, workload = model.machine, model.method, model.workload
     hidden = "hidden under the backward pass but for the last bucket" if method.overlap else "not overlapped"
-    return (
+    return [
+        f"By the {STEP_MODEL}, with this project's loss and all-reduce in place of those fitted: efficiency on "
+        f"{nodes * workload.gpus_per_node} GPUs of {told[0]} in place of {told[1]} (samples/s/GPU), each over its own on "
+        f"{count_of(baseline, 'node')}.",
         f"Assumed by the {STEP_MODEL}: {workload.gpus_per_node} GPUs a node, "
         f"{machine.node_bytes_per_s / 1e9:g} GB/s into a node, "
         f"{machine.gpu_bytes_per_s / 1e9:g} GB/s between its GPUs, {1e6 * machine.latency_s:g} µs a hop; "
         f"{workload.num_parameters / 1e6:.1f} M gradients of {method.gradient_bytes} bytes, {hidden}; features of "
         f"{workload.joint_dim} × {method.feature_bytes} bytes, loss {method.loss}. What grows "
         f"beyond that is counted as waiting for the slowest: {1000 * model.compute_s:.1f} ms of compute and delays of scale "
-        f"{1000 * model.delay_s:.2f} ms, which grow as √n, are fitted."
-    )
+        f"{1000 * model.delay_s:.2f} ms, which grow as √n, are fitted.",
+    ]
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
@@ -217,8 +183,7 @@ def main() -> None:
         options.markdown.write_text(text, encoding="utf-8")
     if options.output:
         title = "\n".join(f"{series.name}: {headline(series)}" for series in found)
-        picture = plot_scaling.draw_projection(found, title, options.project_gpus)
-        picture.save(options.output)
+        plot_scaling.draw_projection(found, title, options.project_gpus).save(options.output)
 
 
 def command() -> None:

@@ -29,19 +29,3 @@ def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) ->
     """MFU in the published convention at `rate` samples/s/GPU; None without a published cost of the model or a peak."""
     gflops = FORWARD_GFLOPS.get(model)
     return 100 * gflops * 3 * rate / (peak_tflops * 1000) if gflops and peak_tflops else None
-
-
-def rounding_bounds(digits: str) -> tuple[float, float]:
-    """Lowest and highest value that rounds to a printed number ("97.3" → 97.25, 97.35)."""
-    value = float(digits)
-    half = 0.5 * 10.0 ** -(len(digits.partition(".")[2]))
-    return value - half, value + half
-
-
-def rate_bounds(rate: str, total: str, num_gpus: int) -> tuple[float, float]:
-    """Range of samples/s/GPU that agrees with the printed rate and, unless it is empty or contradicts it, the printed total;
-    with the total alone where no rate is printed."""
-    total_low, total_high = rounding_bounds(total) if total else (0.0, 0.0)
-    low, high = rounding_bounds(rate) if rate else (total_low / num_gpus, total_high / num_gpus)
-    narrowed = max(low, total_low / num_gpus), min(high, total_high / num_gpus)
-    return narrowed if narrowed[0] <= narrowed[1] else (low, high)

@@ -1,7 +1,8 @@
-"""This project's run directory → a run, whatever state the run ended in and whichever version wrote it.
+"""This project's run directory → a run, whatever state the run ended in.
 
 `summary.json` is believed first; what it lacks comes from `config.json` and `environment.json`, and the rates of a
-run that was killed before it could sum up come from `metrics.jsonl`.
+run that was killed before it could sum up come from `metrics.jsonl`. Fields are those of `clap_ds.record.schema`; one that is
+not of its type, or a file that is damaged, costs no more than itself.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,12 +22,7 @@ from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import interval_label, rate_interval
 
-DEEPEST = 30
-"""Levels of a file's fields within fields; no record has ten."""
-
-
-SILENT_S = 1800.0
-"""A run that is said to be running and has written nothing for so long was killed, most likely."""
+HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
 
 
 def is_record(path: Path) -> bool:
@@ -35,103 +30,67 @@ def is_record(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in RECORD_FILES)
 
 
-HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
-UNTRUE_PARTS = ("backward", "exposed_communication")
-"""Of a breakdown before schema 3 with `clap.gradient_sync` overlapped: its pass without reductions had them, too."""
-
-
 def read_record(path: Path, micro_batch: int | None = None) -> Run:
     """The run of a run directory; UserError where no file of one can be read. Of a `metrics.jsonl` alone the rate is
     known where `micro_batch` is given.
 
-    Its rates are None where it ended before one window was complete, and `notes` says what is missing. A file that is empty or
-    damaged, and a field that is not of its type, cost no more than themselves.
+    Its rates are None where it ended before one window was complete, and `notes` says what is missing.
     """
     notes: list[str] = []
     folder = path.parent / path.stem if path.suffix == ".jsonl" else path  # which isn't there where a file is alone
     summary, config, environment = (read_json(folder, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment or read_steps(path, "window")):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
-    if summary.get("state") == "running" and (silent_s := _silent_s(path)) > SILENT_S:
-        summary = summary | {"state": f"running, silent for {silent_s / 3600:,.1f} h"}
-    run = run_of(str(path), summary, config, environment, notes)
-    batch = run.batch_per_gpu or micro_batch
-    if run.rate or not batch:
-        return run
-    protocol = section(section(config, "clap"), "bench")
-    windows, step = _windows_of_steps(path, batch, whole(protocol.get("steps_per_window")))
-    if not windows:
-        return run
-    notes.append(f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up")
-    measured = {"samples_per_s_per_gpu": {"windows": list(windows)}, "step_time_s": step}
-    return run_of(str(path), summary | measured, config, environment, notes)
-
-
-def _silent_s(path: Path) -> float:
-    """Seconds since anything was written there; 0 where that can't be told."""
-    times = [0.0]
-    with contextlib.suppress(OSError):
-        times += [file.stat().st_mtime for file in path.iterdir()]
-    return time.time() - max(times) if max(times) else 0.0
-
-
-def run_of(
-    source: str, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any], notes: Sequence[str]
-) -> Run:  # fmt: skip
-    """The run that these say something of, each as it is in a record, and as damaged as it may be."""
     clap = section(config, "clap")
-    micro_batch = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
-    accumulated = (values.get("gradient_accumulation_steps") for values in (summary, config))
-    accumulation = next(filter(None, map(whole, accumulated)), 1)
-    rates, step = section(summary, "samples_per_s_per_gpu"), section(summary, "step_time_s")
-    is_old = (whole(summary.get("schema")) or 0) < 3
-    rate, measured = _rate_fields(rates, is_old)
-    batch, step_s = micro_batch and micro_batch * accumulation, positive(step.get("median"))
+    accumulated = (whole(values.get("gradient_accumulation_steps")) for values in (summary, config))
+    accumulation = next(filter(None, accumulated), 1)
+    of_step = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
+    batch, step = of_step and of_step * accumulation, section(summary, "step_time_s")
+    rate, fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
+    if not rate and (told := batch or micro_batch):
+        wanted = whole(section(clap, "bench").get("steps_per_window"))
+        windows, of_steps = _windows_of_steps(path, told, wanted)
+        step = of_steps or step
+        rate, fields = rate_over(windows, [1 / each for each in windows]), interval_fields(windows)
+        notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
+    step_s = positive(step.get("median"))
+    notes += uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
+    notes += [] if rate else ["no complete window was measured"]
+    parts = section(summary, "breakdown_s")
+    if parts and (whole(summary.get("schema")) or 0) < 3:
+        parts = {part: parts[part] for part in parts if part not in ("backward", "exposed_communication")}
+        notes.append("backward and exposed communication left out: measured wrongly before records of schema 3")
     gpus = whole(summary.get("world_size")) or whole(environment.get("world_size")) or 0
     device = _text(summary, "device_name") or _text(environment, "device_name")
     engine, memory = positive(summary.get("deepspeed_samples_per_s")), positive(summary.get("memory_peak_bytes"))
-    parts = section(summary, "breakdown_s")
-    breakdown: dict[str, Any] = {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
-    notes = [*notes, *(uneven_steps(rate, batch, step_s) if rate and batch and step_s else ())]
-    if not rate:
-        notes.append("no complete window was measured")
-    overlapped = clap.get("gradient_sync", "overlapped") == "overlapped"
-    if is_old and overlapped and parts.get("exposed_communication") is not None:
-        breakdown |= {f"{part}_s": None for part in UNTRUE_PARTS}
-        notes.append("backward and exposed communication left out: measured wrongly before records of schema 3")
     if engine and summary.get("deepspeed_times_host_alone") is True and unit(device) == "GPUs":
         notes.append(HOST_ALONE)
+    numbers = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", "time_to_target_s")
+    known: dict[str, Any] = {name: non_negative(summary.get(name)) for name in numbers}
+    known |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
-        source=source, state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
+        source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
         model=_text(summary, "preset") or _text(section(clap, "model"), "preset"),
         device=device, precision=_text(summary, "precision"),
         text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
         nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **measured, samples_per_s_per_gpu=rate,
+        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, **fields, **known,
         engine_samples_per_s_per_gpu=engine / gpus if engine and gpus else None,
-        achieved_tflops=positive(summary.get("achieved_tflops")),
         step_time_s=step_s, slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
-        data_wait_percent=non_negative(summary.get("data_wait_percent")),
-        memory_peak_gib=memory and memory / 1024**3, **breakdown,
-        mfu_model_percent=positive(summary.get("mfu_model_percent")), peak_tflops=positive(summary.get("peak_tflops")),
-        time_to_target_s=positive(summary.get("time_to_target_s")), notes="; ".join(notes),
-        config=dict(config), environment=_environment(environment), finished=_text(summary, "finished"),
+        memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
+        config=config, environment=_environment(environment), finished=_text(summary, "finished"),
     )  # fmt: skip
 
 
-def _rate_fields(rates: Mapping[str, Any], is_old: bool) -> tuple[float | None, dict[str, Any]]:
-    """The rate, and `Run`'s fields of its interval. Before schema 3 the windows tell them, which had as many samples each."""
+def _rate_fields(rates: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    """The rate, and `Run`'s fields of its interval. Without a mean (before schema 3) the windows tell them."""
     windows, seconds = _positives(rates, "windows"), _positives(rates, "window_s")
     seconds = seconds if len(seconds) == len(windows) else [1 / rate for rate in windows]
-    rate, known = rate_over(windows, seconds), interval_fields(windows, seconds)
     mean, low, high = (positive(rates.get(name)) for name in ("mean", "low", "high"))
-    if not is_old and mean and low and high and low <= mean <= high:
-        label = _text(rates, "label") or interval_label(non_negative(rates.get("coverage")), len(windows))
-        return mean, known | {"interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
-    rate = rate or positive(rates.get("median")) or mean
-    if rate and not windows and low and high and low <= high:
-        known |= {"interval": (low, high), "uncertainty_from": "interval of unknown coverage of 1 run"}
-    return rate, known
+    if not (mean and low and high and low <= mean <= high):
+        return rate_over(windows, seconds) or mean, interval_fields(windows, seconds)
+    label = interval_label(non_negative(rates.get("coverage")), len(windows))
+    return mean, interval_fields(windows, seconds) | {"interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
 
 
 def rate_over(windows: Sequence[float], window_s: Sequence[float]) -> float | None:
@@ -175,34 +134,18 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[tuple
 
 def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     """A JSON object of a run directory (`summary`, …); empty where it is missing or damaged, the latter with a note."""
-    file, why = path / f"{name}.json", "not readable JSON"
+    file = path / f"{name}.json"
     try:
-        value = _json(file.read_bytes())
+        value = json.loads(file.read_bytes())
+        json.dumps(value, ensure_ascii=False).encode()  # can be printed: half of a surrogate pair is no character
         if isinstance(value, dict):
             return value
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        why = f"not readable ({error.strerror})"
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         pass
-    notes.append(f"{file.name} is {why}")
+    notes.append(f"{file.name} is not readable JSON")
     return {}
-
-
-def _json(text: bytes) -> Any:
-    """What JSON says, its texts such as can be printed: half of a surrogate pair is no character."""
-    return _printable(json.loads(text), DEEPEST)
-
-
-def _printable(value: Any, levels: int) -> Any:
-    if not levels:
-        raise ValueError(f"nested deeper than {DEEPEST}")
-    if isinstance(value, dict):
-        return {_printable(name, levels): _printable(inner, levels - 1) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_printable(inner, levels - 1) for inner in value]
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
@@ -229,13 +172,10 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return known | {name: numbers for name, numbers in inner.items() if numbers}
 
 
-_FIELDS = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}
-"""Types of the fields of `environment.json` that are neither text nor number."""
-
-
 def _environment(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are of their types."""
-    return {name: value for name, value in values.items() if isinstance(value, _FIELDS.get(name, str | int))}
+    types = {"versions": dict, "command": list, "hosts": list, "device_names": list, "gpus_per_node": list}
+    return {name: value for name, value in values.items() if isinstance(value, types.get(name, str | int))}
 
 
 def positive(value: object) -> float | None:

@@ -1,13 +1,12 @@
-"""Reads runs from what there is: this project's run directories, DeepSpeed logs, and tables of either.
+"""Reads runs from what there is: this project's run directories, logs, and tables of either.
 
 The one way to measured numbers, and the one place of options, for every command here. A run directory's counts come from its
-record; a log's from the launcher's or the engine's lines, else from `--nodes` and `--gpus`.
+record; a log's from the launcher's or the engine's lines, else from the options or its name.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import sys
@@ -16,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.record import is_record, read_record
-from clap_ds.analysis.table import Run, count_of, read_table_runs
+from clap_ds.analysis.table import Run, count_of
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, did_you_mean
@@ -29,9 +29,8 @@ DEPTH = 4
 TABLE_SUFFIXES = (".csv", ".tsv")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 """Of files that are looked into where a folder is given."""
-NOTHING = "neither a run directory nor a log, or a folder of them"
 SAME_RATE = 0.05
-"""Difference up to which a log's rate can be its run directory's: earlier versions printed medians."""
+"""Difference up to which a log's rate can be its run directory's: not both need be read to the same digit."""
 MOST_SHOWN = 5
 """Of inputs that come again."""
 
@@ -40,61 +39,76 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     """Runs of run directories, logs (plain or gzip), folders of them (a sweep's, too), `metrics.jsonl` alone, and CSV tables.
 
     `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
-    on stderr and the rest goes on, but for a folder whose neighbour has runs: `runs/*` names the jobs' folder, too. An input
-    that comes again, as it is, as a copy or as the log of a run directory, counts once, and that is said. UserError where none
-    has a run.
+    on stderr and the rest goes on. An input that comes again, as it is, as a copy or as the log of a run directory, counts
+    once, and that is said. UserError where none has a run.
     """
-    problems: dict[Path, str] = {}
-    found: dict[Path, list[Run]] = {}
+    problems: list[str] = []
     runs: list[Run] = []
-    fruitful: set[Path] = set()
     for path in paths:
+        before = len(runs) + len(problems)
         is_folder = os.path.isdir(path) and not is_record(path)
-        count = len(runs) + len(problems)
         for source in _inputs_in(path, problems) if is_folder else [_record_around(path)]:
             try:
-                if (place := source.resolve()) not in found:
-                    found[place] = _read(source, given, is_folder)
-                runs += found[place]
+                found = _read(source, given)
+                # A log that only lies in a folder may be any program's: it counts with a rate, or where it says its size.
+                runs += [run for run in found if run.rate or run.gpus or not (is_folder and run.kind == "log")]
             except UserError as error:
-                problems[source] = str(error)
-        if len(runs) + len(problems) > count:
-            fruitful.add(path.absolute().parent)
-        else:
-            problems[path] = f"{path}: {NOTHING}"
+                problems += [] if is_folder and source.suffix in LOG_SUFFIXES else [str(error)]
+        if len(runs) + len(problems) == before:
+            problems.append(f"{path}: neither a run directory nor a log, or a folder of them")
     _refuse_one_count(runs, given)
     completed = []
     for run in runs:
         try:
             completed.append(_complete(run, given))
         except UserError as error:
-            problems[Path(run.source)] = str(error)
+            problems.append(str(error))
     if not completed:
-        raise UserError("; ".join(problems.values()))
-    for path, problem in problems.items():
-        if not (problem.endswith(NOTHING) and path.absolute().parent in fruitful):
-            print(f"warning: {problem}; going on without it", file=sys.stderr)
+        raise UserError("; ".join(problems))
+    for problem in problems:
+        print(f"warning: {problem}; going on without it", file=sys.stderr)
     return _each_once(completed)
 
 
-def _refuse_one_count(runs: Sequence[Run], given: argparse.Namespace) -> None:
-    """One `--nodes` or `--gpus` for inputs of several scales, by what they state or their names, would put them all at one."""
-    for name, other in (("nodes", "gpus"), ("gpus", "nodes")):
-        lacking = [run for run in runs if getattr(given, name) and not getattr(run, name)]
-        for what in (other, name):
-            sizes = sorted({getattr(run, what) or _count_in_name(_IN_NAME[what], run.source) for run in lacking} - {0})
-            if len(sizes) > 1:
-                counts = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} {_WORDS[what]}"
-                lack = f"inputs that don't state their {_WORDS[name]} have {counts}"
-                raise UserError(f"--{name} {getattr(given, name)}: {lack}; give --gpus_per_node instead")
+def _read(path: Path, given: argparse.Namespace) -> list[Run]:
+    """Runs of one input."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: no such file or directory")
+    if is_record(path) or path.suffix == ".jsonl":
+        return [read_record(path, given.micro_batch)]
+    return read_table_runs(path) if path.suffix.lower() in TABLE_SUFFIXES else read_log(path, given.warmup_steps)
+
+
+def _record_around(path: Path) -> Path:
+    """The run directory that a file is part of, or the path itself."""
+    of_record = path.name in (*RECORD_FILES, "rank0.log")
+    summed_up = any(os.path.isfile(path.parent / name) for name in RECORD_FILES if name.endswith(".json"))
+    return path.parent if of_record and summed_up else path
+
+
+def _inputs_in(folder: Path, problems: list[str]) -> Iterator[Path]:
+    """Run directories and logs in a folder, in the order of their names; folders that can't be read go to the problems."""
+
+    def unreadable(error: OSError) -> None:
+        problems.append(f"{error.filename}: can't be read ({error.strerror})")
+
+    for place, inside, files in os.walk(folder, onerror=unreadable):
+        here = Path(place)
+        if is_record(here):
+            inside.clear()
+            yield here
+        else:
+            inside[:] = sorted(inside) if len(here.relative_to(folder).parts) < DEPTH else []
+            logs = (here / name for name in sorted(files) if Path(name).suffix.lower() in LOG_SUFFIXES)
+            yield from (log for log in logs if not log.is_symlink())
 
 
 def _each_once(runs: Sequence[Run]) -> list[Run]:
-    """The runs without copies (the same windows, or end, and all else that is known), and without those of logs that name a run
-    directory which is there, too, or has another log. A killed run without windows is like no other."""
+    """The runs without copies (all that is known of them is the same, and they measured something or ended), and without those
+    of logs that name a run directory which is there, too, or has another log."""
     groups: dict[object, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.kind == "log"):
-        told = run.windows or run.finished or run.kind == "table"
+        told = run.rate or run.finished or run.kind == "table"
         key = next((key for key, group in groups.items() if run.directory and _is_log_of(run, group[0])), None)
         groups.setdefault(key or repr(replace(run, source="" if told else run.source)), []).append(run)
     again = dict.fromkeys(", ".join(run.source for run in group) for group in groups.values() if len(group) > 1)
@@ -110,95 +124,64 @@ def _is_log_of(log: Run, other: Run) -> bool:
     return Path(log.directory).name in (other.name, Path(other.directory).name) and log.gpus == other.gpus and alike
 
 
-def _record_around(path: Path) -> Path:
-    """The run directory that a file is part of, or the path itself."""
-    return path.parent if path.name in (*RECORD_FILES, "rank0.log") and _has_summary(path.parent) else path
-
-
-def _has_summary(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in RECORD_FILES if name.endswith(".json"))
-
-
-def _read(path: Path, given: argparse.Namespace, from_folder: bool) -> list[Run]:
-    """Runs of one input; of a log that only lies in a folder, those that have a rate or say their size."""
-    if not os.path.lexists(path):
-        raise UserError(f"{path}: no such file or directory")
-    if is_record(path) or path.suffix == ".jsonl":
-        run = read_record(path, given.micro_batch)
-        if run.engine_samples_per_s_per_gpu is None and os.path.isfile(path / "rank0.log"):
-            with contextlib.suppress(UserError):
-                log = read_log(path / "rank0.log", given.warmup_steps)[-1]
-                engine = (log.engine_samples_per_s_per_gpu or 0) / (1 if log.gpus else run.gpus or 1)
-                run = replace(run, engine_samples_per_s_per_gpu=engine or None)
-        return [run]
-    if path.suffix.lower() in TABLE_SUFFIXES:
-        return read_table_runs(path)
-    if not from_folder:
-        return read_log(path, given.warmup_steps)
-    with contextlib.suppress(UserError):
-        return [run for run in read_log(path, given.warmup_steps) if run.rate or run.gpus]
-    return []
-
-
-def _inputs_in(folder: Path, problems: dict[Path, str], depth: int = DEPTH) -> Iterator[Path]:
-    """Run directories and logs in a folder, in the order of their names; folders that can't be read go to the problems."""
-    try:
-        inside = sorted(path for path in folder.iterdir() if not path.is_symlink())
-    except OSError as error:
-        problems[folder] = f"{folder}: can't be read ({error.strerror})"
-        return
-    for path in inside:
-        if not os.path.isdir(path):
-            yield from [path] if path.suffix.lower() in LOG_SUFFIXES else []
-        elif is_record(path):
-            yield path
-        elif depth > 1:
-            yield from _inputs_in(path, problems, depth - 1)
-
-
 _IN_NAME = {
     "nodes": re.compile(r"(?<![a-z0-9])(?:n(?:odes)?[-_=]?0*(\d+)|0*(\d+)[-_]?n(?:odes?)?)(?![a-z0-9])"),
     "gpus": re.compile(r"(?<![a-z0-9])(?:gpus[-_=]?0*(\d+)|0*(\d+)[-_]?gpus?)(?![a-z0-9])"),
 }
-_WORDS = {"nodes": "nodes", "gpus": "GPUs"}
 
 
-def _count_in_name(pattern: re.Pattern[str], source: str) -> int:
+def _count_in_name(what: str, source: str) -> int:
     """A count that a file's name, or else its folder's, says once: `n4.log`, `4nodes/`, `nodes-4_8gpus.out`; else 0."""
     for part in (Path(source).name, Path(source).parent.name):
-        counts = {int(before or after) for before, after in pattern.findall(part.casefold())}
+        counts = {int(before or after) for before, after in _IN_NAME[what].findall(part.casefold())}
         if counts:
             return counts.pop() if len(counts) == 1 else 0
     return 0
 
 
+def _refuse_one_count(runs: Sequence[Run], given: argparse.Namespace) -> None:
+    """One `--nodes` or `--gpus` for inputs of several scales, by what they state or their names, would put them all at one."""
+    words = {"nodes": "nodes", "gpus": "GPUs"}
+    for name in words:
+        lacking = [run for run in runs if getattr(given, name) and not getattr(run, name)]
+        for what, word in words.items():
+            sizes = sorted({getattr(run, what) or _count_in_name(what, run.source) for run in lacking} - {0})
+            if len(sizes) > 1:
+                lack = f"inputs that don't state their {words[name]} have {', '.join(map(str, sizes))} {word}"
+                raise UserError(f"--{name} {getattr(given, name)}: {lack}; give --gpus_per_node instead")
+
+
 def _complete(run: Run, given: argparse.Namespace) -> Run:
     """Fill what the input left out from what the user gave, then from its name, and insist on the counts."""
-    per_node, notes = given.gpus_per_node or 0, [run.notes]
-    gpus = run.gpus or given.gpus or (run.nodes or given.nodes or 0) * per_node
-    if not gpus and (gpus := _count_in_name(_IN_NAME["gpus"], run.source)):
-        notes.append(f"{gpus} GPUs by its name")
-    named_nodes = _count_in_name(_IN_NAME["nodes"], run.source)
-    if not gpus and (gpus := named_nodes * per_node):
-        notes.append(f"{count_of(named_nodes, 'node')} by its name")
-    if run.kind == "log" and not run.gpus and gpus:
-        run = _per_gpu(run, gpus)
+    per_node, named = given.gpus_per_node or 0, {what: _count_in_name(what, run.source) for what in _IN_NAME}
+    gpus = (
+        run.gpus
+        or given.gpus
+        or (run.nodes or given.nodes or 0) * per_node
+        or named["gpus"]
+        or named["nodes"] * per_node
+    )
     if per_node and gpus % per_node and not run.nodes:
         raise UserError(f"{run.source}: {gpus} GPUs are no multiple of --gpus_per_node {per_node}")
-    nodes = run.nodes or (gpus // per_node if per_node else given.nodes) or int(gpus == 1)
-    if not nodes and (nodes := named_nodes):
-        notes.append(f"{count_of(nodes, 'node')} by its name")
+    nodes = run.nodes or (gpus // per_node if per_node else given.nodes) or int(gpus == 1) or named["nodes"]
     counts = {"number of nodes (--nodes, --gpus_per_node)": nodes, "number of GPUs (--gpus)": gpus}
     if missing := [what for what, count in counts.items() if not count]:
         raise UserError(f"{run.source}: doesn't state the {' and the '.join(missing)}; give it")
     if gpus < nodes:
         raise UserError(f"{run.source}: {gpus} GPUs on {nodes} nodes; expected at least one per node")
+    notes = [run.notes]
+    if not (run.gpus or given.gpus) and gpus == named["gpus"]:
+        notes.append(f"{gpus} GPUs by its name")
+    if not (run.nodes or given.nodes or (per_node and (run.gpus or given.gpus))) and nodes == named["nodes"]:
+        notes.append(f"{count_of(nodes, 'node')} by its name")
+    if run.kind == "log" and not run.gpus:
+        run = _per_gpu(run, gpus)
     batch = run.batch_per_gpu or (given.micro_batch and given.micro_batch * run.accumulation)
     step_s = run.step_time_s or (batch / run.rate if run.kind == "log" and run.rate and batch else None)
-    model, peak = preset_of(run.model or given.model or ""), run.peak_tflops or given.peak_tflops
     return replace(
-        run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, model=model, peak_tflops=peak,
-        micro_batch=run.micro_batch or (batch and batch // run.accumulation), notes="; ".join(filter(None, notes)),
+        run, nodes=nodes, gpus=gpus, batch_per_gpu=batch, step_time_s=step_s, notes="; ".join(filter(None, notes)),
+        model=preset_of(run.model or given.model or ""), peak_tflops=run.peak_tflops or given.peak_tflops,
+        micro_batch=run.micro_batch or (batch and batch // run.accumulation),
     )  # fmt: skip
 
 
@@ -236,10 +219,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--nodes": {"type": whole_number(), "help": "node count of inputs that don't state it"},
     "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of inputs that don't state it"},
     "--gpus_per_node": {"type": whole_number(), "help": "for inputs that don't state nodes or GPUs"},
-    "--model": {
-        "type": _model,
-        "help": "of logs that don't state it: a preset, or as published (HTSAT-tiny-Roberta-base)",
-    },
+    "--model": {"type": _model, "help": "of logs that don't state it: a preset, or as published (HTSAT-tiny-Roberta-base)"},
     "--micro_batch": {"type": whole_number(), "help": "samples per GPU and micro-step where not stated"},
     "--warmup_steps": {"type": int, "default": 10, "help": "steps of a log to drop at each start (default 10)"},
     "--baseline_nodes": {"type": whole_number(), "help": "node count that is 100 %% (default: the smallest)"},
@@ -256,11 +236,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--deadline_hours": {"type": positive, "help": "name the cheapest scale that meets it"},
     "--series": {"metavar": "NAME", "help": "of the series in a table of several: its model, or part of its title"},
     "--project_gpus": {
-        "type": whole_number(),
-        "nargs": "+",
-        "default": (),
-        "metavar": "GPUS",
-        "help": "default: 4 × as far",
+        "type": whole_number(), "nargs": "+", "default": (), "metavar": "GPUS", "help": "default: 4 × as far",
     },
     "--num_parameters": {"type": positive, "help": "trained parameters, for models not published"},
     "--joint_dim": {"type": whole_number(), "help": "width of the joint embedding, for models not published"},
@@ -272,7 +248,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--latency_us": {"type": positive, "default": 10, "help": "of a hop between nodes"},
     "--peak_tflops": {"type": positive, "help": "dense peak of one GPU where not stated"},
     "--memory_tbytes_per_s": {"type": positive, "default": 4, "help": "of one GPU's memory"},
-}
+}  # fmt: skip
 """Every option of every command here."""
 
 

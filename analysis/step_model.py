@@ -3,39 +3,21 @@
 Stated, not fitted: bytes and FLOPs follow from the model and the loss; bandwidths, latency and peaks are the machine's.
 Fitted: the time each rank works by itself, and the scale of the delay that waiting for the slowest rank adds. Whatever else
 grows and isn't stated is counted there.
-
-Beside it stand laws without any physics (`clap_ds.analysis.growth`): what foretells measured scales best from smaller ones is
-what a projection goes by.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
-
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.growth import LAWS, Measured, growth
-from clap_ds.analysis.repeats import ratio_uncertainty
-from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt, read_table_runs
-from clap_ds.config.errors import UserError
 
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
 LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
-"""Times that fp32 logits and everybody's features cross the GPU's memory, forward and backward (`benchmarks.loss_trace`)."""
+"""Times that fp32 logits and everybody's features cross the GPU's memory, both ways (`benchmarks.loss_bench --traced`)."""
 MATMUL_EFFICIENCY = 0.3
-
-STEP_MODEL = "step model"
-ALL_LAWS = (*LAWS, STEP_MODEL)
-FURTHEST = 4
-"""Times the largest measured scale that is projected to where nobody asks for more."""
-WORST_FIT = 10.0
-"""Points of efficiency by which the best law may miss what it is fitted to and still be projected."""
 
 TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
 
@@ -104,6 +86,12 @@ def all_gather_s(bytes_per_gpu: float, nodes: int, gpus_per_node: int, machine: 
     return inside + (nodes - 1) * gpus_per_node * bytes_per_gpu / machine.node_bytes_per_s
 
 
+def growth(ranks: Any, shape: float) -> Any:
+    """How waiting for the slowest grows with the ranks, none for one: up to a bound (shape -1), as log P (0), as √P (0.5) or
+    as P (1)."""
+    return np.log(ranks) if shape == 0 else (np.asarray(ranks, float) ** shape - 1) / shape
+
+
 @dataclass(frozen=True)
 class StepModel:
     """Step time and efficiency at any number of nodes; zero of what is fitted where nothing has been."""
@@ -158,168 +146,3 @@ class StepModel:
 
     def efficiency_percent(self, nodes: int, baseline_nodes: int = 1) -> float:
         return 100 * self.rate(nodes) / self.rate(baseline_nodes)
-
-    def with_step(self, step_s: float, nodes: int) -> StepModel:
-        """The same, computing for as long as makes a step of `step_s` on that many nodes (negative: it can't)."""
-        return replace(self, compute_s=step_s - replace(self, compute_s=0.0).step_s(nodes))
-
-
-@dataclass(frozen=True)
-class Series:
-    """A weak-scaling series: what it trained, how and on what, and (nodes, samples/s/GPU), smallest scale first."""
-
-    title: str
-    workload: Workload
-    rates: tuple[tuple[int, float], ...]
-    machine: Machine = Machine()
-    method: Method = Method()
-    exposed: tuple[tuple[int, float], ...] = ()
-    """(nodes, seconds a step) of exposed communication, where a breakdown was measured."""
-    errors: tuple[float, ...] = ()
-    """± of each rate (95 %) as a share of it; empty where none is known."""
-
-    @property
-    def name(self) -> str:
-        """Of the model alone."""
-        return self.title.partition(",")[0]
-
-    @property
-    def laws(self) -> tuple[str, ...]:
-        """`ALL_LAWS`; where no batch is known, those that need none."""
-        return ALL_LAWS if self.workload.batch_per_gpu else tuple(LAWS)
-
-    def efficiency_percent(self, rate: float) -> float:
-        return 100 * rate / self.rates[0][1]
-
-    def first(self, count: int) -> Series:
-        """Of its smallest scales."""
-        return replace(self, rates=self.rates[:count], errors=self.errors[:count])
-
-    def errors_points(self, model: StepModel) -> list[float]:
-        """Model minus measurement at every scale, percentage points of efficiency (both over the measured baseline)."""
-        percent = self.efficiency_percent
-        return [percent(model.rate(nodes)) - percent(rate) for nodes, rate in self.rates]
-
-    def fit(self, law: str = STEP_MODEL) -> StepModel:
-        """One of `ALL_LAWS` through the rates, of two node counts or more: least squares on relative step time, in which rates
-        weigh by their ±; no parameter is negative."""
-        model, measured = self._measured()
-        shape, stated = LAWS.get(law, model.shape), law == STEP_MODEL
-        compute_s, delay_s = measured.fit(shape, float(stated))
-        return replace(model, compute_s=compute_s, delay_s=delay_s, shape=shape, stated=stated)
-
-    def _measured(self) -> tuple[StepModel, Measured]:
-        """The step model without what is fitted, and what its fit is to."""
-        node_counts, rates = (np.array(values) for values in zip(*self.rates, strict=True))
-        times = self.workload.step_samples / rates
-        window_s, stated = BACKWARD_SHARE * float(times.min()), STEP_MODEL in self.laws
-        model = StepModel(self.workload, self.machine, self.method, window_s=window_s, stated=stated)
-        stated_s = np.array([model.step_s(int(nodes)) for nodes in node_counts])
-        return model, Measured(node_counts * self.workload.gpus_per_node, times, stated_s, np.array(self.errors))
-
-    def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """95 % bands of the efficiency that would be measured at each node count; empty under 3 scales, which are too few."""
-        if len(self.rates) < 3:
-            return {}
-        model, measured = self._measured()
-        found = {}
-        for nodes in node_counts:
-            steps = measured.drawn_steps(nodes * self.workload.gpus_per_node, model.step_s(nodes))
-            low, high = np.percentile(100 * measured.times[0] / steps, (2.5, 97.5))
-            found[nodes] = float(low), float(high)
-        return found
-
-    def hold_outs(self) -> list[tuple[Series, int, float]]:
-        """Each scale beside what can foretell it: the series up to the scale before, and up to the one before that, where these
-        have two scales; with its node count and measured efficiency."""
-        return [
-            (self.first(place - back), nodes, self.efficiency_percent(rate))
-            for back in (0, 1)
-            for place, (nodes, rate) in enumerate(self.rates)
-            if place - back >= 2
-        ]
-
-    def foretold_points(self) -> dict[str, float]:
-        """Mean error of each law over the hold-outs, in points of efficiency without sign, smallest first; empty without."""
-        cases = self.hold_outs()
-        found = {
-            law: sum(
-                abs(small.efficiency_percent(small.fit(law).rate(nodes)) - actual) for small, nodes, actual in cases
-            )
-            for law in self.laws
-        }
-        return {law: found[law] / len(cases) for law in sorted(found, key=lambda law: found[law])} if cases else {}
-
-    def best_law(self) -> str:
-        """What foretold the scales best; where that can't be told the step model, or √n, as which its waiting grows."""
-        return next(iter(self.foretold_points()), STEP_MODEL if STEP_MODEL in self.laws else "a + b·√n")
-
-    def doubt(self) -> str:
-        """Why nothing is to be projected from these rates; empty where nothing speaks against it."""
-        largest = max(map(abs, self.errors_points(self.fit(self.best_law()))))
-        if largest > WORST_FIT:
-            return f"the best law, {self.best_law()}, misses what was measured by up to {largest:.1f} points"
-        errors = self.errors or (None,) * len(self.rates)
-        for (nodes, rate), error in zip(self.rates, errors, strict=True):
-            percent = self.efficiency_percent(rate)
-            around = ratio_uncertainty(percent, error and percent * error, 1.0, errors[0])
-            if in_doubt(percent, around):
-                return (
-                    f"{count_of(nodes, 'node')} have {percent:.1f} % of the smallest scale's rate per GPU, more than 100 by "
-                    "more than its ±: the smallest scale's runs are in doubt"
-                )
-        return ""
-
-
-def band_text(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
-    return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
-
-
-def node_counts(series: Series, gpus: Sequence[int] = ()) -> list[int]:
-    """Measured node counts, and beyond them those that fill with so many `gpus`, or doublings to `FURTHEST` times as far; of a
-    series that is in doubt the measured ones. UserError where none of the `gpus` fills whole nodes."""
-    measured, per_node = [nodes for nodes, _ in series.rates], series.workload.gpus_per_node
-    wanted = gpus or [measured[-1] * per_node * 2**power for power in range(1, FURTHEST.bit_length())]
-    whole = [count // per_node for count in wanted if count >= per_node and count % per_node == 0]
-    if not whole:
-        raise UserError(f"--project_gpus {' '.join(map(str, gpus))}: none fills whole nodes of {per_node} GPUs")
-    return sorted({*measured, *whole}) if not series.doubt() else measured
-
-
-def read_series(
-    path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0, name: str | None = None
-) -> Series:
-    """The weak-scaling series of a table, or that of this `name` where it holds several; errors as of `series_of`. Sizes are
-    for models that are not published."""
-    rows: Sequence[Row] = scaling_table(read_table_runs(path))
-    weak = [row for row in rows if row.rate and row.scaling != "strong"]
-    if len(by_series(weak)) > 1:
-        rows = choose_series(weak, name, path)
-    return series_of(str(path), rows, machine, method, num_parameters, joint_dim)
-
-
-def series_of(
-    name: str, rows: Sequence[Row], machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0
-) -> Series:
-    """One series' rows as a weak-scaling series; `name` is what an error calls them.
-
-    Raises UserError for fewer than two scales, or model sizes that are neither published nor given.
-    """
-    rows = [row for row in rows if row.rate and row.scaling != "strong"]
-    if len({row.nodes for row in rows}) < 2:
-        raise UserError(f"{name}: weak scaling measured at one node count only; a projection needs at least two")
-    first, known = rows[0], WORKLOADS.get(rows[0].model, Workload(0, joint_dim, num_parameters))
-    gpus_per_node = {row.gpus / row.nodes for row in rows}
-    if not (num_parameters or known.num_parameters) or not (joint_dim or known.joint_dim):
-        raise UserError(f"{name}: sizes of {first.model!r} are not known; give --num_parameters and --joint_dim")
-    batches = {row.batch_per_gpu or row.micro_batch for row in rows}
-    batch = batches.pop() if len(batches) == 1 else None  # without, the plain laws alone
-    if len(gpus_per_node) > 1 or not min(gpus_per_node).is_integer():
-        raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
-    sizes = joint_dim or known.joint_dim, num_parameters or known.num_parameters
-    workload = Workload(batch or 0, *sizes, int(min(gpus_per_node)))
-    rates = tuple((row.nodes, row.rate) for row in rows if row.rate)
-    exposed = tuple((row.nodes, seconds) for row in rows if (seconds := row.exposed_communication_s) is not None)
-    errors = [half / row.rate for row in rows if (half := row.samples_per_s_per_gpu_2sigma) and row.rate]
-    errors = errors if len(errors) == len(rows) else []
-    return Series(first.title, workload, rates, machine, method, exposed, tuple(errors))

@@ -1,4 +1,4 @@
-"""Measured runs and the scaling table's rows, and reading and writing them as CSV and Markdown.
+"""Measured runs and the scaling table's rows, and writing them as CSV and Markdown; `csv_table.py` reads them.
 
 A table's first columns are those of `published/*.csv`, so each can stand in for the other. An absent value is an
 empty cell (CSV) or a dash (Markdown); zero, negative or non-finite rates are refused on reading and can't be written.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.analysis.csv_cells import nearest, read_cells
-from clap_ds.analysis.published import PUBLISHED_TABLES, rate_bounds, rounding_bounds
 from clap_ds.config.errors import UserError
-from clap_ds.config.model_names import preset_of
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -198,9 +194,8 @@ def is_measurable(value: float) -> bool:
 
 
 COLUMNS = tuple(column.name for column in fields(Row))
-_INT_COLUMNS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
-_WHOLE_COLUMNS = _INT_COLUMNS | {"gpus_per_node"}
-_TEXT_COLUMNS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
+COUNTS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
+TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
 
@@ -247,7 +242,7 @@ def format_cell(column: str, value: Any) -> str:
     """A cell's text in CSV; empty for None."""
     if value is None:
         return ""
-    if column in _INT_COLUMNS or column in _TEXT_COLUMNS:
+    if column in COUNTS or column in TEXTS:
         return str(value)
     assert math.isfinite(value), (column, value)
     if column in ("speedup", "memory_peak_gib") or column.endswith("_2sigma_percent"):
@@ -279,90 +274,3 @@ ABOVE_ALL = 2.0
 def in_doubt(percent: float, error: float | None) -> bool:
     """Whether an efficiency is above 100 % by more than its ±, so that its baseline's rate is in doubt."""
     return percent - 100 > (ABOVE_ALL if error is None else error)
-
-
-def read_table(path: Path) -> list[Row]:
-    """Rows of a table of this project or of `published/`; UserError, saying where, if it isn't as it should be."""
-    return [row for row, _ in _read(path)]
-
-
-def _read(path: Path) -> list[tuple[Row, dict[str, str]]]:
-    """Rows, and their cells as printed."""
-    found = read_cells(path, COLUMNS, _TEXT_COLUMNS, _WHOLE_COLUMNS)
-    if not found:
-        raise UserError(f"{path}: a header and no rows")
-    there = set(found[0].texts)
-    known = there | ({"nodes", "gpus"} if "gpus_per_node" in there and there & {"nodes", "gpus"} else set())
-    known |= {"samples_per_s_per_gpu"} if "samples_per_s" in there else set()
-    if missing := [column for column in COLUMNS[:3] if column not in known]:
-        near = nearest(there - set(COLUMNS), missing)
-        raise UserError(f"{path}: no column {', '.join(missing)}; a table begins {','.join(COLUMNS[:3])},…{near}")
-    for cells in found:
-        _derive(cells.where, cells.texts)
-    return [(_row(path, cells.where, cells.texts), cells.texts) for cells in found]
-
-
-def _derive(where: str, cells: dict[str, str]) -> None:
-    """Fill nodes from GPUs and GPUs from nodes, where a row has but one of them and the GPUs per node."""
-    names = ("gpus_per_node", "nodes", "gpus")
-    per_node, nodes, gpus = (_value(where, name, cells[name]) if cells.get(name) else 0 for name in names)
-    if per_node and nodes and not gpus:
-        cells["gpus"] = str(nodes * per_node)
-    elif per_node and gpus and not nodes:
-        if gpus % per_node:
-            raise UserError(f"{where}: gpus is {gpus}, no multiple of {per_node} GPUs per node")
-        cells["nodes"] = str(gpus // per_node)
-
-
-def _row(path: Path, where: str, cells: Mapping[str, str]) -> Row:
-    values = {column: _value(where, column, text) for column in COLUMNS if (text := cells.get(column))}
-    if empty := [column for column in ("nodes", "gpus") if column not in values]:
-        raise UserError(f"{where}: {' and '.join(empty)} is empty")
-    if facts := PUBLISHED_TABLES.get(path.stem):
-        values = {**facts, "global_batch": facts["batch_per_gpu"] * values["gpus"], **values}
-    elif "model" not in cells:
-        values["model"] = path.stem
-    if "samples_per_s" in values and "samples_per_s_per_gpu" not in values:
-        values["samples_per_s_per_gpu"] = values["samples_per_s"] / values["gpus"]
-    return Row(**values)
-
-
-def _value(where: str, column: str, text: str) -> Any:
-    if column in _TEXT_COLUMNS:
-        return preset_of(text) if column == "model" else text
-    try:
-        value = float(text)
-    except ValueError:
-        raise UserError(f"{where}: {column} is {text!r}; expected a number") from None
-    may_be_zero = column != "samples_per_s" and ("sigma" in column or column.endswith(("_percent", "_s", "repeats")))
-    if not (is_measurable(value) or (may_be_zero and 0 <= value < LEAST)):
-        raise UserError(f"{where}: {column} is {text}; expected a number above zero that can be measured")
-    if column in _WHOLE_COLUMNS and value != int(value):
-        raise UserError(f"{where}: {column} is {text}; expected a whole number")
-    return int(value) if column in _WHOLE_COLUMNS else value
-
-
-def read_table_runs(path: Path) -> list[Run]:
-    """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
-    runs: dict[tuple[Row, int], Run] = {}
-    again: Counter[tuple[Row, str, str]] = Counter()
-    for row, cells in _read(path):
-        # A scale that serves weak and strong scaling has a row in each; it was measured once. Equal rows of one are repeats.
-        identity = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
-                           scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
-        rate, spread, total = row.samples_per_s_per_gpu, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
-        if rate is not None and total is not None:
-            # Both columns round one number: the middle of what agrees with both is nearer to it than either.
-            low, high = rate_bounds(cells.get("samples_per_s_per_gpu", ""), cells["samples_per_s"], row.gpus)
-            total_low, total_high = rounding_bounds(cells["samples_per_s"])
-            total = total if low * row.gpus <= total_high and total_low <= high * row.gpus else None
-            rate = (low + high) / 2
-        known: dict[str, Any] = {"samples_per_s_per_gpu": rate, "samples_per_s": total, "time_to_target_s": None,
-                                 "state": row.state or "completed"}  # fmt: skip
-        if rate is not None and spread is not None and spread < rate:
-            known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
-        again[identity, row.scaling, row.variant] += 1
-        count = again[identity, row.scaling, row.variant]
-        run = Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {count} of its kind")
-        runs.setdefault((identity, count), run)
-    return list(runs.values())

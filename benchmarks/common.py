@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 import psutil
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import write_atomically, write_object
-from clap_ds.config.places import work_folder
+from clap_ds.config.places import commit, work_folder
 from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.ranks.distributed import keep_freed_memory
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-MARK = "CLAP_BENCHMARK"
 LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -42,24 +40,20 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
-    """Print the text, and keep it where there is a file for it."""
+    """Print the text; where there is a file for it, keep it with the command and commit that made it, the figures in a JSON
+    beside it."""
     print(text, flush=True)
     if output:
-        keep(output, text, figures)
-
-
-def keep(output: Path, text: str, figures: Any) -> None:
-    """Write the text, with the command that made it, and the figures to a JSON beside it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", *sys.orig_argv[1:]])
-    write_atomically(output, f"`{command}`\n\n{text}\n")
-    write_object(output.with_suffix(".json"), figures)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        made_by = f"Made by `{' '.join(['python', *sys.orig_argv[1:]])}` at commit {commit()}."
+        write_atomically(output, f"{made_by}\n\n{text}\n")
+        write_object(output.with_suffix(".json"), figures)
 
 
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """Markdown of columns given as `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`: a row's fields go into the
-    format strings, with `memory_gb` of its `memory_peak_bytes`, `reserved_gb` of its `memory_reserved_peak_bytes`; a cell whose
-    field a row lacks is empty."""
+    format strings; a cell whose field a row lacks is empty. A run's `memory_peak_bytes` and `memory_reserved_peak_bytes` are
+    `memory_gb` and `reserved_gb`, too."""
     cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
@@ -74,15 +68,15 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
     return markdown_table(list(cells), [[cell(template, row) for template in cells.values()] for row in rows])
 
 
-def choose_device(*, plain_allocator: bool = False) -> torch.device:
-    """The first GPU, set up as for ranks, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it; its memory is then
-    allocated as by CPU ranks, unless `plain_allocator`. A UserError where there is a GPU that torch can't use."""
+def choose_device() -> torch.device:
+    """The first GPU, or the CPU where there is none or `DS_ACCELERATOR=cpu` wants it, set up as for ranks. A UserError where
+    there is a GPU that torch can't use."""
     import torch
 
     device = torch.device(choose_accelerator())
     if device.type == "cuda":
         set_up_cuda()
-    elif not plain_allocator:
+    else:
         keep_freed_memory()
     return device
 
@@ -119,40 +113,24 @@ def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
 
 
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
-    """Run a command with its output in `log`, and end every process it started when it or its time is over, orphans and those
-    with sessions of their own among them: how it ended, `completed`, `exit code 3` or `stopped after 60 s`."""
+    """Run a command with its output in `log`, and end what it started when it or its time is over: its group's processes and,
+    of a command that is stopped, its descendants. How it ended: `completed`, `exit code 3` or `stopped after 60 s`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    mark = f"{os.environ.get(MARK, '')}{uuid4().hex}."  # begins with that of a command above this one, which ends both
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=work_folder(),
-            env={**os.environ, MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+        process = psutil.Popen(
+            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     try:
         code = process.wait(limit_s)
         return f"exit code {code}" if code else "completed"
-    except subprocess.TimeoutExpired:
+    except psutil.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(LAST_WORDS_S)
-        _kill_all(mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds on to stays
-            process.wait(LAST_WORDS_S)
-
-
-def _kill_all(mark: str) -> None:
-    """Kill every process that has the mark, wherever it stands in the tree, and wait until it is gone."""
-    killed = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(mark):
-                process.kill()
-                killed.append(process)
-    psutil.wait_procs(killed, LAST_WORDS_S)
+        family = [process, *(process.children(recursive=True) if process.is_running() else [])]
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, ending)
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(ending)
+            psutil.wait_procs(family, LAST_WORDS_S)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import keep, make_parser, run_for, table
+from benchmarks.common import make_parser, run_for, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
 from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
@@ -126,8 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append({"step": name, "state": "no time left", "seconds": 0.0})
         else:
             rows.append(run_step(name, command, min(most_s, left_s), folder / name))
-        keep(output, report(device, num_gpus, rows), rows)
-    print(report(device, num_gpus, rows))
+        show(output, report(device, num_gpus, rows), rows)
     return int(any(row["state"] not in ("completed", "left out: one GPU") for row in rows))
 
 

@@ -9,21 +9,12 @@ Only what both checkouts have is used of the package.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 AHEAD = 3  # batches that workers may have ready, which aren't counted
-
-
-def memory_mb() -> float:
-    """Proportional set size of this process and its children, in MB."""
-    import psutil
-
-    here = psutil.Process()
-    return sum(each.memory_full_info().pss for each in (here, *here.children(recursive=True))) / 1e6
 
 
 def main(checkout: str, config: str, workers: str) -> None:
@@ -62,7 +53,6 @@ def main(checkout: str, config: str, workers: str) -> None:
         while (spent := time.perf_counter() - began) < float(line):
             done += load()
         answer = {"per_s": done / spent, "mb_per_s": (getattr(pieces, "encoded_bytes", 0) - size) / spent / 1e6}
-        answer |= {"done": done, "memory_mb": memory_mb(), "descriptors": len(os.listdir("/proc/self/fd"))}
         print(json.dumps(answer), flush=True)
     pieces.close()
 

@@ -23,6 +23,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import MIN_POWER, LogMel
+from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
 from clap_ds.native.library import unavailable
@@ -165,7 +166,7 @@ def our_model(config: ClapConfig, device: torch.device, *, low: str, noise: floa
     """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
-    model = ClapModel(config, **options, attention="auto", device=device)
+    model = ClapModel(config, **options, attention=default_kernel(device))
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)
@@ -209,27 +210,20 @@ class ConvolutionMel(LogMel):
             return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
 
 
-def peer_side(ours: ClapModel, device: torch.device, *, low: str, noise: float = 0.0) -> Side:
-    """`transformers.ClapModel` with the weights of ours at its best. Its window attention has only the eager form; its text
-    attention goes through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower."""
-    mel = LogMel(ours.config.audio).to(device)
-    if device.type == "cpu":
-        convert(mel)
-    return _peer_side(ours, device, low, noise, mel)
-
-
-def loop_side(
-    ours: ClapModel, device: torch.device, *, style: Literal["open_clip", "LAION"], noise: float = 0.0
+def peer_side(
+    ours: ClapModel,
+    device: torch.device,
+    *,
+    low: str,
+    loop: Literal["open_clip", "LAION"] | None = None,
+    noise: float = 0.0,
 ) -> Side:
-    """That model as in the training loop of open_clip or LAION-CLAP: fp32 weights, autocast, torch's AdamW as it comes; with
-    LAION's front end. In bf16, too, where LAION's is fp16, which CPUs are slow at."""
-    mel = (ConvolutionMel if style == "LAION" else LogMel)(ours.config.audio).to(device)
-    side = _peer_side(ours, device, "autocast", noise, mel)
-    side.optimizer = LoopAdamW(side.model)
-    return side
+    """`transformers.ClapModel` with the weights of ours at its best, or as in the training `loop` of open_clip or LAION-CLAP:
+    torch's AdamW as it comes, and LAION's front end. (LAION's loop is fp16, which CPUs are slow at; here it is bf16.)
 
-
-def _peer_side(ours: ClapModel, device: torch.device, low: str, noise: float, mel: LogMel) -> Side:
+    Its window attention has only the eager form; its text attention goes through SDPA on CUDA and is eager on CPU, where
+    SDPA's bf16 backward is several times slower.
+    """
     hf_config: Any = config_to_transformers(ours.config)
     hf_config.audio_config.drop_path_rate = noise
     hf_config.audio_config.hidden_dropout_prob = hf_config.audio_config.attention_probs_dropout_prob = 0.0  # as LAION's
@@ -240,6 +234,9 @@ def _peer_side(ours: ClapModel, device: torch.device, low: str, noise: float, me
         # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
         model.text_model.config._attn_implementation = "sdpa"
     model.to(device, torch.bfloat16 if low == "cast" else None)
+    mel = (ConvolutionMel if loop == "LAION" else LogMel)(ours.config.audio).to(device)
+    if device.type == "cpu" and loop is None:
+        convert(mel)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
@@ -249,4 +246,4 @@ def _peer_side(ours: ClapModel, device: torch.device, low: str, noise: float, me
         output = model(input_features=features, input_ids=input_ids, attention_mask=mask)
         return softmax_loss(output.audio_embeds, output.text_embeds, model.logit_scale_a.float().exp())
 
-    return Side(model, low, prepare, loss)
+    return Side(model, low, prepare, loss, optimizer=LoopAdamW(model) if loop else None)

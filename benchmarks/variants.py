@@ -26,9 +26,8 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, work_folder
 
-CONFIG = "{config}"
-"""Stands in a command for the JSON of a combination."""
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config", CONFIG]
+BENCH = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config"]
+"""A run's command, on all GPUs of this machine, before the name of its JSON."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {title} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
@@ -38,22 +37,16 @@ COLUMNS = (
 )
 
 
-def run_bench(
-    content: dict[str, Any], settings: Mapping[str, Any], folder: Path, command: Sequence[str], limit_s: float | None
-) -> dict[str, Any]:
-    """Run a benchmark with some settings changed in a folder of its own, with its output in `output.log`.
-
-    Returns:
-        `settings`, `state` (the run's, `failed` where it has none), `seconds` from start to end, and either
-        `samples_per_s_per_gpu` and `memory_peak_bytes`, or in `note` why it isn't `completed`.
-    """
+def run_bench(content: dict[str, Any], settings: Mapping[str, Any], folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a benchmark with some settings changed in a folder of its own, with its output in `output.log`. Its row: `settings`,
+    `state` (`failed` where the run has none), `seconds`, rate and memory, or why not in `note`."""
     for name, value in {**settings, "clap.output": {"root": str(folder), "label": "run"}}.items():
         content = with_field(content, name, value)
     config, log = folder / "config.json", folder / "output.log"
     folder.mkdir(parents=True, exist_ok=True)
     write_object(config, content)
     began_s = time.monotonic()
-    ending = run_for([word.replace(CONFIG, str(config)) for word in command], log, limit_s)
+    ending = run_for([*BENCH, str(config)], log, limit_s)
     row = {"settings": dict(settings), "state": "failed", "seconds": time.monotonic() - began_s, "note": ""}
     found = sorted(folder.glob("run-*/summary.json"), key=lambda path: path.stat().st_mtime)
     summary = json.loads(found[-1].read_text()) if found else {}
@@ -88,12 +81,10 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(COLUMNS, shown)
 
 
-def try_all(arguments: argparse.Namespace, command: Sequence[str]) -> list[dict[str, Any]]:
+def try_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every combination, the last field changing quickest, and keep the rows and their table as they come; a UserError
     where the configuration or an option is wrong."""
     content = read_config(arguments.config)
-    if not any(CONFIG in word for word in command):
-        raise UserError(f"no {CONFIG} in the command after --")
     for assignment in (*SHORT, *arguments.set):
         content = with_field(content, *parse_assignment(assignment))
     varied = dict(parse_varied(text) for text in arguments.vary)
@@ -106,7 +97,7 @@ def try_all(arguments: argparse.Namespace, command: Sequence[str]) -> list[dict[
     rows: list[dict[str, Any]] = []
     for number, settings in enumerate(choices, start=1):
         print(f"{number}/{len(choices)}  {title(settings)}", flush=True)
-        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", command, arguments.limit_s))
+        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", arguments.limit_s))
         show(arguments.output or folder / "variants.md", format_table(rows), rows)
     return rows
 
@@ -119,15 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
     parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
     parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
-    parser.epilog = (
-        f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise. After -- follows another command that runs one, with"
-        f" {CONFIG} where its JSON belongs; the default is DeepSpeed's launcher on all GPUs of this machine."
-    )
-    words = sys.argv[1:] if argv is None else argv
-    split = words.index("--") if "--" in words else len(words)
-    arguments, command = parser.parse_args(words[:split]), words[split + 1 :] or DEEPSPEED
+    parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
-    return int(all(row["state"] != "completed" for row in try_all(arguments, command)))
+    return int(all(row["state"] != "completed" for row in try_all(parser.parse_args(argv))))
 
 
 if __name__ == "__main__":

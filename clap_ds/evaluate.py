@@ -155,6 +155,7 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
+    from clap_ds.model.window_attention import default_kernel
     from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
@@ -187,7 +188,7 @@ def evaluate_checkpoint(
         device=device,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention="auto", device=device).to(device, getattr(torch, DTYPES[precision]))
+    model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
     every = max(1, evaluator.num_batches // NUM_ADVANCES)

@@ -22,8 +22,9 @@ from clap_ds.analysis.cost import price_of
 from clap_ds.analysis.project import method_of
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
-from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload, read_series
+from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload
 from clap_ds.analysis.table import markdown_table, significant
+from clap_ds.analysis.weak_scaling import read_series
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
 from clap_ds.config.errors import UserError, run_alone

@@ -116,17 +116,6 @@ def test_declares_what_it_imports(installed: Installed) -> None:
     assert not undeclared
 
 
-def test_bench_records_the_commit_the_wheel_was_built_from(installed: Installed) -> None:
-    (installed.work / "micro.json").write_text(json.dumps(micro_run()))
-    result = installed.call("clap-bench", "--deepspeed_config", "micro.json")
-    assert result.returncode == 0, result.stderr
-    (run,) = (installed.work / "runs").glob("micro-*")
-    assert json.loads((run / "summary.json").read_text())["state"] == "completed"
-    environment = json.loads((run / "environment.json").read_text())
-    assert environment["git_commit"] == installed.commit
-    assert environment["versions"]["clap_ds"] == installed.wheel.name.split("-")[1]
-
-
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
@@ -154,11 +143,10 @@ def test_commands_find_what_is_packaged(installed: Installed, command: list[str]
     assert "Traceback" not in output
 
 
-def test_sweep_runs_its_jobs_in_the_working_folder(installed: Installed) -> None:
+def test_sweep_runs_its_jobs_in_the_working_folder_and_records_the_wheels_commit(installed: Installed) -> None:
     """SLURM's part is played: `sbatch` only answers, then the script runs from a copy elsewhere, and `srun` on this host."""
     srun = 'while :; do case $1 in -n) shift 2 ;; --*) shift ;; *) exec "$@" ;; esac; done'
-    bin_folder = installed.work / "bin"
-    bin_folder.mkdir()
+    (bin_folder := installed.work / "bin").mkdir()
     for name, script in (("sbatch", "echo 7"), ("srun", srun), ("sinfo", "")):
         (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (bin_folder / name).chmod(0o755)
@@ -168,11 +156,13 @@ def test_sweep_runs_its_jobs_in_the_working_folder(installed: Installed) -> None
     submitted = installed.call("clap-sweep", "--config", "quick.json", "--gpus", "1", "--launcher", "slurm", **slurm)
     assert submitted.returncode == 0, submitted.stderr
     (script_file,) = (installed.work / "runs" / "sweeps").glob("quick-*/n001.sbatch")
-    copy = installed.work.parent / "slurm_script"
-    copy.write_text(script_file.read_text())
+    copy = shutil.copy(script_file, installed.work.parent / "slurm_script")
     slurm |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": os.uname().nodename, "SLURMD_NODENAME": os.uname().nodename}
     job = installed.call("bash", str(copy), **slurm)
     assert job.returncode == 0, job.stdout + job.stderr
     record = json.loads((script_file.parent / "n001" / "job.json").read_text())
-    assert record["state"] == "completed"
-    assert Path(record["run_directory"]).parent == script_file.parent / "runs"
+    run = Path(record["run_directory"])
+    assert (record["state"], run.parent) == ("completed", script_file.parent / "runs")
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["git_commit"] == installed.commit
+    assert environment["versions"]["clap_ds"] == installed.wheel.name.split("-")[1]

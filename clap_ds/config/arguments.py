@@ -5,38 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
     """For `type=` of argparse: a whole number of at least `low`, and at most `high` where there is one."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
-            expected = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {expected}, found {text!r}")
-        return int(text)
-
-    return parse
+    expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    return partial(_parse, int, lambda value: low <= value and (high is None or value <= high), expected)
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """For `type=` of argparse: a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= (value := float(text)) <= high:
-                return value
-        raise argparse.ArgumentTypeError(f"expected a number from {low:,.12g} to {high:,.12g}, found {text!r}")
-
-    return parse
+    return partial(_parse, float, lambda value: low <= value <= high, f"a number from {low:,.12g} to {high:,.12g}")
 
 
-def positive(text: str) -> float:
-    """For `type=` of argparse: a number above 0."""
+def _parse(kind: type[Any], fits: Callable[[Any], bool], expected: str, text: str) -> Any:
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
+        if fits(value := kind(text)):
             return value
-    raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+
+
+positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a number above 0")
+"""For `type=` of argparse: a number above 0."""
 
 
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +53,7 @@ def check_checkpoint_choices(parser: argparse.ArgumentParser, arguments: argpars
 
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
-    try:
-        steps = int(first), int(last or first)
-    except ValueError:
-        steps = 0, 0
-    if not 1 <= steps[0] <= steps[1]:
-        raise argparse.ArgumentTypeError(f"expected a step or two, such as 5 or 5-6, found {text!r}")
-    return steps
+    with contextlib.suppress(ValueError):
+        if 1 <= int(first) <= int(last or first):
+            return int(first), int(last or first)
+    raise argparse.ArgumentTypeError(f"expected a step or two, such as 5 or 5-6, found {text!r}")

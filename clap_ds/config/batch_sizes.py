@@ -49,18 +49,14 @@ class BatchSizes:
             micro_batch = whole // (steps * ranks)
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
         if whole not in (None, sizes.global_batch):
-            product = " × ".join(f"{name} {given[name]}" for name in NAMES[:2] if name in given)
-            product += " × " * bool(product) + f"{ranks} rank{'s' if ranks > 1 else ''}"
+            factors = [f"{name} {given[name]}" for name in NAMES[:2] if name in given]
+            product = " × ".join([*factors, f"{ranks} rank{'s' if ranks > 1 else ''}"])
             divisor = given.get(MICRO_BATCH, 1) * given.get(ACCUMULATION, 1) * ranks
-            if len(given) == len(NAMES):
-                found = f"is not {product} = {divisor}; expected numbers that agree, or two of the three"
-            else:  # with the global batch alone it is the micro-batch that is worked out
-                missing = ACCUMULATION if MICRO_BATCH in given else MICRO_BATCH
-                found = (
-                    f"over {product} = {divisor} leaves {missing}, which isn't given, at {whole / divisor:g};"
-                    f" expected a multiple of {divisor}"
-                )
-            raise ValueError(f"{GLOBAL_BATCH}: {whole} {found}")
+            raise ValueError(
+                f"{GLOBAL_BATCH}: {whole} is not a multiple of {product} = {divisor}"
+                if len(given) < len(NAMES)
+                else f"{GLOBAL_BATCH}: {whole} is not {product} = {divisor}; expected numbers that agree, or two of the three"
+            )
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A copy of a run's JSON with some fields changed, for one job of many. Leaves judging the result to the run itself."""
+"""A copy of a run's JSON with some fields changed, for one job of many; judging the result is left to the run itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_object
+from clap_ds.config.files import flatten, read_object
 from clap_ds.config.places import find_config
 
 
@@ -53,11 +53,9 @@ def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """The same JSON with a label for the run, by default one it has or its file's name, and a root where it has none."""
-    clap = content.get("clap")
-    output = clap.get("output") if isinstance(clap, dict) else None
-    given = output if isinstance(output, dict) else {}
-    if root and "root" not in given:
+    given = flatten(content)
+    if root and "clap.output.root" not in given:
         content = with_field(content, "clap.output.root", root)
-    if label or "label" not in given:
+    if label or "clap.output.label" not in given:
         content = with_field(content, "clap.output.label", label or stem)
     return content

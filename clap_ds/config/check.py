@@ -18,51 +18,22 @@ from clap_ds.config.sections import DATA_SOURCES, PositiveInt, Section, sections
 
 Object = dict[str, Any]
 EMPTY: Object = {}
+_SECTIONS = """activation_checkpointing bf16 checkpoint comet comms_logger compile csv_monitor data_types flops_profiler fp16
+optimizer scheduler tensorboard timers torch_autocast wandb zero_optimization"""
+_VALUES = """communication_data_type dataloader_drop_last disable_allgather disable_python_gc dump_state gradient_allreduce_op
+gradient_clipping gradient_predivide_factor log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type
+wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
+DEEPSPEED_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(_SECTIONS.split(), (Object, EMPTY)),
+    **dict.fromkeys(_VALUES.split(), (Any, None)),
+    "steps_per_print": (PositiveInt | None, None),
+    **dict.fromkeys(NAMES, (Any, None)),
+}
+"""Type and default of the top-level names of a DeepSpeed configuration that plain data-parallel CLAP training has a use for.
 
-
-class DeepSpeedFields(Section):
-    """Top-level names of a DeepSpeed configuration that plain data-parallel CLAP training has a use for, batch sizes aside.
-
-    DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently change the run. What is in a section is
-    left to DeepSpeed, but for `engine_problems`.
-    """
-
-    activation_checkpointing: Object = EMPTY
-    bf16: Object = EMPTY
-    checkpoint: Object = EMPTY
-    comet: Object = EMPTY
-    comms_logger: Object = EMPTY
-    compile: Object = EMPTY
-    csv_monitor: Object = EMPTY
-    data_types: Object = EMPTY
-    flops_profiler: Object = EMPTY
-    fp16: Object = EMPTY
-    optimizer: Object = EMPTY
-    scheduler: Object = EMPTY
-    tensorboard: Object = EMPTY
-    timers: Object = EMPTY
-    torch_autocast: Object = EMPTY
-    wandb: Object = EMPTY
-    zero_optimization: Object = EMPTY
-    communication_data_type: Any = None
-    dataloader_drop_last: Any = None
-    disable_allgather: Any = None
-    disable_python_gc: Any = None
-    dump_state: Any = None
-    gradient_allreduce_op: Any = None
-    gradient_clipping: Any = None
-    gradient_predivide_factor: Any = None
-    log_level: Any = None
-    memory_breakdown: Any = None
-    prescale_gradients: Any = None
-    seq_parallel_communication_data_type: Any = None
-    steps_per_print: PositiveInt | None = None
-    wall_clock_breakdown: Any = None
-    zero_allow_untested_optimizer: Any = None
-    zero_force_ds_cpu_optimizer: Any = None
-
-
-DEEPSPEED_FIELDS = (*DeepSpeedFields.model_fields, *NAMES)
+DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently change the run. Batch sizes are checked by
+`BatchSizes`, some sections' fields by `engine_problems`, the rest by DeepSpeed.
+"""
 
 
 def engine_problems(content: Object) -> list[str]:
@@ -126,7 +97,7 @@ def _locate(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[str
             section, is_tag = DATA_SOURCES.get(part, Section), False
             continue
         path.append(part)
-        names = [*section.model_fields, *(NAMES if section is root else ())]
+        names = [*section.model_fields]
         annotation = section.model_fields[part].annotation if part in section.model_fields else None
         inner = sections_of(annotation)
         is_tag = len(inner) > 1 or (not inner and get_origin(annotation) in (Union, UnionType))

@@ -139,13 +139,8 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """The model that `presets/<name>.json` describes, by any name that `preset_of` knows.
-
-    Raises:
-        KeyError: no such preset; `preset_names()` lists the ones there are.
-    """
+    """The model of `presets/<name>.json`, by any name that `preset_of` knows; raises KeyError where there is none."""
     name = preset_of(name)
-    path = PRESET_DIR / f"{name}.json"
     if name not in preset_names():
         raise KeyError(name)
-    return ClapConfig.model_validate({"name": name, **json.loads(path.read_text())})
+    return ClapConfig.model_validate({"name": name, **json.loads((PRESET_DIR / f"{name}.json").read_text())})

@@ -25,6 +25,11 @@ def work_folder() -> Path:
     return CHECKOUT or Path.cwd()
 
 
+def cache_folder() -> Path:
+    """Where what can be had again is kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
+
+
 def find_config(path: Path) -> Path:
     """A run's JSON: the file of that path if there is one, or else the packaged one of that name (`htsat_tiny`).
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -47,7 +47,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
     place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
-    as in evaluations. With `sdpa` the text tower goes through SDPA, too; packed captions need another."""
+    as in evaluations. The text tower has its own, whatever stands here."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
@@ -100,10 +100,10 @@ class ShardData(Section):
     waveforms: Literal["float32", "int16"] = "int16"
     """How audio travels from the workers to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are,
     rounds others by at most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
-    cache_gb: NonNegativeFloat = 0.0
+    cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
-    `~/.cache`). The next shard is fetched while one is read; the least recently used make room. 0: shards are streamed, anew in
-    every pass."""
+    `~/.cache`). The next shard is fetched while one is read; the least recently used make room, and are fetched again in the
+    next pass. What is being read or fetched stays, whatever it takes."""
 
     @property
     def has_epochs(self) -> bool:
@@ -130,12 +130,6 @@ class LossSettings(Section):
     fp32."""
     tile: PositiveInt | None = None
     """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
-
-    @model_validator(mode="after")
-    def _tiles_are_softmax(self) -> Self:
-        if self.tile is not None and self.kind != "softmax":
-            raise ValueError(f"tile: the loss {self.kind!r} has no matrix to divide: leave tile out")
-        return self
 
 
 class BenchSettings(Section):

@@ -13,10 +13,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
-from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.check import DeepSpeedFields, engine_problems, explain
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
@@ -85,10 +85,8 @@ class ClapSettings(Section):
         return load_preset(self.model.preset)
 
 
-class RunFile(DeepSpeedFields):
-    """The whole JSON, batch sizes aside."""
-
-    clap: ClapSettings = ClapSettings()
+RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(ClapSettings, ClapSettings()))
+"""The whole JSON."""
 
 
 class RunSettings:
@@ -171,7 +169,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
     content = read_object(path)
     clap, problems = ClapSettings(), list[str]()
     try:
-        clap = RunFile.model_validate({name: value for name, value in content.items() if name not in NAMES}).clap
+        checked: Any = RunFile.model_validate(content)
+        clap = checked.clap
     except ValidationError as error:
         problems += [explain(details, RunFile) for details in error.errors()]
     content.pop("clap", None)
@@ -191,10 +190,6 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     longest = clap.preset().text.max_tokens
     if clap.text_tokens > longest:
         problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.text == "packed" and clap.model.attention == "sdpa":
-        problems.append(
-            "clap.text: packed captions need clap.model.attention 'auto', 'matmul' or 'triton', found 'sdpa'"
-        )
     if clap.cuda_graphs and clap.compile == "off":
         problems.append("clap.cuda_graphs: needs clap.compile 'towers', whose graphs it replays")
     if clap.cuda_graphs and clap.train.accumulation == "cached":

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import random
-import re
 import sys
-import tarfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from braceexpand import braceexpand
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
-
-Sampling = Literal["epochs", "replacement"]
 
 _MOST_LOOKED_UP = 32  # remote shards that are looked up before a run; problems with others turn up while reading
 _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
@@ -99,69 +96,52 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 def expand_shards(shards: str | list[str]) -> list[str]:
     """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
 
-    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing or empty files, an unusable URL.
+    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing files, an unusable URL.
     """
     patterns = [shards] if isinstance(shards, str) else shards
-    paths = [name for pattern in patterns for name in _expand(pattern.removeprefix("file://"))]
-    if not paths:
+    names: list[str] = []
+    for pattern in patterns:
+        try:
+            for name in braceexpand(pattern.removeprefix("file://")):
+                names += _matches(name)
+        except ValueError as error:
+            raise ValueError(f"{FIELD}: {error}") from None
+    if not names:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
-    remote = list(filter(shard_files.is_remote, paths))
-    local = [path for path in paths if not shard_files.is_remote(path)]
-    missing = [path for path in local if not Path(path).is_file()]
-    if folder := next((Path(path) for path in missing if Path(path).is_dir()), None):
-        raise ValueError(f"{FIELD}: expected tar files, found the folder {str(folder)!r}; {_tars_in(folder)}")
+    remote = list(filter(shard_files.is_remote, names))
+    missing = [name for name in names if not (shard_files.is_remote(name) or Path(name).is_file())]
+    if folder := next(filter(os.path.isdir, missing), None):
+        raise ValueError(
+            f"{FIELD}: expected tar files, found the folder {folder}; write {folder.rstrip('/') + '/*.tar'!r}"
+        )
     if missing:
-        found = f"{len(missing)} of the {len(paths)} files of {', '.join(patterns)!r} are not there"
+        found = f"{len(missing)} of the {len(names)} files of {', '.join(patterns)!r} are not there"
         raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
-    for path in local:
-        # Only small files are opened: every rank asks this of every shard.
-        if Path(path).stat().st_size <= tarfile.RECORDSIZE and not any(Path(path).read_bytes()[: tarfile.BLOCKSIZE]):
-            raise ValueError(f"{FIELD}: {path} is an empty tar; expected audio files with captions in it")
     looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
     with ThreadPoolExecutor(8) as threads:
         for url, problem in zip(looked_up, threads.map(shard_files.problem_with, looked_up), strict=True):
             if problem:
                 raise ValueError(f"{FIELD}: {url} {problem}")
-    return paths
-
-
-def _expand(pattern: str) -> list[str]:
-    try:
-        names = list(braceexpand(pattern))
-    except ValueError:  # braceexpand's UnbalancedBracesError
-        raise ValueError(f"{FIELD}: unbalanced braces in {pattern!r}") from None
-    expanded = {name: _matches(name) for name in names}
-    for name, matches in expanded.items():
-        if not matches:
-            where = "" if shard_files.is_remote(name) else f" (working folder: {Path.cwd()})"
-            raise ValueError(f"{FIELD}: no file matches {name!r}{where}")
-    return [match for name in names for match in expanded[name]]
-
-
-def _tars_in(folder: Path) -> str:
-    """What to write instead of a folder: patterns for the names of the tars in it, those for training first."""
-    patterns = {re.sub(r"[0-9]+", "*", path.name) for path in folder.glob("*.tar")}
-    names = sorted(patterns, key=lambda pattern: (not pattern.startswith("train"), pattern))
-    others = f" ({', '.join(names[1:4])} is there, too)" if names[1:] else ""
-    return f"write {str(folder / names[0])!r}{others}" if names else "there are no tars in it"
+    return names
 
 
 def _matches(name: str) -> list[str]:
+    """What a name with wildcards stands for, in order; ValueError for nothing."""
     if not shard_files.is_remote(name):
-        return [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
-    try:
+        found = [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
+    else:
         shard_files.check_url(name)
-        # A ? in a web address begins its query.
-        return shard_files.match(name) if "*" in name or "[" in name else [name]
-    except ValueError as error:
-        raise ValueError(f"{FIELD}: {error}") from None
-    except Exception as error:  # whatever the file system's package raises
-        raise ValueError(f"{FIELD}: {name!r} can't be looked up: {type(error).__name__}: {error}") from None
+        try:
+            # A ? in a web address begins its query.
+            found = shard_files.match(name) if "*" in name or "[" in name else [name]
+        except Exception as error:  # whatever the file system's package raises
+            raise ValueError(f"{name!r} can't be looked up: {type(error).__name__}: {error}") from None
+    if not found:
+        raise ValueError(f"no file matches {name!r} (working folder: {Path.cwd()})")
+    return found
 
 
-def share_out(
-    sources: list[Source], sampling: Sampling, rank: int, world_size: int, num_workers: int
-) -> list[list[Source]]:
+def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
     """Which whole tars each worker of a rank reads of every source.
 
     With `epochs` each is one worker's, or where they are too few several workers', which rank 0 says. With `replacement` every

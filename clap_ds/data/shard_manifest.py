@@ -23,7 +23,7 @@ from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source
-from clap_ds.data.tar_items import count_samples, read_items
+from clap_ds.data.tar_items import count_samples, list_items
 
 MANIFEST = "manifest.json"
 
@@ -93,7 +93,8 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     kinds: dict[Kind, str] = {}  # with the first folder of each
     for folder, tar in tars.items():
         manifest, where = read_manifest(folder or "."), f"{FIELD}: {folder or '.'}"
-        if not manifest.shards and FEATURES in next(read_items(tar, lambda *_: None, any_order=True), {}):
+        is_unknown = not manifest.shards and not is_remote(tar)
+        if is_unknown and FEATURES in next(list_items(tar, lambda *_: None), {}):
             raise ValueError(f"{where} holds features, by {tar}, and no {MANIFEST}, which says of which front end")
         if manifest.kind not in KINDS or (manifest.kind != "encoded" and manifest.front_end is None):
             raise ValueError(

@@ -28,9 +28,9 @@ from clap_ds.data.batch import BatchSpec
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.data.items import clip_into
-from clap_ds.data.shard_cache import ShardCache
-from clap_ds.data.shard_list import FIELD, Part, Source, note
-from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, read_items, samples_between, words
+from clap_ds.data.shard_files import open_ahead
+from clap_ds.data.shard_list import FIELD, Part, Source
+from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samples_between, words
 from clap_ds.model.tokenizer import tokenize
 
 NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
@@ -70,7 +70,7 @@ class SourceReader:
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions
     report: Report
-    cache: ShardCache | None  # of remote shards
+    cache_bytes: float  # for copies of remote shards
     given: int  # samples so far, where there is no other source
     pass_number: int
     drawn: int  # items of this pass
@@ -112,10 +112,9 @@ class SourceReader:
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
         """The items of these parts in order. No tar is opened before one of them is asked for."""
-        shards = [shard for shard, _, _ in parts]
-        copies = self.cache.copies(shards) if self.cache else ((shard, None) for shard in shards)
-        for (_, first, end), (shard, copy) in zip(parts, copies, strict=True):
-            items = read_items(shard, self.report, leave_audio=True, copy=copy)
+        opened = open_ahead((shard for shard, _, _ in parts), self.cache_bytes)
+        for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
+            items = list_items(shard, self.report, open_file=open_file, ask_ahead=True)
             yield from items if (first, end) == (0, None) else samples_between(items, first, end)
 
 
@@ -142,12 +141,12 @@ class ShardReader:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
-        cache = ShardCache(self.data.cache_gb * 1e9, note) if self.data.cache_gb else None
         readers, starts = [], self.start["passes"] or [[0, 0]] * len(self.sources)
         for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
             name = f"{self.seed}, source {number}"
-            readers.append(SourceReader(source, buffer, name, self._report, cache, self.start["samples"], *start))
+            cache_bytes, given = 1e9 * self.data.cache_gb, self.start["samples"]
+            readers.append(SourceReader(source, buffer, name, self._report, cache_bytes, given, *start))
         streams = [reader.samples(self._decode) for reader in readers]
         weights = [source.weight for source in self.sources]
         began_s = None  # the first piece's time is that of starting

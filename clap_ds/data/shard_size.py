@@ -11,9 +11,8 @@ import json
 import math
 import tarfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
@@ -47,33 +46,11 @@ class Found(NamedTuple):
     kind: Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What a file system must deliver for GPUs of a rate: items as a whole, none of them kept in memory."""
-
-    samples_per_s_per_gpu: float
-    items_per_s: float
-    bytes_per_s: float
-    bytes_per_s_per_node: float
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """What shards of a kind take: bytes and seconds."""
-
-    kind: Kind
-    bytes_per_clip: float  # in the tar, with headers, padding and captions
-    bytes: int
-    tars: int
-    inodes: int
-    copy_s: float | None
-    write_s: float
-    deliveries: list[Delivery]
-
-
-def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float) -> int:
-    """Bytes of a prepared clip's file: a WAV of 16-bit mono, or features in float16, of the model's length at least."""
+def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "flac") -> int:
+    """Bytes of a clip's file: a WAV of 16-bit mono, features in float16, of the model's length at least, or an encoded one."""
     samples = round(seconds * audio.sample_rate)
+    if kind == "encoded":
+        return math.ceil(seconds * ENCODED[encoded][0])
     if kind == "waveform":
         return WAV_HEADER + 2 * samples
     frames = max(samples, audio.num_samples) // audio.hop_size + 1
@@ -99,26 +76,22 @@ def set_bytes(clips: int, tars: int, item: int) -> int:
 def look_into(shards: Sequence[str]) -> Found:
     """What tars hold, by the manifests beside them; of local ones without, by their headers. UserError for others, and for
     shards of several kinds or without items."""
-    from clap_ds.data.shard_files import is_remote
-    from clap_ds.data.shard_manifest import read_manifest
-    from clap_ds.data.tar_items import count_samples
+    from clap_ds.data.shard_manifest import read_manifest, samples_of
 
-    folders = {shard: shard.rpartition("/")[0] or "." for shard in shards}
-    manifests = {folder: read_manifest(folder) for folder in {*folders.values()}}
+    names = {shard: shard.rpartition("/") for shard in shards}
+    manifests = {folder or ".": read_manifest(folder or ".") for folder, _, _ in names.values()}
     kinds = {manifest.kind for manifest in manifests.values()}
     if len(kinds) > 1:
         raise UserError(f"{', '.join(sorted(manifests))} hold shards of several kinds: {', '.join(sorted(kinds))}")
-    items, size, seconds = 0, 0, 0.0
-    for shard, folder in folders.items():
-        if record := manifests[folder].shards.get(shard.rpartition("/")[2]):
-            items, size, seconds = items + record.items, size + record.bytes, seconds + record.seconds
-        elif is_remote(shard):
-            raise UserError(f"{shard}: how many items it has isn't known: expected a manifest.json beside it")
-        else:
-            items, size, seconds = items + count_samples(shard), size + Path(shard).stat().st_size, math.nan
-    if not items:
+    items = samples_of(shards)
+    if items is None:
+        raise UserError(f"{shards[0]} or others: how many items it has isn't known: expected a manifest.json beside it")
+    if not any(items):
         raise UserError(f"{shards[0]}: no items in it, nor in the others")
-    return Found(items, size, None if math.isnan(seconds) else seconds, kinds.pop())
+    records = {shard: manifests[folder or "."].shards.get(name) for shard, (folder, _, name) in names.items()}
+    size = sum(record.bytes if record else Path(shard).stat().st_size for shard, record in records.items())
+    known = [record.seconds for record in records.values() if record]
+    return Found(sum(items), size, sum(known) if len(known) == len(records) else None, kinds.pop())
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +106,6 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     encoded = parser.add_argument_group("encoded clips").add_mutually_exclusive_group()
     rates = ", ".join(f"{name} {rate:,}" for name, (rate, _) in ENCODED.items())
     encoded.add_argument("--format", choices=ENCODED, default="flac", help=f"bytes a second: {rates} (default flac)")
-    encoded.add_argument("--bytes_per_clip", type=whole_number(1, 10**10), metavar="B", help="of an audio file")
     encoded.add_argument("--like", nargs="+", metavar="TARS", help="shards that are there: paths, patterns or URLs")
     add = parser.add_argument_group("storage").add_argument
     add("--shard_mb", type=_RATE, default=500.0, metavar="MB", help="size of a tar, about (default 500)")
@@ -160,111 +132,89 @@ def run_size(options: argparse.Namespace) -> None:
     if not clips:
         raise UserError("--clips: expected how many clips there are, or --like with shards that are there")
     seconds = options.seconds or (like and like.seconds and like.seconds / like.items) or 10.0
-    audio = load_preset(options.preset).audio
-    found = [storage(kind, clips, seconds, audio, like, options) for kind in options.kind]
-    if options.json:
-        about = {"clips": clips, "seconds": seconds, "preset": options.preset, "gpus": options.gpus}
-        print(json.dumps(about | {"kinds": [asdict(each) for each in found]}, indent=2))
-    else:
-        print("\n".join(lines(found, clips, seconds, audio, like, options)))
+    kinds = [kind_figures(kind, clips, seconds, like, options) for kind in options.kind]
+    about = {"clips": clips, "seconds": seconds, "preset": options.preset, "gpus": options.gpus, "kinds": kinds}
+    print(json.dumps(about, indent=2) if options.json else table(about, like, options))
 
 
-def storage(
-    kind: Kind, clips: int, seconds: float, audio: AudioConfig, like: Found | None, options: argparse.Namespace
-) -> Storage:
-    """What `clips` of a kind take; sizes of `like` are taken where it is of this kind."""
+def kind_figures(
+    kind: Kind, clips: int, seconds: float, like: Found | None, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What `clips` of a kind take, in bytes (of a clip with its headers, padding and caption) and seconds, and what a file
+    system must deliver for GPUs of each rate: items as a whole, none kept in memory."""
     if like and like.kind == kind:
         size = -(-clips * like.bytes // like.items)
         tars = min(clips, max(1, round(size / (options.shard_mb * 1e6))))
     else:
-        if kind == "encoded":
-            clip = options.bytes_per_clip or math.ceil(seconds * ENCODED[options.format][0])
-        else:
-            clip = clip_bytes(kind, audio, seconds)
+        clip = clip_bytes(kind, load_preset(options.preset).audio, seconds, options.format)
         tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
         size = set_bytes(clips, tars, item_bytes(clip))
     share = min(options.gpus_per_node, options.gpus) / options.gpus
     deliveries = []
     for rate in options.rate:
         items = rate * options.gpus
-        rates = items, items * size / clips, items * size / clips * share
-        deliveries.append(Delivery(rate, *rates))
-    copy_s = 8 * size / (options.link * 1e9) if options.link else None
-    inodes = 2 * tars + FOLDER_INODES
-    return Storage(kind, size / clips, size, tars, inodes, copy_s, size / (options.disk_mb_per_s * 1e6), deliveries)
+        bytes_per_s = {"bytes_per_s": items * size / clips, "bytes_per_s_per_node": items * size / clips * share}
+        deliveries.append({"samples_per_s_per_gpu": rate, "items_per_s": items, **bytes_per_s})
+    return {
+        "kind": kind,
+        "bytes_per_clip": size / clips,
+        "bytes": size,
+        "tars": tars,
+        "inodes": 2 * tars + FOLDER_INODES,
+        "copy_s": 8 * size / (options.link * 1e9) if options.link else None,
+        "write_s": size / (options.disk_mb_per_s * 1e6),
+        "deliveries": deliveries,
+    }
 
 
-def lines(
-    found: list[Storage],
-    clips: int,
-    seconds: float,
-    audio: AudioConfig,
-    like: Found | None,
-    options: argparse.Namespace,
-) -> list[str]:
-    """The table, a column a kind, and what its figures rest on."""
-
-    nodes = math.ceil(options.gpus / options.gpus_per_node)
+def table(about: dict[str, Any], like: Found | None, options: argparse.Namespace) -> str:
+    """A column a kind, and what its figures rest on."""
+    clips, seconds, kinds = about["clips"], about["seconds"], about["kinds"]
     rows = [
-        (f"{clips:,} clips of {digits(seconds)} s", *(each.kind for each in found)),
-        ("a clip, in its tar", *(f"{round(each.bytes_per_clip):,} B" for each in found)),
-        ("all", *(amount(each.bytes) for each in found)),
-        (f"tars of about {digits(options.shard_mb)} MB", *(f"{each.tars:,}" for each in found)),
-        (f"inodes ({2 * clips:,} as single files)", *(f"{each.inodes:,}" for each in found)),
+        (f"{clips:,} clips of {digits(seconds)} s", *(each["kind"] for each in kinds)),
+        ("a clip, in its tar", *(f"{round(each['bytes_per_clip']):,} B" for each in kinds)),
+        ("all", *(amount(each["bytes"]) for each in kinds)),
+        (f"tars of about {digits(options.shard_mb)} MB", *(f"{each['tars']:,}" for each in kinds)),
+        (f"inodes ({2 * clips:,} as single files)", *(f"{each['inodes']:,}" for each in kinds)),
     ]
     if options.link:
-        rows.append((f"copied at {digits(options.link)} Gbit/s in", *(duration(each.copy_s or 0) for each in found)))
-    rows += [
-        (f"written at {digits(options.disk_mb_per_s)} MB/s in", *(duration(each.write_s) for each in found)),
-        ("",),
-        (f"What {options.gpus:,} GPU(s) on {nodes:,} node(s) ask of the file system",),
-    ]
-    for place, rate in enumerate(options.rate):
-        given = [each.deliveries[place] for each in found]
-        rows += [
-            (f"at {digits(rate)} samples/s a GPU", *(f"{digits(each.items_per_s)} items/s" for each in given)),
-            ("  all nodes", *(f"{amount(each.bytes_per_s)}/s" for each in given)),
-            ("  a node", *(f"{amount(each.bytes_per_s_per_node)}/s" for each in given)),
-        ]
+        rows.append((f"copied at {digits(options.link)} Gbit/s in", *(duration(each["copy_s"]) for each in kinds)))
+    rows.append((f"written at {digits(options.disk_mb_per_s)} MB/s in", *(duration(each["write_s"]) for each in kinds)))
+    nodes = math.ceil(options.gpus / options.gpus_per_node)
+    rows += [("",), (f"What {options.gpus:,} GPU(s) on {nodes:,} node(s) ask of the file system",)]
+    for given in zip(*(each["deliveries"] for each in kinds), strict=True):
+        rate = digits(given[0]["samples_per_s_per_gpu"])
+        rows.append((f"at {rate} samples/s a GPU", *(f"{digits(each['items_per_s'])} items/s" for each in given)))
+        rows.append(("  all nodes", *(f"{amount(each['bytes_per_s'])}/s" for each in given)))
+        rows.append(("  a node", *(f"{amount(each['bytes_per_s_per_node'])}/s" for each in given)))
     width = max(len(name) for name, *cells in rows if cells)
-    text = [f"{name:<{width}}{''.join(f'{cell:>18}' for cell in cells)}".rstrip() for name, *cells in rows]
-    kinds = [each.kind for each in found if not like or each.kind != like.kind]
-    text += [
-        "",
-        "In a tar, an item has two headers and its captions' JSON besides its audio: about 2 kB. Units: GB = 10⁹ bytes.",
-    ]
+    lines = [f"{name:<{width}}{''.join(f'{cell:>18}' for cell in cells)}".rstrip() for name, *cells in rows]
     if like:
-        text.append(f"{like.kind}: as in {like.items:,} items of {amount(like.bytes)} that are there")
-    if "encoded" in kinds:
-        rate, what = ENCODED[options.format]
-        typical = f"{options.format} of {rate:,} bytes a second ({what}); --like measures shards that are there"
-        text.append(f"encoded: {'as given' if options.bytes_per_clip else typical}")
-    if "waveform" in kinds:
-        exactly = f"{WAV_HEADER} + 2 × {round(seconds * audio.sample_rate):,} bytes"
-        text.append(f"waveform: {exactly}, 16-bit mono at {audio.sample_rate:,} Hz")
-    if "mel" in kinds:
-        frames = (clip_bytes("mel", audio, seconds) - NPY_HEADER) // 2 // audio.mel_bins
-        exactly = f"{NPY_HEADER} + 2 × {frames:,} × {audio.mel_bins} bytes"
-        text.append(f"mel: {exactly}, frames × mel bins in float16, for {options.preset}")
-    return [
-        *text,
-        "Times are at the full rate of link and disk; file systems are asked for whole items, none kept in memory.",
-    ]
+        lines.append(f"\n{like.kind}: as in {like.items:,} items of {amount(like.bytes)} that are there")
+    if not (like and like.kind == "encoded"):
+        per_s, what = ENCODED[options.format]
+        typical = f"{options.format} of {per_s:,} bytes a second ({what})"
+        lines.append(f"\nencoded: {typical}; --like measures shards that are there")
+    lines.append(
+        "Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes."
+    )
+    lines.append(
+        "Times are at the full rate of link and disk; file systems are asked for whole items, none kept in memory."
+    )
+    return "\n".join(lines)
 
 
 def digits(value: float) -> str:
     """A number with three significant digits or more, without an exponent or zeros that say nothing."""
-    if value == 0:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(value)))
+    decimals = max(0, 2 - math.floor(math.log10(value))) if value else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def amount(size: float) -> str:
     """Bytes in the unit that suits, of powers of 1000."""
-    unit = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
-    return f"{digits(size / 1000**unit)} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+    power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
+    return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def duration(seconds: float) -> str:

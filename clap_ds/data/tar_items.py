@@ -1,210 +1,149 @@
 """The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here.
 
-Audio can stay where it is and be read later if it is wanted: of items that wait to be shuffled, or that a resumed run passes
-over, or all audio of an evaluation. Either way the items are the same, in the same order, in damaged tars too.
-
-Of local tars the disk is asked for what comes next before it is read, and plain headers are read here, for tarfile takes far
-longer for them. It reads all others, and finds the damage.
+tarfile reads the headers. Contents stay where they are until they are wanted: of items that wait to be shuffled, or that a
+resumed run passes over, or all audio of an evaluation. Where they lie is remembered, so that later passes read no headers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
 import os
-import re
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
 from clap_ds.data.captions import CAPTION_FORMATS
 from clap_ds.data.decoding import Encoded
 from clap_ds.data.items import CLIP_FORMATS
-from clap_ds.data.shard_files import is_remote, open_shard
+from clap_ds.data.shard_files import OpenFile, open_shard
 
-Item = dict[str, Any]  # extension → content (bytes, or a `Place` in the tar), with `__key__` and `__url__`
-Report = Callable[[str, str], None]  # called for what can't be used, with its name and why
-DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error)  # what reading a damaged tar, or one that is gone, raises
+Item = dict[str, Any]
+"""Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
+Report = Callable[[str, str], None]
+"""Called for what can't be used, with its name and why."""
+DAMAGE = (tarfile.TarError, OSError, EOFError)  # what reading a damaged tar, or one that is gone, raises
 
 _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
-_TEXTS = tuple(f".{extension}" for extension in CAPTION_FORMATS)
-
-# Of a file, or of a PAX header: without a prefix to its name, and all numbers are octal but for large user and group numbers.
-_PLAIN_HEADER = re.compile(
-    rb"(?=([^\0]{1,100})).{100}(?:[0-7]{6}[0-7 ][\0 ]|\x80.{7}){3}([0-7]{11})[\0 ][0-7]{11}[\0 ]([0-7]{6})\0 ([0x])"
-    rb".{172}(?:[0-7]{6}[0-7 ][\0 ]|\0{8}){2}\0.{166}",
-    re.DOTALL,
-)
-_PAX_TIME = re.compile(rb"([0-9]+) mtime=[0-9.]+\n")  # all that WebDataset's own writer puts into PAX headers
-
-
-class LocalFile:
-    """A file's descriptor, closed with the last reference to it."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.number = -1
-        self.number = os.dup(stream.fileno())
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+_HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
+_MOST_REMEMBERED = 50_000  # items, of some 600 bytes
 
 
 class Place(NamedTuple):
-    """Where a member's content lies in its tar, in bytes, uncompressed."""
+    """Where a member's content lies in its tar, in bytes."""
 
     start: int
     size: int
-    file: LocalFile | None = None  # the tar, kept open for this
 
-    def read(self) -> Encoded:
-        """The content, where `file` is there: read at once, or if it is long mapped, for a crop needs little of it.
+    def read(self, file: OpenFile) -> Encoded:
+        """The content: read at once, or if it is long mapped, for a crop needs little of it.
 
         Mapping everything would be slower (a clip of 128 KB 21 µs, not 17; of 960 KB 122, not 75), and a disk that fails under
         a map ends the process. Raises OSError; EOFError where the tar ends within it.
         """
-        assert self.file is not None
         if self.size > _MOST_READ_AT_ONCE:
             inset = self.start % mmap.ALLOCATIONGRANULARITY
             length, offset = inset + self.size, self.start - inset
             with contextlib.suppress(OSError, ValueError):  # a file system that can't; a tar that ends within it
-                return memoryview(mmap.mmap(self.file.number, length, access=mmap.ACCESS_READ, offset=offset))[inset:]
-        content = os.pread(self.file.number, self.size, self.start)
+                return memoryview(mmap.mmap(file.number, length, access=mmap.ACCESS_READ, offset=offset))[inset:]
+        content = file.read(self.start, self.size)
         if len(content) < self.size:
             raise EOFError("the tar ends within it")
         return content
 
 
-class _Header(tarfile.TarInfo):
-    """Notes in the tar that its closing zeros were met: tarfile takes damage, or a cut between members, for the end."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:  # type: ignore[override]
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # as old as tarfile, but not in its documentation
-            tar.has_ended = True  # type: ignore[attr-defined]
-            raise
+_remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
 
 
-@contextmanager
-def _open_tar(shard: str, any_order: bool, copy: IO[bytes] | None = None) -> Iterator[Any]:
-    mode: Any = "r|*" if is_remote(shard) and not (any_order or copy) else "r:*"
-    with (
-        copy or open_shard(shard, any_order=any_order) as stream,
-        tarfile.open(None, mode, stream, tarinfo=_Header) as tar,
-    ):
-        yield tar
-
-
-def _local_file(tar: Any) -> LocalFile | None:
-    """The tar's file, unless it is remote or compressed."""
-    stream = tar.fileobj
-    return LocalFile(stream) if isinstance(getattr(stream, "raw", None), io.FileIO) else None
-
-
-def read_items(
-    shard: str, report: Report, *, leave_audio: bool = False, any_order: bool = False, copy: IO[bytes] | None = None
+def list_items(
+    shard: str, report: Report, *, open_file: Callable[[], OpenFile] | None = None, ask_ahead: bool = False
 ) -> Iterator[Item]:
-    """The items of a tar (path or URL) in order, compressed or not. A damaged tar gives what can be read of it.
+    """The items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it.
 
     Args:
-        leave_audio: leave all but captions in the tar, where that is a local one, uncompressed: items have `Place`s instead,
-            which `fetch` reads.
-        any_order: leave it in any tar, for `ContentReader`; remote ones are opened for reading out of order.
-        copy: a remote tar's content in a local file, to be read instead, and closed.
+        open_file: opens it, where that isn't `open_shard`.
+        ask_ahead: have the disk read what comes next, for the contents will be read soon.
     """
+    try:
+        file = open_file() if open_file else open_shard(shard)
+        state = os.fstat(file.number)
+        version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        items, asked_for = _remembered.get(version) or _read_headers(shard, file, version, report), 0
+        for item in items:
+            if ask_ahead:
+                end = max(place.start for place in item.values() if isinstance(place, Place)) + _READ_AHEAD_BYTES
+                while asked_for < min(end, state.st_size):
+                    os.posix_fadvise(file.number, asked_for, _ASKED_FOR_BYTES, os.POSIX_FADV_WILLNEED)
+                    asked_for += _ASKED_FOR_BYTES
+            yield {**item, "__file__": file}
+    except DAMAGE as error:
+        expected = "; expected a plain tar, not compressed" if isinstance(error, tarfile.ReadError) else ""
+        report(shard, f"tar can't be read: {words(error)}{expected}")
+
+
+def read_items(shard: str, report: Report) -> Iterator[Item]:
+    """The items of a tar (path or URL) in order, with their contents. A damaged tar gives what can be read of it."""
+    for item in list_items(shard, report, ask_ahead=True):
+        try:
+            fetch(item)
+        except DAMAGE as error:
+            report(f"{shard}: {item['__key__']}", words(error))
+        else:
+            yield item
+
+
+def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: Report) -> Iterator[Item]:
+    """Items as they are met; all of them are remembered in the end, unless something was to report."""
+    found: list[Item] = []
+    problems: list[str] = []
+
+    def tell(problem: str) -> None:
+        problems.append(problem)
+        report(shard, problem)
 
     def group_error(error: Exception) -> bool:
-        report(shard, f"{error.args[0] if error.args else error!r}")
+        tell(f"{error.args[0] if error.args else error!r}")
         return True
 
-    try:
-        with _open_tar(shard, any_order, copy) as tar:
-            yield from group_by_keys(_members(shard, tar, report, leave_audio, any_order), handler=group_error)
-    except DAMAGE as error:
-        report(shard, f"tar can't be read: {words(error)}")
+    for item in group_by_keys(_members(shard, file, tell), handler=group_error):
+        found.append(item)
+        yield item
+    if not problems and sum(map(len, _remembered.values())) + len(found) <= _MOST_REMEMBERED:
+        _remembered[version] = found
 
 
-def _members(shard: str, tar: Any, report: Report, leave_audio: bool, any_order: bool) -> Iterator[Item]:
-    file = _local_file(tar)
-    size = os.fstat(file.number).st_size if file else 0
-    is_left = any_order or (leave_audio and file is not None)
-    kept_open = None if any_order else file
-    asked_for, needed = 0, 0 if any_order else size  # content that is read later, if at all, isn't worth it
-    try:
-        while True:
-            while asked_for < min(needed, tar.offset + _READ_AHEAD_BYTES):
-                os.posix_fadvise(tar.fileobj.fileno(), asked_for, _ASKED_FOR_BYTES, os.POSIX_FADV_WILLNEED)
-                asked_for += _ASKED_FOR_BYTES
-            member = (_plain_member(tar) if file else None) or tar.next()
-            if member is None:
-                break
-            tar.members.clear()  # would grow with the tar
-            if not member.isfile():
-                continue
-            place = Place(member.offset_data, member.size, kept_open)
-            if file and not member.sparse and place.start + place.size > size:
-                raise tarfile.ReadError("unexpected end of data")
-            if is_left and not member.sparse and not member.name.lower().endswith(_TEXTS):
-                content: Any = place
-            elif file and not member.sparse:
-                tar.fileobj.seek(place.start)
-                content = tar.fileobj.read(place.size)
-            else:
-                content = tar.extractfile(member).read()
-            yield {"fname": member.name, "data": content, "__url__": shard}
-        if not getattr(tar, "has_ended", False):
-            raise EOFError("no end-of-archive mark")
-        if file and (hidden := _first_after(file, tar.offset, size)) is not None:
-            raise EOFError(f"zeros end it at byte {tar.offset:,}, there is more from byte {hidden:,} on")
-    except (EOFError, tarfile.ReadError) as error:
-        is_cut = isinstance(error, EOFError) or "unexpected end" in str(error)
-        what = "is truncated or damaged" if is_cut else "can't be read"
-        report(shard, f"tar {what} ({words(error)}); what can be read of it is used")
+def _members(shard: str, file: OpenFile, tell: Callable[[str], None]) -> Iterator[Item]:
+    """All files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
+    size = os.fstat(file.number).st_size
+    with (
+        os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
+        tarfile.open(fileobj=stream, mode="r:") as tar,
+    ):
+        try:
+            while member := tar.next():
+                if member.offset_data + member.size > size and not member.issparse():
+                    raise tarfile.ReadError("unexpected end of data")
+                if member.issparse():
+                    tell(f"{member.name} is stored as a sparse file; expected all of its bytes")
+                elif member.isfile():
+                    place = Place(member.offset_data, member.size)
+                    yield {"fname": member.name, "data": place, "__url__": shard}
+            _check_end(file, tar.offset, size)
+        except (EOFError, tarfile.ReadError) as error:
+            tell(f"tar is truncated or damaged ({words(error)}); what can be read of it is used")
 
 
-def _first_after(file: LocalFile, end: int, size: int) -> int | None:
-    """Where there is anything but zeros behind the end of a tar, which is filled up with them."""
+def _check_end(file: OpenFile, end: int, size: int) -> None:
+    """EOFError unless a tar that ends there is filled up with zeros."""
+    if end >= size:
+        raise EOFError("no end-of-archive mark")
     for start in range(end, size, _ASKED_FOR_BYTES):
-        content = os.pread(file.number, _ASKED_FOR_BYTES, start)
+        content = file.read(start, _ASKED_FOR_BYTES)
         if rest := content.lstrip(b"\0"):
-            return start + len(content) - len(rest)
-    return None
-
-
-def _plain_member(tar: Any) -> tarfile.TarInfo | None:
-    """What `tar.next()` would give of a local tar, where that is a file with a plain header; None leaves it to that."""
-    if tar.firstmember is not None or tar.pax_headers:  # headers for all that follow
-        return None
-    offset = tar.offset
-    tar.fileobj.seek(offset)
-    header = _plain_header(tar.fileobj)
-    if header and header[4] == b"x" and int(header[2], 8) < tarfile.BLOCKSIZE:
-        record = _PAX_TIME.match(tar.fileobj.read(tarfile.BLOCKSIZE))
-        if record and record.end() == int(record[1]) == int(header[2], 8):
-            offset += 2 * tarfile.BLOCKSIZE
-            header = _plain_header(tar.fileobj)
-    if not header or header[4] != b"0":
-        tar.fileobj.seek(0)  # away from the offset, whereupon tarfile looks whether the content before it is whole
-        return None
-    member = tarfile.TarInfo(header[1].decode(tar.encoding, tar.errors))
-    member.size = int(header[2], 8)
-    member.offset_data = offset + tarfile.BLOCKSIZE
-    tar.offset = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return member
-
-
-def _plain_header(stream: IO[bytes]) -> re.Match[bytes] | None:
-    block = stream.read(tarfile.BLOCKSIZE)
-    header = _PLAIN_HEADER.fullmatch(block)
-    return header if header and sum(block) - sum(block[148:156]) + 8 * ord(" ") == int(header[3], 8) else None
+            raise EOFError(f"it ends at byte {end:,}, there is more from byte {start + len(content) - len(rest):,} on")
 
 
 def words(error: BaseException) -> str:
@@ -212,40 +151,12 @@ def words(error: BaseException) -> str:
     return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(error)
 
 
-class ContentReader:
-    """Reads content that was left in tars, in any order. Keeps the tar last read open; `close` when done."""
-
-    def __init__(self) -> None:
-        self._shard: str | None = None
-        self._tar: Any = None
-        self._file: LocalFile | None = None
-        self._stack = ExitStack()
-
-    def read(self, shard: str, place: Place) -> Encoded:
-        """Raises one of `DAMAGE`; EOFError where the tar ends before the place does."""
-        if shard != self._shard:
-            self.close()
-            self._tar = self._stack.enter_context(_open_tar(shard, any_order=True))
-            self._file = _local_file(self._tar)
-            self._shard = shard
-        if self._file:
-            return place._replace(file=self._file).read()
-        self._tar.fileobj.seek(place.start)
-        content: bytes = self._tar.fileobj.read(place.size)
-        if len(content) < place.size:
-            raise EOFError("the tar ends within it")
-        return content
-
-    def close(self) -> None:
-        self._shard = self._tar = self._file = None
-        self._stack.close()
-
-
 def fetch(item: Item) -> None:
-    """Read what was left in a local tar, in place. Raises as `Place.read` does."""
+    """Read what was left in a tar, in place. Raises as `Place.read` does."""
+    file = item.pop("__file__")
     for name, content in item.items():
         if isinstance(content, Place):
-            item[name] = content.read()
+            item[name] = content.read(file)
 
 
 def is_sample(item: Item) -> bool:
@@ -254,8 +165,8 @@ def is_sample(item: Item) -> bool:
 
 
 def count_samples(shard: str) -> int:
-    """Samples in a tar; audio isn't read where that is possible."""
-    return sum(map(is_sample, read_items(shard, lambda name, reason: None, any_order=True)))
+    """Samples in a tar; nothing but headers is read."""
+    return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:

@@ -31,7 +31,7 @@ from clap_ds.data.supply import verdict
 from clap_ds.engine import hub_files
 from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
-from clap_ds.engine.kernels import choose_kernels
+from clap_ds.engine.kernels import build_kernels, choose_kernels
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
@@ -273,9 +273,6 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
     """
     options = run.clap.model
-    for name, kernel in (("attention", options.attention), ("mlp", options.mlp)):
-        if kernel == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(f"{run.path}: clap.model.{name}: 'triton' runs on GPUs, found a CPU: take 'auto'")
     if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
         cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
         raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
@@ -286,9 +283,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         spec_augment=options.spec_augment,
         text_from_hub=options.text_from_hub,
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
-        attention=options.attention,
-        mlp=options.mlp,
-        device=device,
+        **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
     freeze(model, run.clap.train.freeze)

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,8 @@ from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import CAPTION_FORMATS, captions_of
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import choose_clip, read_clip
-from clap_ds.data.tar_items import DAMAGE, ContentReader, Place, read_items, words
+from clap_ds.data.shard_files import open_shard
+from clap_ds.data.tar_items import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 
 FIELD = "clap.evaluation"
@@ -56,33 +58,30 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
         broken.append(Broken(name, reason))
 
     for shard in shards:
-        for item in read_items(shard, report, any_order=True):
+        for item in list_items(shard, report):
             try:
-                described = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
+                texts = [extension for extension in CAPTION_FORMATS if extension in item]
+                described = {extension: bytes(item[extension].read(item["__file__"])) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
-            except BrokenItemError as error:
-                report(f"{shard}: {item['__key__']}", str(error))
+            except (BrokenItemError, *DAMAGE) as error:
+                report(f"{shard}: {item['__key__']}", words(error))
     return clips, broken
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
-    content = _content(described)
+    if "json" not in described:
+        raise BrokenItemError("no json")
+    try:
+        content = json.loads(described["json"].decode("utf-8-sig"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise BrokenItemError(f"json isn't valid: {error}") from None
     if not isinstance(content, dict) or field not in content:
-        raise BrokenItemError(f"no {field} in its json")
+        raise BrokenItemError(f"no {field} in its json, which has {', '.join(content) if content else 'nothing'}")
     names = [content[field]] if isinstance(content[field], str) else content[field]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
         raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {content[field]!r}")
     return list(dict.fromkeys(name.strip() for name in names))
-
-
-def _content(described: Mapping[str, bytes]) -> Any:
-    if "json" not in described:
-        raise BrokenItemError("no json")
-    try:
-        return json.loads(described["json"].decode("utf-8-sig"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise BrokenItemError(f"json isn't valid: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,7 @@ Note = Callable[[Iterable[Broken]], None]
 
 def plan_retrieval(clips: Numbered, note: Note) -> Plan:
     """The clips that have a caption, a ValueError if none has; `note` is called with the others."""
-    found, broken = _read(clips, captions_of)
-    note(broken)
-    if not found:
-        raise _nothing_usable("retrieval", "a caption", broken)
+    found = _read(clips, captions_of, note, "retrieval", "a caption")
     return Plan(list(found), list(found.values()))
 
 
@@ -114,27 +110,25 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> P
     Raises:
         ValueError: none has, a class that isn't among those expected, fewer than two classes, a template without {}.
     """
+    field = settings.class_field
     for template in settings.templates:
         if "{}" not in template:
             expected = "expected {} where the class name goes"
             raise ValueError(f"{FIELD}.zero_shot.templates: {expected}, found {template!r}")
-    found, broken = _read(clips, lambda described: classes_of(described, settings.class_field))
-    note(broken)
-    if not found:
-        contents = _read(clips, _content)[0].values()
-        fields = dict.fromkeys(repr(field) for content in contents if isinstance(content, dict) for field in content)
-        wanted = f"{settings.class_field!r} ({FIELD}.zero_shot.class_field) in its json"
-        raise _nothing_usable("zero_shot", wanted + (f" (found there: {', '.join(fields)})" if fields else ""), broken)
+    wanted = f"{field!r} ({FIELD}.zero_shot.class_field) in its json"
+    found = _read(clips, lambda described: classes_of(described, field), note, "zero_shot", wanted)
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [name] for name in sorted(examples)}
-    _check_classes(classes, examples, settings.class_field)
+    _check_classes(classes, examples, field)
     templates = settings.templates
     captions = [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
     index = {name: number for number, name in enumerate(classes)}
     return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()])
 
 
-def _read(clips: Numbered, read: Callable[[Mapping[str, bytes]], T]) -> tuple[dict[int, T], list[Broken]]:
+def _read(
+    clips: Numbered, read: Callable[[Mapping[str, bytes]], T], note: Note, task: str, wanted: str
+) -> dict[int, T]:
     found: dict[int, T] = {}
     broken = []
     for number, clip in clips.items():
@@ -142,12 +136,11 @@ def _read(clips: Numbered, read: Callable[[Mapping[str, bytes]], T]) -> tuple[di
             found[number] = read(clip.described)
         except BrokenItemError as error:
             broken.append(Broken(clip.name, str(error)))
-    return found, broken
-
-
-def _nothing_usable(task: str, wanted: str, broken: list[Broken]) -> ValueError:
-    examples = "; ".join(map(str, broken[:NUM_EXAMPLES]))
-    return ValueError(f"{FIELD}.{task}.shards: none of the {len(broken)} clips with audio has {wanted}: {examples}")
+    note(broken)
+    if not found:
+        examples = "; ".join(map(str, broken[:NUM_EXAMPLES]))
+        raise ValueError(f"{FIELD}.{task}.shards: none of the {len(broken)} clips with audio has {wanted}: {examples}")
+    return found
 
 
 def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_field: str) -> None:
@@ -156,16 +149,10 @@ def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_
     for name, names in classes.items():
         if not names or not all(each.strip() for each in names):
             raise ValueError(f"{field}: {name!r} has {'an empty name' if names else 'no name'} for captions")
-    shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES]))
-    if len(classes) > NUM_EXAMPLES:
-        shown += f" and {len(classes) - NUM_EXAMPLES} more"
-    unknown = sorted(name for name in found if name not in classes)
-    if unknown:
-        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise ValueError(
-            f"{field}: the shards have {unknown[0]!r} ({found[unknown[0]].name}){others}, which is not among the"
-            f" {len(classes)} classes: {shown}"
-        )
+    shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES])) + ", …" * (len(classes) > NUM_EXAMPLES)
+    for name in sorted(found.keys() - classes.keys()):
+        where = f"the shards have {name!r} ({found[name].name})"
+        raise ValueError(f"{field}: {where}, which is not among the {len(classes)} classes: {shown}")
     if len(classes) < 2:
         where = f"(by {class_field!r} in the clips' jsons)"
         raise ValueError(f"{field}: expected at least 2 classes to tell apart, found {shown} {where}")
@@ -173,7 +160,7 @@ def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_
 
 class _ClipAudio(Dataset[Tensor | str]):
     def __init__(self, clips: list[Clip], audio: AudioConfig, kind: Kind) -> None:
-        self.reader = ContentReader()
+        self._open_shard = lru_cache(maxsize=1)(open_shard)
         self._clips, self._audio, self._kind = clips, audio, kind
 
     def __len__(self) -> int:
@@ -182,7 +169,7 @@ class _ClipAudio(Dataset[Tensor | str]):
     def __getitem__(self, number: int) -> Tensor | str:
         clip, row = self._clips[number], empty_rows(1, self._audio, self._kind)[0]
         try:
-            encoded = self.reader.read(clip.shard, clip.place)
+            encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
             return row
         except BrokenItemError as error:
@@ -220,4 +207,3 @@ def load_audio(
             yield from piece
     finally:
         loader.close()
-        dataset.reader.close()

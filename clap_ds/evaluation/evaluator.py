@@ -25,7 +25,6 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
-from clap_ds.data.workers import WorkerError
 from clap_ds.evaluation.clips import (
     FIELD,
     NUM_EXAMPLES,
@@ -95,19 +94,20 @@ class Evaluator:
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
     def _load_tokenizer(self) -> None:
+        field, vocab_size = f"{FIELD}.tokenizer", self.model_config.text.vocab_size
         if self.tokenizer_name is None:
-            raise ValueError(f"{FIELD}.tokenizer: missing: the tokenizer that the model's captions are for")
-        with _about(f"{FIELD}.tokenizer", tokenizer.FIELD):
-            vocab_size = self.model_config.text.vocab_size
-            self._tokenizer = tokenizer.load_tokenizer(self.tokenizer_name, vocab_size=vocab_size)
+            raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
+        self._tokenizer = tokenizer.load_tokenizer(self.tokenizer_name, vocab_size=vocab_size, field=field)
 
     def _prepare(self) -> None:
         if self.ranks.rank:
             self._load_tokenizer()
+        chosen = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
         shards: dict[str, list[str]] = {}
-        for task, chosen in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
-            with _about(f"{FIELD}.{task}.shards", shard_list.FIELD):
-                shards |= {task: shard_list.expand_shards(chosen.shards)} if chosen else {}
+        for task, settings in chosen.items():
+            if settings is not None:
+                with _about(f"{FIELD}.{task}.shards", shard_list.FIELD):
+                    shards[task] = shard_list.expand_shards(settings.shards)
         if not shards:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         tars = list(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
@@ -116,17 +116,16 @@ class Evaluator:
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         for task, paths in shards.items():
-            own = set(paths)
+            field, own = f"{FIELD}.{task}.shards", set(paths)
             clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
             if not clips:
                 examples = "; ".join([paths[0], *map(str, list(self._broken)[:NUM_EXAMPLES])])
-                nothing = f"no item with audio in {len(paths)} shard(s), the first: {examples}"
-                raise ValueError(f"{FIELD}.{task}.shards: {nothing}")
-            if task == "retrieval":
-                self._plans[task] = plan_retrieval(clips, self._note)
-            elif self.settings.zero_shot is not None:
-                self._plans[task] = plan_zero_shot(clips, self.settings.zero_shot, self._note)
-            self._check_any_decodes(f"{FIELD}.{task}.shards", self._plans[task].clips)
+                raise ValueError(f"{field}: no item with audio in {len(paths)} shard(s), the first: {examples}")
+            settings = self.settings.zero_shot if task == "zero_shot" else None
+            self._plans[task] = (
+                plan_zero_shot(clips, settings, self._note) if settings else plan_retrieval(clips, self._note)
+            )
+            self._check_any_decodes(field, self._plans[task].clips)
 
     def _check_any_decodes(self, field: str, numbers: list[int]) -> None:
         """Decode until one clip is sound, usually the first."""
@@ -157,86 +156,87 @@ class Evaluator:
             on_batch: called after each of this rank's micro-batches of clips with how many are done.
 
         Raises:
-            ValueError: on all ranks: no clip can be decoded any more, a decoding process is gone, or embeddings aren't finite.
+            ValueError: on all ranks: no clip can be decoded any more, or embeddings aren't finite.
+            AgreedError: a decoding process is gone.
         """
         with _evaluating(model):
             audio, failed = self._embed_clips(model, on_batch)
             if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
                 raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
             self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
-            tasks = {name: self._run(name, plan, model, audio, failed, resample) for name, plan in self._plans.items()}
+            tasks = {}
+            for name, plan in self._plans.items():
+                used = [place for place, number in enumerate(plan.clips) if number not in failed]
+                if not used:
+                    nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
+                    raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
+                features = audio[[plan.clips[place] for place in used]]
+                if plan.classes is None:
+                    tasks[name] = self._retrieval(model, features, [plan.captions[place] for place in used])
+                else:
+                    classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
+                    is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
+                    for row, place in zip(is_of_class, used, strict=True):
+                        row[plan.classes[place]] = True
+                    is_of_class = is_of_class.to(self.device)
+                    tasks[name] = evaluate_zero_shot(features, classes, is_of_class, self.ranks, resample=resample)
         return Evaluation(tasks, list(self._broken))
 
-    def _run(
-        self, name: str, plan: Plan, model: ClapModel, audio: Tensor, failed: dict[int, str], resample: bool
-    ) -> TaskResult:
-        used = [place for place, number in enumerate(plan.clips) if number not in failed]
-        if not used:
-            nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
-            raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
-        features = audio[[plan.clips[place] for place in used]]
-        if plan.classes is None:
-            captions = [plan.captions[place] for place in used]
-            clip_of_caption = torch.arange(len(used)).repeat_interleave(torch.tensor([len(each) for each in captions]))
-            text = self._embed_captions(model, captions)
-            found = evaluate_retrieval(features, text, clip_of_caption.to(self.device), self.ranks)
-            first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
-            scalars = model.logit_scale.float().exp(), model.logit_bias
-            pairs = features, text[first], [each[0] for each in captions]
-            found.measures[LOSS] = retrieval_loss(self.loss_kind, *pairs, *scalars)
-            return found
-        classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
-        is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
-        for row, place in zip(is_of_class, used, strict=True):
-            row[plan.classes[place]] = True
-        return evaluate_zero_shot(features, classes, is_of_class.to(self.device), self.ranks, resample=resample)
+    def _retrieval(self, model: ClapModel, audio: Tensor, captions: list[list[str]]) -> TaskResult:
+        clip_of_caption = torch.arange(len(captions)).repeat_interleave(torch.tensor([len(each) for each in captions]))
+        text = self._embed_captions(model, captions)
+        found = evaluate_retrieval(audio, text, clip_of_caption.to(self.device), self.ranks)
+        first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
+        scalars = model.logit_scale.float().exp(), model.logit_bias
+        pairs = audio, text[first], [each[0] for each in captions]
+        found.measures[LOSS] = retrieval_loss(self.loss_kind, *pairs, *scalars)
+        return found
 
     def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
         """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
-        own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
-        clips, num_workers = [self._clips[number] for number in own], self.settings.num_workers
-        loaded = load_audio(clips, model.config.audio, num_workers=num_workers, kind=self._kind)
-        rows, broken, problem = [], {}, None
-        try:
-            for start in range(0, len(own), self.micro_batch):
-                numbers = own[start : start + self.micro_batch]
-                audio = empty_rows(self.micro_batch, model.config.audio, self._kind)
-                for row, (number, found) in enumerate(zip(numbers, loaded, strict=False)):
-                    if isinstance(found, str):
-                        broken[number] = found
-                    else:
-                        audio[row] = found
-                rows.append(model.encode_audio(audio.to(self.device).float())[: len(numbers)])
-                on_batch(len(rows))
-                alive()
-        except WorkerError as error:
-            problem = f"rank {self.ranks.rank}: {error}"
-        failed: dict[int, str] = {}
-        for theirs, their_problem in gather((broken, problem)):
-            if their_problem is not None:
-                raise WorkerError(their_problem)
-            failed |= theirs
-        return self._gather(rows, len(self._clips)), failed
+        config, failed, batches = model.config.audio, dict[int, str](), itertools.count(1)
+        own = self._clips[self.ranks.rank :: self.ranks.world_size]
+        loaded = load_audio(own, config, num_workers=self.settings.num_workers, kind=self._kind)
+
+        def encode(numbers: range) -> Tensor:
+            audio = empty_rows(self.micro_batch, config, self._kind)
+            for row, (number, found) in enumerate(zip(numbers, loaded, strict=False)):
+                if isinstance(found, str):
+                    failed[number] = found
+                else:
+                    audio[row] = found
+            features = model.encode_audio(audio.to(self.device).float())
+            on_batch(next(batches))
+            alive()
+            return features
+
+        features = self._embed(len(self._clips), encode)
+        return features, {number: reason for theirs in gather(failed) for number, reason in theirs.items()}
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
         """Features of all captions, (M, D) fp32."""
-        everyones = list(itertools.chain.from_iterable(captions_of_each))
-        own = everyones[self.ranks.rank :: self.ranks.world_size]
-        rows = []
-        for start in range(0, len(own), self.micro_batch):
-            piece = own[start : start + self.micro_batch]
-            filled = piece + [""] * (self.micro_batch - len(piece))
-            ids, mask = tokenizer.tokenize(filled, self._tokenizer, self.text_tokens)
-            rows.append(model.encode_text(ids.to(self.device), mask.to(self.device))[: len(piece)])
-        return self._gather(rows, len(everyones))
+        captions = list(itertools.chain.from_iterable(captions_of_each))
 
-    def _gather(self, rows: list[Tensor], number: int) -> Tensor:
-        """(number, D): all ranks' rows, in the order of the things they took turns with."""
-        own = torch.zeros(-(-number // self.ranks.world_size), self.model_config.joint_dim, device=self.device)
-        if rows:
-            found = torch.cat(rows).float()
-            own[: len(found)] = found
-        return gather_tensor(own).transpose(0, 1).flatten(0, 1)[:number]
+        def encode(numbers: range) -> Tensor:
+            filled = [captions[number] for number in numbers] + [""] * (self.micro_batch - len(numbers))
+            ids, mask = tokenizer.tokenize(filled, self._tokenizer, self.text_tokens)
+            return model.encode_text(ids.to(self.device), mask.to(self.device))
+
+        return self._embed(len(captions), encode)
+
+    def _embed(self, total: int, encode: Callable[[range], Tensor]) -> Tensor:
+        """(total, D) fp32 features of things that ranks take turns with: `encode` gives those of a micro-batch, by their
+        numbers. An AgreedError on all ranks where that is a ValueError on any."""
+        own, size = range(self.ranks.rank, total, self.ranks.world_size), self.micro_batch
+        rows = torch.zeros(-(-total // self.ranks.world_size), self.model_config.joint_dim, device=self.device)
+
+        def embed_own() -> None:
+            for start in range(0, len(own), size):
+                numbers = own[start : start + size]
+                rows[start : start + len(numbers)] = encode(numbers)[: len(numbers)].float()
+
+        together(embed_own)
+        return gather_tensor(rows).transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, found: Iterable[Broken]) -> None:
         """Count what is broken once; rank 0 says so."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch import Tensor
 from clap_ds.data.broken import Broken
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
-from clap_ds.evaluation.ranking import Tally
 from clap_ds.ranks.distributed import Ranks
 
 CONFIDENCE = 0.95
@@ -110,19 +110,30 @@ def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Ten
         clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
     """
     num_clips = len(audio_ND)
+    audio = audio_ND, torch.arange(num_clips, device=audio_ND.device)
+    text = text_MD, clip_of_caption_M
     measures = {}
-    for direction, queries, candidates, relevant_QR in (
-        ("audio_to_text", audio_ND, text_MD, ranking.members_by_group(clip_of_caption_M, num_clips)),
-        ("text_to_audio", text_MD, audio_ND, clip_of_caption_M[:, None]),
+    for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
+        ("audio_to_text", audio, text),
+        ("text_to_audio", text, audio),
     ):
-        num_relevant_Q = (relevant_QR >= 0).sum(1)
-        found = ranking.tally_by_similarity(queries, candidates, relevant_QR, cutoff=CUTOFF, ranks=ranks)
-        by_chance = ranking.tally_by_chance(num_relevant_Q, len(candidates), CUTOFF)
-        values, chances = (_retrieval_means(each, num_relevant_Q) for each in (found, by_chance))
-        for name, value in values.items():
+        found, chance = ranking.rank_candidates(
+            queries,
+            candidates,
+            partial(_of_one_clip, clip_of_query, clip_of_candidate),
+            at=RECALL_AT,
+            cutoff=CUTOFF,
+            ranks=ranks,
+        )
+        names = [*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}"]
+        for name, value, by_chance in zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=True):
             # Captions of one clip are found or missed together: their interval is that of as many clips.
-            measures[f"retrieval_{direction}_{name}"] = Measure.of_mean(value, chances[name], num_clips)
+            measures[f"retrieval_{direction}_{name}"] = Measure.of_mean(value, by_chance, num_clips)
     return TaskResult({"clips": num_clips, "captions": len(text_MD)}, measures)
+
+
+def _of_one_clip(clip_of_query: Tensor, clip_of_candidate: Tensor, queries: slice) -> Tensor:
+    return clip_of_query[queries, None] == clip_of_candidate
 
 
 def retrieval_loss(
@@ -158,11 +169,6 @@ def retrieval_loss(
     return Measure(value, float(torch.cat(chances).double().mean()), value - spread, value + spread)
 
 
-def _retrieval_means(found: Tally, num_relevant_Q: Tensor) -> dict[str, float]:
-    precision_Q = found.precision_sum() / num_relevant_Q.clamp(max=CUTOFF)
-    return {f"r{k}": float(found.hit_rate(k).mean()) for k in RECALL_AT} | {f"map{CUTOFF}": float(precision_Q.mean())}
-
-
 def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
     """(classes, D), fp32 rows of length 1: the mean of the features of each class's captions, held by `text_MD` in order."""
     means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
@@ -181,31 +187,19 @@ def evaluate_zero_shot(
         resample: find the mean average precision's interval, too (else it is 0 to 1): bootstrap over the clips.
     """
     num_clips, num_classes = is_of_class_NK.shape
-    clips, classes = is_of_class_NK.nonzero(as_tuple=True)
-    places_NR = ranking.members_by_group(clips, num_clips)
-    relevant_NR = classes[places_NR.clamp(min=0)].masked_fill(places_NR < 0, -1)
-    found = ranking.tally_by_similarity(audio_ND, classes_KD, relevant_NR, cutoff=max(TOP), ranks=ranks)
-    by_chance = ranking.tally_by_chance(is_of_class_NK.sum(1), num_classes, max(TOP))
+    found, chance = ranking.rank_candidates(
+        audio_ND, classes_KD, is_of_class_NK.__getitem__, at=TOP, cutoff=1, ranks=ranks
+    )
     measures = {}
-    for k in TOP:
-        value, chance = (float(each.hit_rate(k).mean()) for each in (found, by_chance))
-        measures[f"zero_shot_top{k}"] = Measure.of_mean(value, chance, num_clips)
+    for k, value, by_chance in zip(TOP, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False):
+        measures[f"zero_shot_top{k}"] = Measure.of_mean(value, by_chance, num_clips)
     has_clips_K = is_of_class_NK.any(0)
     relevant_KN, classes_KD = is_of_class_NK.T[has_clips_K].contiguous(), classes_KD[has_clips_K]
-    precision_K = ranking.average_precision_by_similarity(classes_KD, audio_ND, relevant_KN, ranks=ranks)
-    value = float(precision_K.mean())
-    chance = float(_chance_of_average_precision(relevant_KN.sum(1), num_clips).mean())
-    spread = _bootstrap(classes_KD, audio_ND, relevant_KN) if resample else (-value, 1 - value)
-    low, high = max(0.0, value + spread[0]), min(1.0, value + spread[1])
-    measures["zero_shot_map"] = Measure(value, chance, low, high)
+    found, chance = ranking.rank_candidates(classes_KD, audio_ND, relevant_KN.__getitem__, ranks=ranks)
+    value, by_chance = float(found.mean()), float(chance.mean())
+    low, high = _bootstrap(classes_KD, audio_ND, relevant_KN) if resample else (-value, 1 - value)
+    measures["zero_shot_map"] = Measure(value, by_chance, max(0.0, value + low), min(1.0, value + high))
     return TaskResult({"clips": num_clips, "classes": num_classes}, measures)
-
-
-def _chance_of_average_precision(num_relevant_K: Tensor, num_clips: int) -> Tensor:
-    """(K,) float64: what `ranking.average_precision` gives where all clips are tied. A little more than their share of
-    relevant ones."""
-    harmonic = (1 / torch.arange(1, num_clips + 1, dtype=torch.float64)).sum().item()
-    return (harmonic + (num_relevant_K.double() - 1) / max(1, num_clips - 1) * (num_clips - harmonic)) / num_clips
 
 
 def _bootstrap(classes_KD: Tensor, audio_ND: Tensor, relevant_KN: Tensor) -> tuple[float, float]:

@@ -1,134 +1,93 @@
-"""Exact rankings by similarity, and what is measured on them: hits among the best k, average precision.
+"""How high relevant candidates rank by similarity: hits among the best k, and average precision.
 
 Candidates of equal score have no order of their own. Every measure here is its expectation over all orders they could be in
 (McSherry & Najork, ECIR 2008), so that it depends on nothing but the scores, and a model that says the same of everything
 scores chance. What is a query, a candidate and relevant is left to `metrics`.
 
-Shape letters: Q queries, C candidates, R the most relevant candidates of any query, K ranks looked at, D joint dimension.
+Shape letters: Q queries, C candidates, K ranks looked at, D joint dimension, M measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.ranks.distributed import Ranks
 
 SCORES_HELD = 2**22
-"""Most scores a rank holds at a time, or one query's if those are more: some 20 bytes each for a tally, 150 for an average
-precision over all candidates."""
+"""Most scores a rank holds at a time, or one query's if those are more: some 150 bytes each."""
 
 
-class Tally(NamedTuple):
-    """What the candidate at each rank is tied with. All int64, (Q, K), for ranks 1 … K of each query.
-
-    Attributes:
-        above: candidates of a higher score.
-        tied: candidates of the same score, itself included.
-        relevant_above, relevant_tied: how many of these are relevant.
-    """
-
-    above: Tensor
-    tied: Tensor
-    relevant_above: Tensor
-    relevant_tied: Tensor
-
-    def hit_rate(self, k: int) -> Tensor:
-        """(Q,) float64: probability that a relevant candidate is among the best k. Beyond K (all candidates) as at K."""
-        column = min(k, self.above.shape[1]) - 1
-        above, tied, relevant_above, relevant_tied = (tensor[:, column].double() for tensor in self)
-        drawn = column + 1 - above
-        missed = (relevant_above == 0).double()
-        for number in range(k):
-            factor = (tied - relevant_tied - number).clamp(min=0) / (tied - number).clamp(min=1)
-            missed = torch.where(number < drawn, missed * factor, missed)
-        return 1 - missed
-
-    def precision_sum(self) -> Tensor:
-        """(Q,) float64: expected sum of the precisions at the ranks 1 … K that hold a relevant candidate."""
-        rank = torch.arange(1, self.above.shape[1] + 1, device=self.above.device)
-        above, tied, relevant_above, relevant_tied = (tensor.double() for tensor in self)
-        is_relevant = relevant_tied / tied
-        before_in_tie = (rank - above - 1) * (relevant_tied - 1) / (tied - 1).clamp(min=1)
-        return (is_relevant * (relevant_above + 1 + before_in_tie) / rank).sum(1)
-
-
-def tally(scores_QC: Tensor, relevant_QR: Tensor, cutoff: int) -> Tally:
-    """The best `cutoff` ranks (or C, if fewer) of each query.
+def rank_candidates(
+    queries_QD: Tensor,
+    candidates_CD: Tensor,
+    relevant: Callable[[slice], Tensor],
+    *,
+    at: Sequence[int] = (),
+    cutoff: int | None = None,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """`measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective; the same on every rank,
+    whatever their number.
 
     Args:
-        scores_QC: floating; NaN ranks last.
-        relevant_QR: indices of each query's relevant candidates, int64, filled up with -1.
+        queries_QD, candidates_CD: all of them, the same on every rank, on one device.
+        relevant: of some queries, (their number, C) bool: which candidates are relevant.
+        at, cutoff: as in `measures`.
     """
-    scores_QC = _nan_last(scores_QC)
-    top_QK = scores_QC.topk(min(cutoff, scores_QC.shape[1]), dim=1).values
-    tied_with_last_Q = (scores_QC == top_QK[:, -1:]).sum(1, keepdim=True)
-    tied_QK = (top_QK[:, None, :] == top_QK[:, :, None]).sum(2)
-    relevant_scores_QR = scores_QC.gather(1, relevant_QR.clamp(min=0)).masked_fill(relevant_QR < 0, torch.nan)
-    return Tally(
-        above=(top_QK[:, None, :] > top_QK[:, :, None]).sum(2),
-        tied=torch.where(top_QK == top_QK[:, -1:], tied_with_last_Q, tied_QK),
-        relevant_above=(relevant_scores_QR[:, None, :] > top_QK[:, :, None]).sum(2),
-        relevant_tied=(relevant_scores_QR[:, None, :] == top_QK[:, :, None]).sum(2),
+    found_2QM = torch.zeros(2, len(queries_QD), len(at) + 1, dtype=torch.float64, device=queries_QD.device)
+    for rows, scores in similarity(queries_QD, candidates_CD, ranks):
+        relevant_QC = relevant(rows)
+        found_2QM[0, rows] = measures(scores, relevant_QC, at=at, cutoff=cutoff)
+        found_2QM[1, rows] = chance(relevant_QC.sum(1), len(candidates_CD), at=at, cutoff=cutoff)
+    if ranks.world_size > 1:
+        dist.all_reduce(found_2QM)
+    return found_2QM[0], found_2QM[1]
+
+
+def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), cutoff: int | None = None) -> Tensor:
+    """(Q, M) float64: for each k of `at` the probability that a relevant candidate is among the best k (or all of fewer); last
+    the average precision of the best `cutoff`, of all by default. NaN where none is relevant. NaN scores rank last."""
+    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    num_ranks = min(max(cutoff or scores_QC.shape[1], *at, 1), scores_QC.shape[1])
+    best, order = scores_QC.topk(num_ranks, dim=1)
+    num_relevant = F.pad(relevant_QC.gather(1, order).long().cumsum(1), (1, 0))
+    above, end = torch.searchsorted(-best, -best), torch.searchsorted(-best, -best, right=True)
+    relevant_above = num_relevant.gather(1, above)
+    # What ties with the last may go on beyond the best.
+    is_last, ties_last = best == best[:, -1:], scores_QC == best[:, -1:]
+    tied = torch.where(is_last, ties_last.sum(1, keepdim=True), end - above)
+    relevant_tied = num_relevant.gather(1, end) - relevant_above
+    relevant_tied = torch.where(is_last, (ties_last & relevant_QC).sum(1, keepdim=True), relevant_tied)
+    # Of the candidates that the one at each rank is tied with, (Q, K).
+    above, tied, relevant_above, relevant_tied = (
+        each.double() for each in (above, tied, relevant_above, relevant_tied)
     )
+    columns = []
+    for k in at:
+        last = min(k, num_ranks) - 1
+        drawn = last + 1 - above[:, last]
+        missed = (relevant_above[:, last] == 0).double()
+        for number in range(k):
+            others = (tied[:, last] - relevant_tied[:, last] - number).clamp(min=0)
+            missed = torch.where(number < drawn, missed * others / (tied[:, last] - number).clamp(min=1), missed)
+        columns.append(1 - missed)
+    rank = torch.arange(1, num_ranks + 1, device=above.device)
+    before_in_tie = (rank - above - 1) * (relevant_tied - 1) / (tied - 1).clamp(min=1)
+    precision = relevant_tied / tied * (relevant_above + 1 + before_in_tie) / rank
+    cutoff = cutoff or num_ranks
+    return torch.stack([*columns, precision[:, :cutoff].sum(1) / relevant_QC.sum(1).clamp(max=cutoff)], dim=1)
 
 
-def tally_by_chance(num_relevant_Q: Tensor, num_candidates: int, cutoff: int) -> Tally:
-    """What `tally` gives where all candidates are tied."""
-    shape = len(num_relevant_Q), min(cutoff, num_candidates)
-    none = num_relevant_Q.new_zeros(shape)
-    return Tally(none, none + num_candidates, none, num_relevant_Q[:, None].expand(shape))
-
-
-def tally_by_similarity(
-    queries_QD: Tensor, candidates_CD: Tensor, relevant_QR: Tensor, *, cutoff: int, ranks: Ranks
-) -> Tally:
-    """`tally` by the products of fp32 features. A collective; the same on every rank, whatever their number.
-
-    Args:
-        queries_QD, candidates_CD, relevant_QR: all of them, the same on every rank, on one device.
-    """
-    shape = len(queries_QD), min(cutoff, len(candidates_CD)), 4
-    found_QK4 = torch.zeros(shape, dtype=torch.int64, device=queries_QD.device)
-    for rows, scores in similarity(queries_QD, candidates_CD, ranks):
-        found_QK4[rows] = torch.stack(tally(scores, relevant_QR[rows], cutoff), dim=-1)
-    return Tally(*_sum_over_ranks(found_QK4, ranks).unbind(-1))
-
-
-def average_precision_by_similarity(
-    queries_QD: Tensor, candidates_CD: Tensor, relevant_QC: Tensor, *, ranks: Ranks
-) -> Tensor:
-    """`average_precision`, (Q,) float64, as `tally_by_similarity` finds a tally."""
-    found_Q = torch.zeros(len(queries_QD), dtype=torch.float64, device=queries_QD.device)
-    for rows, scores in similarity(queries_QD, candidates_CD, ranks):
-        found_Q[rows] = average_precision(scores, relevant_QC[rows])
-    return _sum_over_ranks(found_Q, ranks)
-
-
-def average_precision(scores_QC: Tensor, relevant_QC: Tensor) -> Tensor:
-    """Average precision over all candidates, (Q,) float64; NaN where none is relevant. `relevant_QC` is bool; NaN scores rank
-    last."""
-    negated, order = (-_nan_last(scores_QC)).sort(dim=1, stable=True)
-    above, end = torch.searchsorted(negated, negated), torch.searchsorted(negated, negated, right=True)
-    counts = torch.nn.functional.pad(relevant_QC.gather(1, order).long().cumsum(1), (1, 0))
-    relevant_above = counts.gather(1, above)
-    found = Tally(above, end - above, relevant_above, counts.gather(1, end) - relevant_above)
-    return found.precision_sum() / relevant_QC.sum(1)
-
-
-def members_by_group(group_of_member_M: Tensor, num_groups: int) -> Tensor:
-    """(num_groups, most members of a group) int64: indices of each group's members, filled up with -1."""
-    order = group_of_member_M.argsort(stable=True)
-    counts_N = group_of_member_M.bincount(minlength=num_groups)
-    first_N = counts_N.cumsum(0) - counts_N
-    groups_M = group_of_member_M[order]
-    table = group_of_member_M.new_full((num_groups, int(counts_N.max())), -1)
-    table[groups_M, torch.arange(len(order), device=order.device) - first_N[groups_M]] = order
-    return table
+def chance(num_relevant_Q: Tensor, num_candidates: int, *, at: Sequence[int] = (), cutoff: int | None = None) -> Tensor:
+    """What `measures` gives where all candidates are tied, by how many are relevant."""
+    counts, which_Q = num_relevant_Q.unique(return_inverse=True)
+    relevant = torch.arange(num_candidates, device=counts.device) < counts[:, None]
+    return measures(torch.zeros(relevant.shape, device=counts.device), relevant, at=at, cutoff=cutoff)[which_Q]
 
 
 def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Iterator[tuple[slice, Tensor]]:
@@ -143,13 +102,3 @@ def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Itera
         if number % ranks.world_size == ranks.rank:
             rows = slice(start, start + num_rows)
             yield rows, (queries_QD[rows].double() @ candidates_DC).float()
-
-
-def _nan_last(scores: Tensor) -> Tensor:
-    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
-def _sum_over_ranks(found: Tensor, ranks: Ranks) -> Tensor:
-    if ranks.world_size > 1:
-        dist.all_reduce(found)
-    return found

@@ -20,8 +20,8 @@ from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
 from clap_ds.model.precision import at_least_fp32
-from clap_ds.model.text import TextAttention, TextTower
-from clap_ds.model.window_attention import AskedKernel, require_triton, resolve_kernel
+from clap_ds.model.text import TextTower
+from clap_ds.model.window_attention import Kernel
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 
@@ -49,11 +49,9 @@ class ClapModel(nn.Module):
         text_dropout: dropout of RoBERTa's hidden states and attention weights.
         spec_augment: mask stripes of the spectrogram while training.
         text_from_hub: start RoBERTa from pretrained weights.
-        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention.resolve_kernel`). With `sdpa`
-            RoBERTa goes through SDPA, with the others through `clap_ds.model.text_attention`, which packed captions need.
-        mlp: kernel of the audio blocks' MLPs: `triton` fuses those of the widths it has (`clap_ds.model.mlp_triton.supports`);
-            `torch`, and `auto` until something chooses for the device, compute operation by operation.
-        device: where the model will run, which `attention` "auto" goes by; None: on a CPU.
+        attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
+        mlp: kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those of the widths it
+            has (`clap_ds.model.mlp_triton.supports`).
         checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
         learns_bias: learn SigLIP's logit bias, from -10, and start from its scale of 10 (arXiv 2303.15343).
 
@@ -62,7 +60,7 @@ class ClapModel(nn.Module):
         logit_scale_text: the other one: loaded and saved, never computed with.
 
     Raises:
-        ValueError: `text_from_hub`, and the weights can't be had or don't fit; `attention` or `mlp` can't run here.
+        ValueError: `text_from_hub`, and the weights can't be had or don't fit.
     """
 
     logit_scale_text: Tensor
@@ -76,22 +74,18 @@ class ClapModel(nn.Module):
         spec_augment: bool = True,
         text_from_hub: bool = False,
         learns_bias: bool = False,
-        attention: AskedKernel = "sdpa",
-        mlp: Literal["auto", "torch", "triton"] = "torch",
-        device: torch.device | None = None,
+        attention: Kernel = "sdpa",
+        mlp: Literal["torch", "triton"] = "torch",
         checkpoint_activations: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.mel = LogMel(config.audio)
-        kernel = resolve_kernel(attention, device or torch.device("cpu"))
-        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=kernel)
+        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=attention)
         if mlp == "triton":
-            require_triton("clap.model.mlp")
             self.audio.use_triton("mlp")
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        text_attention: TextAttention = "sdpa" if attention == "sdpa" else "auto"
-        self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub, attention=text_attention)
+        self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub)
         self.audio.checkpoint_activations("audio" in checkpoint_activations)
         self.text.checkpoint_activations("text" in checkpoint_activations)
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)

@@ -149,11 +149,15 @@ class HTSAT(nn.Module):
             assert isinstance(stage, Stage)
             stage.checkpoint = enabled
 
+    def blocks(self) -> list[SwinBlock]:
+        """Of all stages, in order."""
+        return [module for module in self.modules() if isinstance(module, SwinBlock)]
+
     def use_triton(self, part: Literal["attention", "mlp"]) -> None:
         """Blocks take Triton's kernels; of MLPs, those that are as wide as there are kernels for."""
         from clap_ds.model.mlp_triton import supports
 
-        for block in (module for module in self.modules() if isinstance(module, SwinBlock)):
+        for block in self.blocks():
             if part == "attention":
                 block.attention.kernel = "triton"
             elif supports(block.mlp.fc1.in_features, block.mlp.fc1.out_features):

@@ -5,7 +5,7 @@ Leaves the projection to the joint space to `clap.py` and tokenising to `clap_ds
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from transformers import RobertaConfig, RobertaModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
 FIELD = "clap.model.text_from_hub"
-TextAttention = Literal["auto", "sdpa"]
 _SAME = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "layer_norm_eps")}
 _OTHER = {
     "max_positions": "max_position_embeddings",
@@ -55,21 +54,18 @@ class TextTower(nn.Module):
     Args:
         config: sizes.
         dropout: of hidden states and of attention weights.
-        attention: `sdpa`, PyTorch's; or `auto`, this project's (`text_attention.py`), which packed captions need.
         from_hub: start from the pretrained weights `config.hub_name` names (hub, local cache or folder; safetensors only).
 
     Raises:
         ValueError: those weights can't be had, or are of other sizes.
     """
 
-    def __init__(
-        self, config: TextConfig, *, dropout: float, from_hub: bool, attention: TextAttention = "sdpa"
-    ) -> None:
+    def __init__(self, config: TextConfig, *, dropout: float, from_hub: bool) -> None:
         super().__init__()
         self.pooling = config.pooling
         with_pooler = self.pooling == "cls_pooler"
         self.roberta = (pretrained if from_hub else _untrained)(config, dropout, with_pooler)
-        self.roberta.config._attn_implementation = text_attention.NAME if attention == "auto" else attention
+        self.roberta.config._attn_implementation = text_attention.NAME
         if with_pooler:
             last: Any = self.roberta.encoder.layer[-1]
             last.attention = FirstTokenAttention(last.attention)
@@ -104,7 +100,6 @@ class TextTower(nn.Module):
         return mean_over_tokens(output.last_hidden_state, attention_mask)
 
     def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
-        assert self.roberta.config._attn_implementation == text_attention.NAME, "packed captions need attention 'auto'"
         layout = lay_out(packing, len(input_ids_T))
         output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
         if self.pooling == "cls_pooler":

@@ -27,11 +27,12 @@ SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBE
 SMALL_VOCAB_SIZE = 512
 
 
-def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_dir: str, *, vocab_size: int, field: str = FIELD) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it.
 
     Args:
         vocab_size: of the model that will take the ids.
+        field: of the settings, for messages.
 
     Raises:
         ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
@@ -41,16 +42,16 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int) -> PreTrainedTokenizerB
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only)
 
-    tokenizer = load_by_name(name_or_dir, load, field=FIELD, what="tokenizer")
+    tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.
     largest_id = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])
     if largest_id >= vocab_size:
         raise ValueError(
-            f"{FIELD}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
+            f"{field}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
             "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
         )
     if (pad := tokenizer.pad_token_id) != PAD_TOKEN_ID:
-        raise ValueError(f"{FIELD}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
+        raise ValueError(f"{field}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
     return tokenizer
 
 

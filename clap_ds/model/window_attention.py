@@ -20,12 +20,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._triton import has_triton_package
 
 from clap_ds.model.windows import merge_windows, partition_windows
 
 Kernel = Literal["sdpa", "matmul", "triton"]
-AskedKernel = Kernel | Literal["auto"]
 
 MOST_BATCHED = 65_535
 """Largest batch that `_sdpa` hands to PyTorch: the third dimension of a CUDA grid, which the batch is for its memory-efficient
@@ -33,25 +31,9 @@ kernels, forward and backward (heads are the second). PyTorch splits a larger on
 bias to one of the whole batch's shape, which fails (`_scaled_dot_product_efficient_attention_backward_cuda`)."""
 
 
-def resolve_kernel(kernel: AskedKernel, device: torch.device) -> Kernel:
-    """The kernel that a model for the device is built with where `auto` is asked for; others are themselves.
-
-    Raises:
-        ValueError: `triton` asked for where it is not installed.
-    """
-    if kernel == "triton":
-        require_triton("clap.model.attention")
-    if kernel == "auto":
-        return "matmul" if device.type == "cpu" else "sdpa"
-    return kernel
-
-
-def require_triton(field: str) -> None:
-    """Raises:
-    ValueError: Triton, which a field of the run asks for, is not installed.
-    """
-    if not has_triton_package():
-        raise ValueError(f"{field}: 'triton' needs the triton package, which is not installed")
+def default_kernel(device: torch.device) -> Kernel:
+    """The quicker one of those that are torch's operations on a device."""
+    return "matmul" if device.type == "cpu" else "sdpa"
 
 
 def attend_windows(

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.model import text_attention
 from clap_ds.model.htsat import PatchEmbed
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Layout
@@ -136,11 +135,9 @@ class NativeRobertaLayer(NativeModule, RobertaLayer):
     """With `FirstTokenAttention`, what follows the attention is computed of each caption's first token alone, as there."""
 
     def fits(self) -> bool:
-        """Not where attention has been asked to be SDPA."""
         attention: Any = self.attention.self
         return (
-            attention.config._attn_implementation == text_attention.NAME
-            and fits_norm(attention.query.in_features)
+            fits_norm(attention.query.in_features)
             and fits_linears(attention.query, self.intermediate.dense)
             and attention.attention_head_size in HEAD_DIMS
         )

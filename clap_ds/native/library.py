@@ -23,6 +23,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clap_ds.config.places import cache_folder
+
 HERE = Path(__file__).parent
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
@@ -49,11 +51,6 @@ IMPLEMENTATIONS = {
 
 _C_TYPES: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_float}
 log = logging.getLogger(__name__)
-
-
-def cache_directory() -> Path:
-    """Where compiled libraries are kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
 def _processor() -> str:
@@ -83,7 +80,7 @@ def _build(flags: Sequence[str]) -> Path:
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
     parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
-    directory = cache_directory()
+    directory = cache_folder()
     library = directory / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     try:
         if _is_whole(library):

@@ -46,8 +46,7 @@ class FolderLock:
             OSError: it can't be written.
         """
         while not self._create(self._path):
-            found = _read(self._path)
-            if found is not None and self._is_dead(found):
+            if (found := _read(self._path)) and self._is_dead(found):
                 self._take_over(found)
                 break
         threading.Thread(target=self._keep_touching, daemon=True, name="clap.lock").start()
@@ -111,8 +110,7 @@ class FolderLock:
     def _take_over(self, dead: dict[str, Any]) -> None:
         """Put this process's file in a dead one's place; raises HeldError where another run does so now.
 
-        Of all that found the same one dead, one at a time can make the file of this name, and it has the dead one's file before
-        it then: who comes later finds the winner's there.
+        Of all that found the same one dead, one at a time can make the file `claim`; who comes later finds another holder.
         """
         claim = self._path.with_name(f".{FILE}.{dead['token']}")
         if not self._create(claim):
@@ -126,15 +124,9 @@ class FolderLock:
 
 def _identity() -> dict[str, Any]:
     """Who this process is, for people and for other processes."""
-    return {
-        "token": os.urandom(8).hex(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-        "kernel": _kernel(),
-        "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
-        "user": os.environ.get("USER", str(os.getuid())),
-    }
+    process = {"pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _kernel()}
+    person = {"user": os.environ.get("USER", str(os.getuid())), "slurm_job": os.environ.get("SLURM_JOB_ID", "")}
+    return {"token": os.urandom(8).hex(), "host": socket.gethostname(), **process, **person}
 
 
 def _kernel() -> str:

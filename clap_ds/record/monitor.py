@@ -51,13 +51,13 @@ def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
         import pynvml as nvml
 
         nvml.nvmlInit()
-        gpus = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())}
-        uuids = {index: nvml.nvmlDeviceGetUUID(gpu) for index, gpu in gpus.items()}
-    except Exception:
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
+    except Exception:  # of whatever type a broken driver has
         return None
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    mine = [gpu for gpu in gpus if any(word == str(gpu) or (word and word in uuids[gpu]) for word in words)]
-    chosen = mine if len(mine) >= num_gpus else [*gpus]  # a rank may see its own alone
+    mine = [gpu for gpu, uuid in enumerate(uuids) if any(word == str(gpu) or (word and word in uuid) for word in words)]
+    chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see its own alone
     rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # counted in KB/s
     fields: dict[str, Callable[[Any], float]] = {
         "sm_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,

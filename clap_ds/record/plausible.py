@@ -4,14 +4,12 @@ from __future__ import annotations
 
 MOST_MFU_PERCENT = 90.0
 """No training is known to come near this share of a peak with all its work counted: matrix products alone reach about 80 %."""
+MOST_UNEVEN = 0.02
+"""Share by which the median step may tell another rate than the one over time without a word."""
 
 
 def doubtful_mfu(published_percent: float | None, model_percent: float | None) -> list[str]:
-    """What has to be said of a model FLOPs utilisation that can't be real, by its two conventions; nothing of one that can.
-
-    Above 100 % in the published convention is no contradiction, as it counts work that isn't done; above `MOST_MFU_PERCENT` of
-    the work that is done, the rate or the peak is wrong.
-    """
+    """What has to be said of a model FLOPs utilisation that can't be real, by its two conventions; nothing of one that can."""
     found = []
     if published_percent is not None and published_percent > 100:
         found.append(
@@ -26,17 +24,8 @@ def doubtful_mfu(published_percent: float | None, model_percent: float | None) -
     return found
 
 
-MOST_UNEVEN = 0.02
-"""Share by which the median step may tell another rate than the one over time without a word."""
-
-
 def uneven_steps(rate: float, batch: float, median_step_s: float) -> list[str]:
-    """A line where the rate over time isn't that of the median step, as some steps take longer; else nothing.
-
-    Args:
-        rate: samples/s of one GPU.
-        batch: samples of one GPU in a step.
-    """
+    """A line where a GPU's rate over time (samples/s) isn't that of its median step of `batch` samples; else nothing."""
     by_median = batch / median_step_s
     if abs(by_median / rate - 1) <= MOST_UNEVEN:
         return []

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 VERSION = 3
-"""`schema` in `summary.json`. 3: rates are samples over time (`mean`), before it
-medians of windows. Records before 2 have none."""
+"""`schema` in `summary.json`. 3: rates are samples over time (`mean`); before it, medians of windows. The first had none."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
@@ -22,7 +21,7 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 class Rates(TypedDict, total=False):
     """Samples/s of one GPU: all samples over all seconds of the timed windows, and the interval that holds the rate of a long
-    run with probability `coverage`. Without a coverage there are too few windows, and it is their range."""
+    run with probability `coverage`; without a coverage it is the range of too few windows."""
 
     mean: float
     low: float
@@ -82,9 +81,8 @@ class Summary(TypedDict, total=False):
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. `backward` and
-    `exposed_communication` are right from `schema` 3 on: before it, with `gradient_sync` overlapped, gradients travelled also
-    where they were to stay, so that the second is noise and the first holds what belongs there."""
+    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. Before `schema` 3, with
+    `gradient_sync` overlapped, `backward` holds what belongs into `exposed_communication`, which is noise."""
     memory_peak_bytes: int
     """Of tensors on a GPU, of the whole process on a CPU; of the rank that has most (before schema 3: of rank 0)."""
     memory_reserved_peak_bytes: int

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,16 +54,15 @@ class Manifest:
     """What a checkpoint holds and what it may be loaded into.
 
     Attributes:
-        serial: when it was saved, in ms since 1970, and larger than every older one's in its folder: the largest is the newest,
-            whatever its step.
+        serial: ms since 1970 when it was saved, and larger than every older one's in its folder, whatever their steps.
         step: optimiser steps taken.
         model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
         tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
         metrics: of the evaluation at this step, if there was one.
         files: by path relative to the checkpoint.
-        run: of the run that saved it, through all its restarts; empty in checkpoints from before runs had one.
-        settings: the run's JSON with every default filled in (`RunSettings.resolved`); empty in older ones.
+        run: of the run that saved it, through all its restarts; empty in old checkpoints.
+        settings: the run's JSON as resolved; empty in old checkpoints.
         best_by: the evaluation metric that tells the run's best, or None.
     """
 
@@ -77,12 +77,6 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     best_by: str | None = None
 
-    @property
-    def text_tokens(self) -> int | None:
-        """Caption length that the model was trained with, where the checkpoint says."""
-        tokens: int | None = self.settings.get("clap", {}).get("text_tokens")
-        return tokens
-
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, "hash": _hash(content)}, indent=1)
@@ -93,15 +87,14 @@ class Manifest:
         try:
             content = json.loads(text)
             stated, version = content.pop("hash"), content["format"]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
         if version != FORMAT:
             raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
         if stated != _hash(content):
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
         known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        return cls(**known | {"files": files})
+        return cls(**known | {"files": {name: FileRecord(**record) for name, record in content["files"].items()}})
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -132,14 +125,13 @@ def _hash(content: bytes | memoryview | dict[str, Any]) -> str:
 def hash_file(path: Path) -> str:
     """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
     with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def names_of(step: int) -> Iterator[str]:
     """Names that a checkpoint of this step may have, the first choice first."""
-    return (f"step-{step:08d}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+    return itertools.chain([f"step-{step:08d}"], (f"step-{step:08d}-{number}" for number in itertools.count(2)))
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -152,8 +144,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest, read everything back from the disk, and give the checkpoint its name; raises OSError, DamagedError:
-    the disk is full or failing; what was read back isn't what was written."""
+    """Write the manifest, read all back and give the checkpoint its name; raises OSError, or DamagedError: it isn't whole."""
     write_file(partial / MANIFEST, manifest.to_json().encode())
     for folder in sorted({partial, *(partial / file for file in map(os.path.dirname, manifest.files))}):
         _sync_folder(folder)
@@ -170,7 +161,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't, and needn't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems that can't, and needn't
             raise
     finally:
         os.close(descriptor)
@@ -201,28 +192,23 @@ def remove(folder: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what a killed process left half-written or half-deleted."""
-    for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
+    for path in folder.glob(".step-*.*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_first(
     names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str] | None = None
 ) -> dict[str, Manifest]:
-    """Manifests of those names that are a checkpoint's, the newest first, by name.
-
-    Args:
-        read: raises FileNotFoundError where there is none, DamagedError where it can't be read.
-        damaged: gets why, by name.
-    """
+    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
+    is none, and DamagedError, of which `damaged` gets the text, by name."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
-            manifests[name] = read(name)
+            with suppress(FileNotFoundError):
+                manifests[name] = read(name)
         except DamagedError as error:
             if damaged is not None:
                 damaged[name] = str(error)
-        except FileNotFoundError:
-            continue
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 
 
@@ -239,10 +225,14 @@ def warn_of(damaged: dict[str, str]) -> None:
 
 
 def newest_good(folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
-    """The newest checkpoint of a folder that is all there; `damaged` gets, by name, why others were passed over, of which one
-    that is found warns."""
+    """The newest checkpoint of a folder that is all there, with a warning of those passed over; `damaged` gets why, by name."""
     damaged = {} if damaged is None else damaged
-    for name in read_all(folder, damaged):
+    return first_good(folder, read_all(folder, damaged), damaged)
+
+
+def first_good(folder: Path, names: Iterable[str], damaged: dict[str, str]) -> Path | None:
+    """The first of a folder's checkpoints that is all there, as `newest_good` has it."""
+    for name in names:
         try:
             verify(folder / name)
         except DamagedError as error:
@@ -267,54 +257,44 @@ def find_checkpoint(path: Path) -> Path:
 
 def weights_are_whole(folder: Path) -> bool:
     """Whether a checkpoint's weights are as they were written, whatever its other files are."""
-    try:
+    with suppress(OSError, DamagedError, KeyError):
         return hash_file(folder / WEIGHTS) == Manifest.read(folder).files[WEIGHTS].hash
-    except (OSError, DamagedError, KeyError):
-        return False
-
-
-def find_weights(folder: Path, step: int) -> Path:
-    """The newest checkpoint of a step whose weights are whole; raises DamagedError where there is none."""
-    there = read_all(folder)
-    for name, manifest in there.items():
-        if manifest.step == step and weights_are_whole(folder / name):
-            return folder / name
-    steps = sorted({m.step for name, m in there.items() if weights_are_whole(folder / name)})
-    whole = f"; of steps {', '.join(map(str, steps))} they are" if steps else ""
-    raise DamagedError(f"{folder}: no checkpoint of step {step} whose {WEIGHTS} is whole{whole}")
-
-
-def move_aside(folder: Path, *, but: str) -> Path | None:
-    """Move all that is in a folder, the file `but` excepted, into a new one beside it, and give that back; None where there was
-    nothing."""
-    paths = [path for path in folder.iterdir() if path.name != but]
-    if not paths:
-        return None
-    aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
-    aside.mkdir()
-    for path in paths:
-        path.rename(aside / path.name)
-    return aside
+    return False
 
 
 def seems_whole(folder: Path) -> bool:
     """Whether all files are there in their full size; their content isn't looked at."""
-    try:
-        records = Manifest.read(folder).files.items()
-        return all((folder / name).stat().st_size == record.bytes for name, record in records)
-    except (OSError, DamagedError):
-        return False
+    with suppress(OSError, DamagedError):
+        return all((folder / name).stat().st_size == of.bytes for name, of in Manifest.read(folder).files.items())
+    return False
+
+
+def find_weights(folder: Path, step: int) -> Path:
+    """The newest checkpoint of a step whose weights are whole; raises DamagedError where there is none."""
+    whole = {name: each.step for name, each in read_all(folder).items() if weights_are_whole(folder / name)}
+    if found := [name for name, its_step in whole.items() if its_step == step]:
+        return folder / found[0]
+    others = f"; of steps {', '.join(map(str, sorted({*whole.values()})))} they are" if whole else ""
+    raise DamagedError(f"{folder}: no checkpoint of step {step} whose {WEIGHTS} is whole{others}")
+
+
+def move_aside(folder: Path, *, but: str) -> Path | None:
+    """Move all that is in a folder, the file `but` excepted, into a new one beside it; None where there was nothing."""
+    paths = [path for path in folder.iterdir() if path.name != but]
+    aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+    for path in paths:
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    return aside if paths else None
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete, the oldest first: neither of the last `keep_last` nor of the best `keep_best` by `best_by`. `manifests`
-    has the newest first."""
-    kept = {*list(manifests)[: rule.keep_last], *best(manifests, rule.best_by)[: rule.keep_best]}
+    """Names to delete, the oldest first, of manifests with the newest first: all but the last and the best that are kept."""
+    kept = [*manifests][: rule.keep_last] + best(manifests, rule.best_by)[: rule.keep_best]
     return [name for name in reversed(manifests) if name not in kept]
 
 
 def best(manifests: dict[str, Manifest], metric: str | None) -> list[str]:
     """Names of checkpoints that were evaluated, the best by this metric first; of equals, the one that comes first."""
-    values = {name: manifest.metrics.get(metric or "", math.nan) for name, manifest in manifests.items()}
-    evaluated = (name for name, value in values.items() if not math.isnan(value))
-    return sorted(evaluated, key=lambda name: -score(metric or "", values[name]))
+    values = {name: score(metric or "", each.metrics.get(metric or "", math.nan)) for name, each in manifests.items()}
+    return sorted((name for name in values if not math.isnan(values[name])), key=lambda name: -values[name])

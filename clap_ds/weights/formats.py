@@ -6,8 +6,7 @@ Optimiser state and resuming a run belong to `clap_ds.training`.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -217,22 +216,19 @@ def _read_transformers_config(folder: Path) -> ClapConfig:
 
 def trained_text_tokens(path: Path) -> int | None:
     """What `to_safetensors` was told of the caption length; raises ValueError where the file can't be read."""
-    with _opened(path) as file:
-        tokens = (file.metadata() or {}).get(TEXT_TOKENS_KEY, "")
+    tokens = (_opened(path).metadata() or {}).get(TEXT_TOKENS_KEY, "")
     return int(tokens) if tokens.isdecimal() else None
 
 
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Tensors and metadata of a file."""
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    file = _opened(path)
+    return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Any:
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            yield file
+        return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
 

@@ -63,29 +63,36 @@ def config_from_transformers(
     """
     audio: Any = config.audio_config
     text: Any = config.text_config
-    _check_fixed(name, "audio_config", audio, _FIXED_AUDIO)
-    _check_fixed(name, "text_config", text, _FIXED_TEXT)
-    patch, stride = _side(audio.patch_size), _side(audio.patch_stride)
-    if patch != stride:
-        raise ValueError(f"{name}: audio_config.patch_stride is {stride}, expected patch_size ({patch})")
-    if audio.mlp_ratio != int(audio.mlp_ratio):
-        raise ValueError(f"{name}: audio_config.mlp_ratio is {audio.mlp_ratio}, expected a whole number")
-    if config.projection_hidden_act not in ("relu", "gelu"):
-        raise ValueError(f"{name}: projection_hidden_act is {config.projection_hidden_act!r}, expected relu or gelu")
+    published = load_preset("htsat_tiny_roberta_base")
     activation: Any = config.projection_hidden_act
+    patch, ratio = _side(audio.patch_size), audio.mlp_ratio
+    checks: list[tuple[str, Any, list[Any]]] = [
+        *((f"audio_config.{fixed}", getattr(audio, fixed), [value]) for fixed, value in _FIXED_AUDIO.items()),
+        *((f"text_config.{fixed}", getattr(text, fixed), [value]) for fixed, value in _FIXED_TEXT.items()),
+        ("audio_config.patch_stride", _side(audio.patch_stride), [patch]),
+        ("audio_config.mlp_ratio", ratio, [round(ratio)]),
+        ("projection_hidden_act", activation, ["relu", "gelu"]),
+    ]
+    for field, found, expected in checks:
+        if found not in expected:
+            only = " or ".join(map(repr, expected))
+            raise ValueError(f"{name}: {field} is {found!r}, only {only} is supported")
     projection = ProjectionConfig(hidden_dim=config.projection_dim, activation=activation, bias=True)
     audio_sizes: dict[str, Any] = {ours: getattr(audio, theirs) for ours, theirs in _AUDIO.items()}
-    audio_sizes |= {name: list(audio_sizes[name]) for name in ("depths", "num_heads")}
-    audio_sizes |= {"patch_size": patch, "mlp_ratio": int(audio.mlp_ratio)}
+    audio_sizes |= {each: list(audio_sizes[each]) for each in ("depths", "num_heads")}
+    audio_sizes |= {"patch_size": patch, "mlp_ratio": round(ratio)}
     text_sizes = {ours: getattr(text, theirs) for ours, theirs in _TEXT.items()}
-    published = load_preset("htsat_tiny_roberta_base").text
-    is_roberta_base = all(getattr(published, ours) == value for ours, value in text_sizes.items())
+    is_roberta_base = all(getattr(published.text, ours) == value for ours, value in text_sizes.items())
+    given = front_end or {}
+    mel = {ours: given.get(theirs, getattr(published.audio, ours)) for ours, theirs in _FRONT_END.items()}
+    seconds = given.get("max_length_s", published.audio.num_samples // published.audio.sample_rate)
+    mel["num_samples"] = seconds * mel["sample_rate"]
     return ClapConfig(
         name=name,
-        audio=AudioConfig(**audio_sizes, **_front_end(front_end or {}), projection=projection),
+        audio=AudioConfig(**audio_sizes, **mel, projection=projection),
         text=TextConfig(
             **text_sizes,
-            hub_name=published.hub_name if is_roberta_base else "",
+            hub_name=published.text.hub_name if is_roberta_base else "",
             layer_norm_eps=text.layer_norm_eps,
             pooling="cls_pooler",
             projection=projection,
@@ -142,19 +149,6 @@ def not_expressible(config: ClapConfig) -> list[str]:
         clip = f"a clip of {audio.num_samples} samples at {audio.sample_rate} Hz"
         reasons.append(f"{clip} is not whole seconds, which HF needs")
     return reasons
-
-
-def _front_end(fields: dict[str, Any]) -> dict[str, Any]:
-    published = load_preset("htsat_tiny_roberta_base").audio
-    sizes = {ours: fields.get(theirs, getattr(published, ours)) for ours, theirs in _FRONT_END.items()}
-    seconds = fields.get("max_length_s", published.num_samples // published.sample_rate)
-    return {**sizes, "num_samples": seconds * sizes["sample_rate"]}
-
-
-def _check_fixed(name: str, section: str, found: Any, expected: dict[str, Any]) -> None:
-    for field, value in expected.items():
-        if getattr(found, field) != value:
-            raise ValueError(f"{name}: {section}.{field} is {getattr(found, field)!r}, only {value!r} is supported")
 
 
 def _side(size: Any) -> int:

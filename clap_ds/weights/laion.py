@@ -20,19 +20,10 @@ from clap_ds.weights.formats import Checkpoint, num_misfits, renamed_checkpoint
 from clap_ds.weights.names import laion_names
 
 _IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
-_OF_TENSORS = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch._utils", "_rebuild_tensor"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-}
-_OF_NUMBERS = {
-    ("_codecs", "encode"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy.core.multiarray", "scalar"),
-}
+_REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
+_OF_TENSORS = {("collections", "OrderedDict"), ("torch", "Size"), *(("torch._utils", name) for name in _REBUILT)}
+_ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
+_OF_NUMBERS = {("_codecs", "encode"), ("numpy", "dtype"), *((module, "scalar") for module in _ARRAYS)}
 
 
 class _PassedOver:
@@ -77,16 +68,15 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
         for name, value in _read(Path(path)).items()
         if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
     }
-    if config is not None and not num_misfits(tensors, config, laion_names):
-        return renamed_checkpoint(config, tensors, laion_names, str(path))
-    misfits = {each.name: (num_misfits(tensors, each, laion_names), each) for each in _layouts()}
-    fitting = [name for name, (number, _) in misfits.items() if number == 0]
-    if config is not None and fitting:
-        raise ValueError(f"{path} isn't of model {config.name} but of {' or '.join(fitting)}")
-    if len(fitting) > 1:
-        raise ValueError(f"{path} may be of model {' or '.join(fitting)}: say which by --preset")
-    nearest = config or misfits[min(misfits, key=lambda name: misfits[name][0])][1]
-    return renamed_checkpoint(nearest, tensors, laion_names, str(path))
+    if config is None or num_misfits(tensors, config, laion_names):
+        misfits = [(num_misfits(tensors, each, laion_names), each) for each in _layouts()]
+        fitting = " or ".join(each.name for number, each in misfits if number == 0)
+        if config is not None and fitting:
+            raise ValueError(f"{path} isn't of model {config.name} but of {fitting}")
+        if " or " in fitting:
+            raise ValueError(f"{path} may be of model {fitting}: say which by --preset")
+        config = config or min(misfits, key=lambda misfit: misfit[0])[1]
+    return renamed_checkpoint(config, tensors, laion_names, str(path))
 
 
 def _layouts() -> list[ClapConfig]:

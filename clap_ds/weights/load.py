@@ -92,15 +92,12 @@ def _best(path: Path, manifests: dict[str, Manifest]) -> Path:
         raise ValueError(
             f"{path}: which checkpoint is best can't be told: they {found} to tell it by; give one's own path"
         )
-    for name in (ranked := files.best(manifests, metrics[0])):
-        try:
-            files.verify(path / name)
-            return path / name
-        except files.DamagedError as error:
-            files.warn(f"passed over: {error}")
+    ranked = files.best(manifests, metrics[0])
+    if (good := files.first_good(path, ranked, {})) is not None:
+        return good
     why = "those that were are damaged" if ranked else f"none was evaluated by {metrics[0]}"
     raise ValueError(
-        f"{path}: which checkpoint is best can't be told: {why}; without asking for the best the newest is taken"
+        f"{path}: which checkpoint is best can't be told: {why}; without asking for it the newest is taken"
     )
 
 
@@ -134,7 +131,8 @@ def text_tokens_of(path: str | Path, config: ClapConfig) -> int | None:
     tokenizer beside a transformers model cuts captions, if that is short of the model's positions. None where nothing says."""
     manifest, beside = _manifest(path), Path(path) / _TOKENIZER_CONFIG
     if manifest is not None:
-        return manifest.text_tokens
+        tokens: int | None = manifest.settings.get("clap", {}).get("text_tokens")
+        return tokens
     if beside.exists():
         limit = read_json(beside).get("model_max_length")
         return limit if isinstance(limit, int) and 2 <= limit < config.text.max_tokens else None

@@ -12,9 +12,10 @@ import pytest
 
 from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import compare, render
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.record import interval_fields
-from clap_ds.analysis.table import Run, read_table_runs, write_csv
+from clap_ds.analysis.table import Run, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, TINY, command, run
 

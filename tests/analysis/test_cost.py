@@ -6,7 +6,8 @@ import pytest
 
 from clap_ds.analysis import cost
 from clap_ds.analysis.cost import Price, cheapest, costs, render
-from clap_ds.analysis.table import Row, read_table
+from clap_ds.analysis.csv_table import read_table
+from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, record, running_log, write
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import efficiency
+from clap_ds.analysis.csv_table import read_table, read_table_runs
 from clap_ds.analysis.efficiency import render, scaling_table
-from clap_ds.analysis.table import Row, Run, read_table, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, write_csv
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import DATA, command, run, running_log, write
+from tests.analysis.samples import DATA, command, run, write
 
 
 def test_failed_runs_stay_in_the_table_without_a_rate() -> None:
@@ -265,10 +266,11 @@ def test_the_engines_rate_is_a_column_and_can_be_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = "[x] [INFO] nnodes={0}, num_local_procs=4\n[x] dist_world_size={1}\nrun directory: runs/x{0}\n"
-    table = "┌──┬──┐\n│ samples/s/GPU │ {:.2f} │\n│ TFLOPS achieved per device, 3 × forward │ 41.5 │\n└──┴──┘\n"
+    table = "┌──┬──┐\n│ samples/s/GPU │ {:.2f} │\n│ TFLOPS achieved per device, 3 × forward │ 41.5 │\n"
+    table += "│ samples/s in all, by DeepSpeed's timer │ {:.2f} │\n└──┴──┘\n"
     for nodes, measured, engine in ((1, 100.0, 110.0), (2, 90.0, 88.0)):
-        lines = running_log([1.0] * 30, batch=int(4 * nodes * engine))
-        write(tmp_path / f"{nodes}.log", log.format(nodes, 4 * nodes) + lines + table.format(measured))
+        text = log.format(nodes, 4 * nodes) + table.format(measured, 4 * nodes * engine)
+        write(tmp_path / f"{nodes}.log", text)
     for options, efficiency_percent, rate in (((), 90.0, "100.0"), (("--rate", "engine"), 80.0, "110.0")):
         command(monkeypatch, efficiency.main, tmp_path, "--csv", tmp_path / "t.csv", *options)
         printed = capsys.readouterr().out

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from clap_ds.analysis import compare, cost, efficiency, project
 from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
 from tests.analysis.samples import DATA, TINY, running_log, write
-from tests.analysis.test_bench_output import windows
+from tests.analysis.test_training_log import windows
 
 EXAMPLES = int(os.environ.get("CLAP_FUZZ_EXAMPLES", "0"))
 fuzzed = settings(

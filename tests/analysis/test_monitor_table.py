@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from clap_ds.analysis import monitor
-from clap_ds.analysis.monitor import CHECKS, flagged_share, table
+from clap_ds.analysis.monitor import CHECKS, flagged, table
 from tests.analysis.samples import command
 
 GPU = {"gpu": 0, "sm_percent": 95, "power_w": 600, "power_limit_w": 700, "memory_bytes": 60, "memory_total_bytes": 80}
@@ -24,6 +25,7 @@ def test_samples_outside_checkpoints_count(
     for host, samples in {
         "n1": [_sample(t, sm_percent=50 if t < 2 else 95) for t in range(10)],
         "n2": [_sample(t, sm_percent=10 if 5 <= t <= 7 else 90, memory_bytes=72) for t in range(10)],
+        "n3": [{"time": 3, "cpu_percent": 3}],
     }.items():
         lines = [*map(json.dumps, samples), "[]", '{"time": "late"}', '{"time": 1']  # cut off with its host
         (tmp_path / "run" / "monitor" / f"{host}.jsonl").write_text("\n".join(lines))
@@ -32,22 +34,21 @@ def test_samples_outside_checkpoints_count(
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(metrics))
     command(monkeypatch, monitor.main, tmp_path / "run", tmp_path)
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
-    assert cells == ["run", "14 of 2", "14% (most n1:0)", "0%", "0%", "0%", "10% (n2:0)"]
+    assert cells == ["run", "15 of 3", "14% (most n1:0)", "0%", "0%", "0%", "10% (n2:0)"]
 
 
 @pytest.mark.parametrize(
     ("check", "share", "samples"),
     [
-        ("SM", 0.5, [{"sm_percent": 90}, {"sm_percent": 89}]),
-        ("< 350 W", 0.5, [{"power_w": 349.9}, {"power_w": 350}]),
-        ("< 350 W", 0, [{"power_w": 100, "power_limit_w": 300}]),
-        ("≥ 85 °C", 0.5, [{"temperature_c": 85}, {"temperature_c": 84}]),
+        ("SM", "50% (most n1)", [{"sm_percent": 90}, {"sm_percent": 89}]),
+        ("< 350 W", "50% (most n1)", [{"power_w": 349.9}, {"power_w": 350}]),
+        ("< 350 W", "0%", [{"power_w": 100, "power_limit_w": 300}]),
+        ("≥ 85 °C", "50% (most n1)", [{"temperature_c": 85}, {"temperature_c": 84}]),
         # Two samples in a row are a burst, three are sustained.
-        ("PCIe", 0.3, [{"pcie_rx_gb_per_s": rate} for rate in (25, 25, 1, 25, 25, 25, 1, 1, 20, 20)]),
+        ("PCIe", "30% (most n1)", [{"pcie_rx_gb_per_s": rate} for rate in (25, 25, 1, 25, 25, 25, 1, 1, 20, 20)]),
     ],
 )
-def test_limits(check: str, share: float, samples: list[dict[str, Any]]) -> None:
-    (chosen,) = (each for each in CHECKS if each.name.startswith(check))
-    found = flagged_share({"n1:0": [_sample(0, **changes) for changes in samples]}, chosen)
-    assert found == (pytest.approx(share), "n1:0")
-    assert flagged_share({"n1": [{"time": 0, "cpu_percent": 3}]}, chosen) is None
+def test_limits(check: str, share: str, samples: list[dict[str, Any]]) -> None:
+    (chosen,) = (name for name in CHECKS if name.startswith(check))
+    assert flagged(pd.DataFrame([_sample(0, **changes, source="n1") for changes in samples]), chosen) == share
+    assert flagged(pd.DataFrame([{"time": 0, "cpu_percent": 3, "source": "n1"}]), chosen) == ""

@@ -32,16 +32,12 @@ def test_the_published_curve_of_the_same_model_is_laid_under_in_grey(table: Path
     gpus = {label: [row.gpus for row in rows] for label, rows in read_curves([table]).items()}
     assert gpus == {NAME: [4, 8, 16], f"{NAME} (published, GH200)": [4, 8, 16, 32, 64, 128, 256, 512]}
     assert len(read_curves([table], with_published=False)) == 1
-    assert len(read_curves([TINY, BASE])) == 2
     efficiency = draw(read_curves([table, BASE])).panels[0]
     tiny, tiny_published, base = (bars.lines[0] for bars in efficiency.containers)
-    assert (
-        (tiny_published.get_color(), tiny_published.get_markerfacecolor())
-        == (base.get_color(), "white")
-        == ("0.6", "white")
-    )
-    assert tiny.get_color() != "0.6" != draw(read_curves([BASE])).panels[0].containers[0].lines[0].get_color()
+    assert tiny_published.get_color() == base.get_color() == "0.6" != tiny.get_color()
     assert tiny_published.get_marker() != base.get_marker()
+    published_alone = draw(read_curves([TINY, BASE])).panels[0].containers
+    assert "0.6" not in [bars.lines[0].get_color() for bars in published_alone]
 
 
 def test_labels_say_what_differs_and_count_what_does_not(tmp_path: Path) -> None:
@@ -65,14 +61,12 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(table: Path) ->
     assert throughput.lines[0].get_xydata().tolist() == [[4, 2800], [16, 11200]]
     named = [text.get_text().replace("\n", " ") for text in picture.figure.legends[0].get_texts()]
     assert sorted(named) == [NAME, "±: 2σ over 3 repeats"]
-    assert efficiency.bbox.height > 1.8 * throughput.bbox.height
     spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
     assert spread == pytest.approx([2 * 8.0 * gpus for gpus in (4, 8, 16)])
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.1, 92.9], abs=0.05)
     assert [bar[1][1] - bar[0][1] for bar in bars] == pytest.approx([3.0] * 3)
-    values = [line.get_ydata().tolist() for line in mfu.lines if line.get_alpha() is None]
-    assert values == [[20.0] * 3, [5.0] * 3]
+    assert [list(line.get_ydata()) for line in mfu.lines] == [[20.0] * 3, [5.0] * 3]
     assert mfu.get_ylim()[0] == 0
 
 
@@ -86,20 +80,12 @@ def test_an_answer_above_100_percent_is_doubted_in_the_title_too() -> None:
     assert "(in doubt: a scale is above 100 % by more" in " ".join(doubtful.get_suptitle().split())
 
 
-def test_no_panel_without_data_of_ones_own(tmp_path: Path) -> None:
-    rows = [
-        Row(n, 4 * n, 9.0, 36.0 * n, speedup=n, model="htsat_tiny_roberta_base", scaling_efficiency_percent=100.0)
-        for n in (1, 2)
-    ]
-    write_csv(tmp_path / "t.csv", rows)
-    assert len(draw(read_curves([tmp_path / "t.csv"])).panels) == 2
-
-
 def test_each_repeat_is_a_dot_beside_its_mean() -> None:
     rows = scaling_table([run(1, 198.0), run(1, 202.0), run(2, 180.0), run(2, 160.0), run(4, 140.0)])
-    efficiency = draw(curves_of(by_series(rows), with_published=False)).panels[0]
-    dots = [line.get_ydata().tolist() for line in efficiency.lines if line.get_marker() == "."]
+    picture = draw(curves_of(by_series(rows), with_published=False))
+    dots = [line.get_ydata().tolist() for line in picture.panels[0].lines if line.get_marker() == "."]
     assert dots == [pytest.approx([99.0, 101.0]), pytest.approx([90.0, 80.0])]
+    assert len(picture.panels) == 2  # none of MFU, which isn't known
 
 
 def test_runs_are_drawn_as_tables_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@
 
 import csv
 
-import pytest
-
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.published import published_mfu_percent, rate_bounds
-from clap_ds.analysis.table import format_cell, read_table_runs
+from clap_ds.analysis.published import published_mfu_percent
+from clap_ds.analysis.table import format_cell
 from tests.analysis.samples import BASE, TINY
 
 NOT_FOLLOWING = {
@@ -28,10 +27,3 @@ def test_every_published_digit_is_reproduced_but_for_those_that_do_not_follow() 
 def test_mfu_is_absent_for_an_unknown_gpu_or_model() -> None:
     assert published_mfu_percent("htsat_tiny_roberta_base", 623.7, None) is None
     assert published_mfu_percent("micro", 623.7, 989.0) is None
-
-
-@pytest.mark.parametrize(
-    ("total", "low", "high"), [("9865", 9864.5 / 16, 616.55), ("9000", 616.45, 616.55), ("", 616.45, 616.55)]
-)
-def test_rate_bounds_use_both_columns_and_fall_back_when_they_contradict(total: str, low: float, high: float) -> None:
-    assert rate_bounds("616.5", total, 16) == pytest.approx((low, high))

@@ -5,21 +5,16 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis import cost, report
-from clap_ds.analysis.project import method_of
 from clap_ds.analysis.record import read_record
-from clap_ds.analysis.report import findings, projectable, published_comparison
-from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Scale, write_csv
-from clap_ds.config.errors import UserError
+from clap_ds.analysis.report import findings, published_comparison
+from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.places import VERSION
-from clap_ds.config.settings import ClapSettings
 from tests.analysis.samples import DATA, ROOT, TINY, command, record, run
 
 SUMMARY, ENVIRONMENT = (
@@ -47,7 +42,7 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
     headings = re.findall('<h2 id="(.*?)">(.*?)</h2>', text)
     assert [heading for _, heading in headings] == [
         "Efficiency", "Against the published tables", "Where a step's time goes", "Projection",
-        "Cost of 1e+09 samples", "Runs",
+        "Runs", "Cost of 1e+09 samples",
     ]  # fmt: skip
     contents = re.findall('<a href="#(.*?)">(.*?)</a>', text)
     assert contents == headings
@@ -75,7 +70,7 @@ def test_numbers_are_the_inputs_own(folder: Path) -> None:
         (found,) = [line for line in lines if line[:3] == start and len(line) == 9]  # the table of efficiencies
         assert found[4] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
-    assert f"{1000 * SUMMARY['breakdown_s']['forward']:.1f}" in shown
+    assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
     assert f"{(read_record(DATA / 'record_2ranks').rate or 0) / 623.7:.6f}" in shown
     assert any(cell.startswith("890.") for cell in shown)  # 1e9 / 623.7 / 3600 GPU-hours at 2 each
     top = text[: text.index(">Contents:")]
@@ -107,42 +102,22 @@ def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: py
     assert ">100% (most n1:0)</td>" in text
 
 
-def test_method_follows_the_configuration() -> None:
-    assert method_of({}).loss == "gather_with_grad"
-    found = method_of({"bf16": {"enabled": True}, "clap": {"gradient_sync": "deepspeed", "gradient_bucket_mb": 5.0}})
-    assert (found.overlap, found.gradient_bytes, found.feature_bytes) == (False, 2, 2)
-    assert (found.loss, found.bucket_bytes) == ("exact_local", 5e6)
-    assert method_of({"torch_autocast": {"enabled": True}}).feature_bytes == 2
-    older = method_of({"clap": {"loss": {"features": "bf16"}}})
-    assert (older.gradient_bytes, older.bucket_bytes) == (4, 1e6 * ClapSettings().gradient_bucket_mb)
-
-
-@pytest.fixture
-def poor(tmp_path: Path) -> Path:
-    """A table that scales poorly: 600, 480, 400 and 330 samples/s in all on 1 to 8 nodes."""
-    totals = {1: 600.0, 2: 480.0, 4: 400.0, 8: 330.0}
-    changes = {"model": "htsat_tiny_roberta_base", "device": "H100", "scaling": "weak", "batch_per_gpu": 64}
-    rows = [Row(nodes, 4 * nodes, total / 4 / nodes, total, **changes) for nodes, total in totals.items()]
-    write_csv(tmp_path / "poor.csv", rows)
-    return tmp_path / "poor.csv"
-
-
-def test_a_part_that_cannot_be_made_is_named_in_its_place(poor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_cannot_be_made_is_named_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of all things")
 
     for owner, name in ((cost, "costs"), (report.plot_scaling, "draw"), (report, "published_comparison")):
         monkeypatch.setattr(owner, name, broken)
-    command(monkeypatch, report.main, poor, "--output", poor.parent / "out", "--samples", "1e9")
-    text = (poor.parent / "out" / "report.md").read_text()
-    for heading, what in (
-        ("Efficiency", "The picture"), ("Against the published tables", "This part"), ("Cost of 1e+09 samples", "This part"),
-    ):  # fmt: skip
+    rows = [Row(nodes, 4 * nodes, rate, 4 * nodes * rate, model="htsat_tiny_roberta_base", device="H100", batch_per_gpu=64)
+            for nodes, rate in ((1, 150.0), (2, 60.0), (4, 25.0), (8, 10.3))]  # fmt: skip
+    write_csv(tmp_path / "poor.csv", rows)
+    command(monkeypatch, report.main, tmp_path / "poor.csv", "--output", tmp_path / "out", "--samples", "1e9")
+    text = (tmp_path / "out" / "report.md").read_text()
+    for heading in ("Efficiency", "Against the published tables", "Cost of 1e+09 samples"):
         section = text[text.index(f"## {heading}\n") :].partition("\n## ")[0]
-        assert f"**{what} can't be made**: ZeroDivisionError: of all things." in section
-    assert "| nodes |" in text[text.index("## Efficiency") :].partition("\n## ")[0].replace("  ", " ")
+        assert "**This part can't be made**: ZeroDivisionError: of all things." in section
+        assert (heading == "Efficiency") == ("samples/s/GPU" in section)  # what could be made of it stays
     assert "projection-1.png" in text
-    assert "**" not in text[text.index("## Runs") :]
 
 
 def test_findings_of_two_scales() -> None:
@@ -156,22 +131,8 @@ def test_findings_of_two_scales() -> None:
         "± from: windows.",
         "On 2 nodes, 8 GPUs: outlier kept: 8.0 samples/s/GPU in b, -11.0 % from the other repeats.",
     ]
-    slower = [rows[0], replace(rows[1], samples_per_s=39.0)]
-    assert "Most samples/s in all: 40.00 on 1 node, 4 GPUs." in list(findings(slower))
 
 
-def test_strong_scaling_and_unpublished_models_have_no_projection_and_no_comparison() -> None:
-    with pytest.raises(UserError, match="Not for strong scaling"):
-        projectable([Scale(1, 4, 9.0, scaling="strong")], Machine())
+def test_models_that_are_not_published_have_no_comparison() -> None:
     assert "none of these was measured here" in published_comparison([Row(1, 4, 9.0, model="micro")])
     assert "the ratio compares machines" in published_comparison([run(1, 9.0, device="H100")])
-
-
-def test_help_says_that_the_output_is_a_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        command(monkeypatch, report.main, "--help")
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--output FOLDER folder to write report.html" in told
-    assert "picture to write" not in told

@@ -1,10 +1,8 @@
-"""Peers on the micro preset: the same function on both sides, honest ratios, a least time that follows from its rates."""
+"""Peers on the micro preset: the same function on both sides, honest ratios."""
 
 import json
 import os
-from argparse import Namespace
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +12,6 @@ import torch
 
 from benchmarks import peers, sides
 from clap_ds.config.model import load_preset
-from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 from clap_ds.model.mel import LogMel
 from tests.kernels import needs_kernels
 
@@ -42,41 +39,19 @@ def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
     assert "| ours, none |" in " ".join(path.read_text().split())
 
 
-def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "limit_s", partial(peers.limit_s, seconds_each=0.0, num_floats=2**16))
+def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path) -> None:
     path = tmp_path / "peers.md"
     assert peers.main([*SMALL, "--rounds", "1", "--precision", "bf16", "--output", str(path)]) == 0
     (result,) = json.loads(path.with_suffix(".json").read_text())
     losses = result["first_loss"]
     assert {"ours, engine", "ours, bare", "open_clip's loop", "LAION-CLAP's loop"} <= losses.keys()
     assert max(losses.values()) - min(losses.values()) < 0.02 * min(losses.values())
-    share = result["limit"]["limit_s"] / result["median_s"][result["ours"]]["step"]
-    assert f"Reached: {result['ours']} {share:.0%}," in path.read_text()
 
 
 def test_laions_front_end_gives_the_same_features() -> None:
     config = load_preset("micro").audio
     waveforms = torch.randn(2, config.num_samples) * 0.1
     torch.testing.assert_close(sides.ConvolutionMel(config)(waveforms), LogMel(config)(waveforms), rtol=1e-3, atol=1e-3)
-
-
-def test_the_least_time_follows_from_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product and every sum takes 1 ms."""
-    config, cpu, lengths = load_preset("micro"), torch.device("cpu"), TextLengths.fixed(12)
-    options = Namespace(text_tokens=12, caption_lengths=None, text="padded", micro_batch=2)
-    model, batch = sides.our_model(config, cpu, low="cast").train(), sides.make_batch(options, config, cpu)
-    monkeypatch.setattr(peers, "seconds", lambda *_: 1e-3)
-    shapes, flops = peers.linears_of(model, batch)
-    of_blocks = 4 * sum(config.audio.depths)  # qkv, output, and two of the MLP
-    assert sum(shapes.values()) >= of_blocks + config.audio.num_stages - 1 + 6 * config.text.num_layers
-    forward = 2 * sum(rows * inputs * outputs * number for (rows, inputs, outputs), number in shapes.items())
-    limit = peers.limit_s(model, batch, 0.0, 1000)
-    sample = forward_flops(config, lengths, "model") + backward_flops(config, lengths)
-    assert flops == pytest.approx(2 * sample, rel=1e-3)  # and the loss
-    assert limit["products_s"] == pytest.approx(flops * sum(shapes.values()) * 1e-3 / forward)
-    assert limit["memory_bytes_per_s"] == pytest.approx(12e6)
-    assert limit["adamw_s"] == pytest.approx(28 * sum(p.numel() for p in model.parameters()) / 12e6)
-    assert limit["limit_s"] == limit["products_s"] + limit["adamw_s"]
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

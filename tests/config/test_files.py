@@ -2,15 +2,12 @@
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clap_ds.config.files import write_atomically
-from tests import needs
 
 
 @pytest.mark.parametrize(("number", "at"), [(errno.ENOSPC, "builtins.open"), (errno.EDQUOT, "os.fsync")])
@@ -41,23 +38,3 @@ def test_on_a_full_disk_what_is_there_is_overwritten_as_far_as_it_has_room(
         write_atomically(roomy, "new\n", spare=0)
     assert roomy.read_text().strip() == "ä" * 3000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "roomy"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    needs.root("a file system is mounted")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
-
-
-def test_on_a_disk_that_is_full(small_disk: Path) -> None:
-    write_atomically(small_disk / "summary", "running\n", spare=8000)
-    with pytest.raises(OSError, match="No space left"):
-        (small_disk / "checkpoint").write_bytes(bytes(2**17))
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(small_disk / "other", "text\n")
-    write_atomically(small_disk / "summary", "completed " * 700 + "\n", spare=0)
-    assert (small_disk / "summary").read_text().split() == ["completed"] * 700
-    assert sorted(path.name for path in small_disk.iterdir()) == ["checkpoint", "summary"]

@@ -33,7 +33,7 @@ def write_list(folder: Path, number: int, more: str = "") -> Path:
 
 
 def run(*arguments: object) -> int:
-    words = ["build", *map(str, arguments), "--workers", "1"]
+    words = ["build", "--workers", "1", *map(str, arguments)]
     return exit_code_of(lambda: shards.main(words))
 
 

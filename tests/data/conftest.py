@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,18 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
+from clap_ds.data import shard_files
 from clap_ds.data.sources import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
+
+
+@pytest.fixture(autouse=True)
+def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of copies of remote shards; what fails is tried again at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    return tmp_path / "cache" / "clap_ds" / "shards"
 
 
 @pytest.fixture

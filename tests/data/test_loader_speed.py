@@ -1,5 +1,4 @@
 import json
-import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,36 +7,33 @@ import pytest
 
 from clap_ds import shards
 from clap_ds.config.errors import exit_code_of
-from clap_ds.data import file_speed
-from clap_ds.data.loader_speed import FileSpeed, Speed, files_verdict, verdict, workers_needed
+from clap_ds.data.loader_speed import Speed, read_files, row, verdict, workers_needed
 from tests.data.tars import marked_item, marked_tars, put
 
-SPEEDS = [Speed(1, 100.0, 10.0), Speed(2, 190.0, 19.0), Speed(4, 320.0, 32.0)]
+SPEEDS = [Speed(1, 100.0, 10.0, 1500.0, 9e3), Speed(2, 190.0, 19.0, 2000.0, 9e3), Speed(4, 320.0, 32.0, 1900.0, 9e3)]
+
+
+@pytest.mark.parametrize(("needed", "workers"), [(80, 1), (81, 2), (152, 2), (256, 4), (257, 5), (640, 10)])
+def test_workers_needed(needed: float, workers: int) -> None:
+    """A quarter more than the step needs; beyond 4 workers, 80 samples/s each. A row has the rates of clips and bytes."""
+    assert workers_needed(SPEEDS, needed) == workers
+    assert row(SPEEDS[1]).split() == ["2", "190.0", "95.0", "19.00", "2000.0", "20000", "9000.0", "90000"]
+    takes = f"takes {'about ' * (workers > 4)}{workers} worker(s) per rank"
+    assert takes in verdict(SPEEDS, needed=needed, ranks_per_host=1, cores=8)
 
 
 @pytest.mark.parametrize(
-    ("needed", "workers"), [(10, 1), (80, 1), (81, 2), (152, 2), (250, 4), (256, 4), (257, 5), (640, 10)]
+    ("needed", "cores", "said"),
+    [
+        (150, 12, "\n8 worker(s) beside 4 training process(es) on this host's 12 cores: enough\n"),
+        (150, 11, "NOT enough\n"),
+        (4999, 11, "\nthey need 2,000 MB/s of the file system; cold, it gave 2,000 MB/s to 2 reader(s): enough"),
+        (5001, 11, "it gave 2,000 MB/s to 2 reader(s): NOT enough"),
+    ],
 )
-def test_workers_needed(needed: float, workers: int) -> None:
-    """A quarter more than the step needs; beyond 4 workers, 80 samples/s each."""
-    assert workers_needed(SPEEDS, needed) == workers
-    assert f" {workers} worker(s) per rank" in verdict(SPEEDS, needed=needed, ranks_per_host=1, cores=8)
-
-
-def test_verdict_says_whether_the_cores_suffice() -> None:
-    text = verdict(SPEEDS, needed=150, ranks_per_host=4, cores=12)
-    assert "takes 2 worker(s) per rank" in text
-    assert "\n8 worker(s) beside 4 training process(es) on this host's 12 cores: enough" in text
-    assert "NOT enough" in verdict(SPEEDS, needed=150, ranks_per_host=4, cores=11)
-    assert "takes about 10 worker(s)" in verdict(SPEEDS, needed=640, ranks_per_host=1, cores=11)
-
-
-@pytest.mark.parametrize(("needed", "enough"), [(999, "enough"), (1001, "NOT enough")])
-def test_files_verdict(needed: float, enough: str) -> None:
-    """Two ranks need twice as much; the most that the file system gave counts, 2,000 MB/s."""
-    files = [FileSpeed(1, 1500.0, 9000.0), FileSpeed(2, 2000.0, 9000.0), FileSpeed(4, 1900.0, 9000.0)]
-    text = files_verdict(files, needed=needed, ranks_per_host=2, item_bytes=1e6)
-    assert text.endswith(f"it gave 2,000 MB/s to 2 reader(s): {enough}")
+def test_verdict(needed: float, cores: int, said: str) -> None:
+    """Four ranks need four times as much; clips are of 0.1 MB; the most that the file system gave counts."""
+    assert said in verdict(SPEEDS, needed=needed, ranks_per_host=4, cores=cores)
 
 
 def measure(*words: object) -> int:
@@ -58,53 +54,33 @@ def test_measures_more_and_more_workers(tmp_path: Path, run_json: Path, capsys: 
     assert [int(workers) for workers in re.findall(r"^ +(\d)(?: +[\d.]+){7}$", printed, re.MULTILINE)] == [1, 2, 3]
     assert re.search(r"cores a GPU, with a margin of 25%: [\d,]+ at 624, [\d,]+ at 3,300, [\d,]+ at 4,500", printed)
     assert "the step needs 0.5 samples/s per rank; with a margin of 25% that takes 1 worker(s) per rank" in printed
-    assert re.search(r"they need 0\.\d+ MB/s of the file system; cold, .*: enough", printed)
 
 
 def test_tars_can_be_named_without_a_run(
     tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Prepared ones say for which model; of remote ones the files' rates aren't known."""
     tars = marked_tars(tmp_path / "sounds", 2, 8)
     (tmp_path / "sounds" / "tokenizer").symlink_to(tokenizer_dir)
-    words = ["--preset", "micro", "--micro_batch", 4, "--seconds", 0.5, "--max_workers", 1, "--json"]
-    assert measure(tars, *words) == 0
+    words = ["--micro_batch", 4, "--seconds", 0.3, "--max_workers", 1, "--json"]
+    assert measure(tars, *words, "--preset", "micro") == 0
     printed = capsys.readouterr()
     figures = json.loads(printed.out)
-    (speed,), (files,) = figures["speeds"], figures["files"]
     encoded_bytes = len(dict(marked_item(0))["0000.wav"])
-    assert speed["mb_per_s"] == pytest.approx(speed["samples_per_s"] * encoded_bytes / 1e6, rel=0.5)
-    assert files["num_readers"] == 1
-    assert files["cold_mb_per_s"] > 0 < files["warm_mb_per_s"]
-    size = sum(path.stat().st_size for path in (tmp_path / "sounds").glob("*.tar"))
-    assert figures["bytes_per_item"] == size / 16
+    assert figures["bytes_per_item"] == pytest.approx(encoded_bytes, rel=0.5)
     assert set(figures["cores_per_gpu"]) == {"624", "3300", "4500"}
     assert "workers  samples/s" in printed.err
-
-
-def test_prepared_shards_say_for_which_model(
-    tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tars = marked_tars(tmp_path / "sounds", 1, 8)
-    (tmp_path / "sounds" / "tokenizer").symlink_to(tokenizer_dir)
     prepare = ["prepare", tars, str(tmp_path / "mel"), "--kind", "mel", "--preset", "micro"]
     assert exit_code_of(lambda: shards.main(prepare)) == 0
-    words = [f"{tmp_path}/mel/*.tar", "--micro_batch", 4, "--seconds", 0.2, "--max_workers", 1]
-    assert measure(*words) == 0
-    assert measure(*words, "--preset", "demo") == 2
-    assert (
-        "mel_bins is 16 in the shards, 64 in the model, fmax is 14000 in the shards, 8000 in the model; it fits preset micro"
-        in (capsys.readouterr().err)
-    )
-
-
-def test_remote_tars_without_a_manifest(tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    marked_tars(tmp_path, 2, 8)
-    tars = [put(f"memory://measured/{path.name}", path.read_bytes()) for path in sorted(tmp_path.glob("*.tar"))]
-    words = ["--tokenizer", tokenizer_dir, "--preset", "micro", "--micro_batch", 4]
-    assert measure(*tars, *words, "--seconds", 0.3, "--max_workers", 1, "--needed_samples_per_s", 0.1) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"^ +1( +[\d.]+){5} +– +–$", printed, re.MULTILINE)
-    assert "remote files: cold is what streams" in printed
+    assert measure(f"{tmp_path}/mel/*.tar", *words) == 0
+    assert measure(f"{tmp_path}/mel/*.tar", *words, "--preset", "demo") == 2
+    differences = "mel_bins is 16 in the shards, 64 in the model, fmax is 14000 in the shards, 8000 in the model"
+    assert f"{differences}; it fits preset micro" in capsys.readouterr().err
+    remote = put("memory://measured/a.tar", (tmp_path / "sounds/000.tar").read_bytes())
+    words = ["--tokenizer", tokenizer_dir, "--preset", "micro", *words[:-1]]
+    assert measure(remote, *words, "--needed_samples_per_s", 0.1) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"^ +1( +[\d.]+){3}( +– +–){2}$", printed.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -126,24 +102,14 @@ def test_what_cannot_be_measured(
     assert message.lower() in capsys.readouterr().err.lower()
 
 
-def test_files_are_dropped_from_memory_and_read_in_part(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(bytes(3 * 2**20))
-    whole, half = file_speed.Part(str(path), 2**40), file_speed.Part(str(path), 3 * 2**19)
-    dropped = file_speed.drop([whole])
-    if dropped is None:
-        pytest.skip("this file system doesn't tell what of it is in memory")
-    assert dropped
-    rate, done = file_speed.read([whole, half], 2, 10)
-    assert [part.size for part in done] == [3 * 2**20, 3 * 2**19]
-    assert rate > 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert sum(mapped[::4096]) == 0  # maps every page, which then can't be dropped
-        assert file_speed.drop([whole]) is False
-
-
-def test_parts_are_of_all_the_list_and_of_bounded_size() -> None:
-    parts = file_speed.choose_parts([f"{number:05d}" for number in range(10_000)])
-    assert [parts[0].shard, parts[32].shard] == ["00000", "05000"]
-    assert sum(part.size for part in parts) <= file_speed.MOST_BYTES
-    assert [part.shard for part in file_speed.choose_parts(["a", "b"])] == ["a", "b"]
+def test_files_are_read_to_their_share_or_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 and 1 MiB, of which a second of this clock lets 2 and 1 be read: 3 MiB in a second."""
+    monkeypatch.setattr("clap_ds.data.loader_speed._CHUNK_BYTES", 2**20)
+    monkeypatch.setattr("clap_ds.data.loader_speed._MOST_BYTES", 2 * 2 * 2**20)
+    ticks = iter([0.0, *[0.5] * 4, 1.0, 1.0, *[1.5] * 3, 3.0])
+    monkeypatch.setattr("clap_ds.data.loader_speed.time.perf_counter", lambda: next(ticks))
+    paths = []
+    for name, size in (("a.tar", 3 * 2**20), ("b.tar", 2**20)):
+        (tmp_path / name).write_bytes(bytes(size))
+        paths.append(str(tmp_path / name))
+    assert read_files(paths, 1, 1.0) == pytest.approx((3 * 2**20 / 1e6, 3 * 2**20 / 2e6))

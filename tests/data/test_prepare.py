@@ -133,25 +133,6 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
     assert np.abs(features - expected.numpy()).max() <= HALF_STEP
 
 
-def test_pieces(tmp_path: Path) -> None:
-    """The last is from half to one and a half times as long as the others; silent ones are left out."""
-    parts = [sound(1.0), np.zeros((RATE, 1)), sound(0.45)]
-    clips = {
-        "long": wav(np.concatenate(parts), RATE, "PCM_16"),
-        "longer": wav(np.concatenate([*parts, sound(0.1)]), RATE, "PCM_16"),
-        "short": CLIPS["short"],
-    }
-    shard = write_tar(tmp_path / "a.tar", members(clips))
-    assert run(shard, tmp_path / "wav", "--kind", "waveform", "--pieces", 1) == 0
-    items = items_in(tmp_path / "wav")
-    lengths = {key: soundfile.info(io.BytesIO(item["wav"])).duration for key, item in items.items()}
-    assert lengths == {"long-000": 1, "long-001": 1.45, "longer-000": 1, "longer-002": 0.55, "short": 0.3}
-    assert items["longer-000"]["json"] == items["longer-002"]["json"] == dict(members(clips))["longer.json"]
-    assert run(shard, tmp_path / "mel", "--kind", "mel", "--pieces", 1) == 0
-    frames = {key: len(features) for key, features in features_in(tmp_path / "mel").items()}
-    assert frames == {"long-000": 101, "long-001": 146, "longer-000": 101, "longer-002": 101, "short": 101}
-
-
 def test_building_prepares_too(tmp_path: Path) -> None:
     """With the same result as preparing what was built."""
     path = write_list(tmp_path, 5)
@@ -203,39 +184,40 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
-    """What is finished stays; other inputs and kinds are refused."""
-    for n in range(3):
+    """What is finished stays, nothing half is left; other inputs and kinds are refused."""
+    out = tmp_path / "out"
+    for n in range(4):
         write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
-    clips, num_read = prepare.Preparation.clips, 0
+    clip, num_read = prepare.Preparation.clip, 0
 
     def fail(*arguments: Any) -> Any:
         nonlocal num_read
         num_read += 1
-        if num_read > 1:
+        if num_read == 3:
             raise error
-        return clips(*arguments)
+        return clip(*arguments)
 
-    monkeypatch.setattr(prepare.Preparation, "clips", fail)
-    command = [f"{tmp_path}/*.tar", tmp_path / "out", "--kind", "mel"]
+    monkeypatch.setattr(prepare.Preparation, "clip", fail)
+    command = [f"{tmp_path}/*.tar", out, "--kind", "mel"]
     assert run(*command) == code
     assert "the same command resumes" in capsys.readouterr().err
-    (finished,) = (tmp_path / "out").glob("*.tar")
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    monkeypatch.undo()
-    written = finished.stat().st_mtime_ns
-    assert run(*command[:-1], "waveform") == 2
-    assert "out holds shards of other options (kind: mel there, waveform here); name" in capsys.readouterr().err
-    assert run(f"{tmp_path}/[01].tar", *command[1:]) == 2
-    assert f"(shards: ['{tmp_path}/*.tar'] there, ['{tmp_path}/[01].tar'] here)" in capsys.readouterr().err
-    with (tmp_path / "out" / ".build" / "plan").open() as mark:
+    finished = {path: path.stat().st_mtime_ns for path in sorted(out.glob("*.tar"))}
+    assert len(finished) == 2
+    assert not (out / "manifest.json").exists()
+    (out / ".build" / "1.tar.json").unlink()  # as if killed between a shard and its record
+    for other in ([*command[:-1], "waveform"], [f"{tmp_path}/[01].tar", *command[1:]]):
+        assert run(*other) == 2
+        assert "out holds shards of other options, or of files or captions" in capsys.readouterr().err
+    with (out / ".build" / "plan").open() as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)  # as another command would
         assert run(*command) == 2
     assert "another command is writing its shards" in capsys.readouterr().err
     assert run(*command) == 0
-    assert "1 of 3 shards are there already" in capsys.readouterr().out
-    assert finished.stat().st_mtime_ns == written
-    assert sorted(features_in(tmp_path / "out")) == ["clip0", "clip1", "clip2"]
-    assert not list((tmp_path / "out").glob("*.partial"))
+    assert "1 of 4 shards are there already" in capsys.readouterr().out
+    assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
+    assert sorted(features_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
+    assert not list(out.glob("*.partial"))
+    assert build(out, "--verify") == 0
 
 
 def test_shards_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,7 @@ from clap_ds.model.torchaudio_compat import torchaudio
 
 @pytest.mark.parametrize(
     ("from_rate", "to_rate"),
-    [
-        (44100, 48000),
-        (8000, 48000),
-        (32000, 48000),
-        (96000, 48000),
-        (192000, 48000),
-        (999, 1000),
-        (48000, 44100),
-        (1, 500),
-    ],
+    [(44100, 48000), (8000, 48000), (96000, 48000), (999, 1000), (48000, 44100), (1, 500)],
 )
 def test_the_samples_are_torchaudios(from_rate: int, to_rate: int) -> None:
     torch.manual_seed(0)

@@ -1,167 +1,162 @@
-import io
+import os
 import threading
-import time
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data import shard_files
-from clap_ds.data.shard_files import open_shard, problem_with
-from clap_ds.data.shard_manifest import read_manifest
-from clap_ds.data.tar_items import read_items
+from clap_ds.data.shard_files import open_ahead, open_shard, problem_with
 from tests.data.tars import put
 
-CONTENT = bytes(range(256)) * 20000
+SIZE = 5000
 
 
 @pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    return put("memory://files/a.tar", CONTENT)
+def urls(shard_cache: Path) -> list[str]:
+    return [put(f"memory://cache/{number}.tar", bytes([number]) * SIZE) for number in range(4)]
 
 
-def flaky(monkeypatch: pytest.MonkeyPatch, *, works: int, fails: int) -> list[int]:
-    """Makes reads of remote files fail `fails` times in a row after each `works` that succeed. Returns positions asked for."""
-    asked: list[int] = []
-    read = MemoryFile.read
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which remote files were copied."""
+    names: list[str] = []
+    get_file = MemoryFileSystem.get_file
 
-    def unreliable(self: Any, size: int = -1) -> bytes:
-        asked.append(self.tell())
-        if len(asked) % (works + fails) >= works:
-            raise ConnectionResetError("connection reset by peer")
-        return read(self, size)
+    def noted(self: MemoryFileSystem, path: str, local: str, **options: Any) -> None:
+        names.append(path)
+        get_file(self, path, local, **options)
 
-    monkeypatch.setattr(MemoryFile, "read", unreliable)
-    return asked
-
-
-def test_reading_resumes_after_failures(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = flaky(monkeypatch, works=1, fails=3)
-    with open_shard(remote) as stream:
-        assert stream.read(len(CONTENT) + 1) == CONTENT
-    assert len(asked) >= 8
+    monkeypatch.setattr(MemoryFileSystem, "get_file", noted)
+    return names
 
 
-def test_what_comes_next_is_read_ahead_up_to_a_bound(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "_STREAM_BUFFER_BYTES", 1000)
-    monkeypatch.setattr(shard_files, "_BUFFERS_AHEAD", 5)
-    asked, before = flaky(monkeypatch, works=10**9, fails=0), threading.active_count()
-    with open_shard(remote) as stream:
-        assert stream.read(10) == CONTENT[:10]
-        deadline = time.monotonic() + 60
-        while len(asked) < 7 and time.monotonic() < deadline:  # one given out, five waiting, one in the thread's hands
-            time.sleep(0.001)
-        assert threading.active_count() == before + 1
-        time.sleep(0.02)
-        assert len(asked) == 7
-        assert stream.read(20000) == CONTENT[10:20010]
-    assert threading.active_count() == before
+def content(shard: str, cache_bytes: float = 1e9) -> bytes:
+    return open_shard(shard, cache_bytes).read(0, 10 * SIZE)
 
 
-def test_lasting_failures_are_reported(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flaky(monkeypatch, works=1, fails=5)
-    with open_shard(remote) as stream, pytest.raises(OSError, match=r"failed 5 times, .*connection reset"):
-        stream.read()
+def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
+    urls: list[str], fetched: list[str], shard_cache: Path
+) -> None:
+    held = open_shard(urls[0], 2.5 * SIZE)
+    for number in (0, 1, 0, 2, 0, 1):
+        assert content(urls[number], 2.5 * SIZE) == bytes([number]) * SIZE
+        assert sum(path.stat().st_size for path in shard_cache.iterdir()) <= 2.5 * SIZE
+    assert fetched == [f"/cache/{number}.tar" for number in (0, 1, 2, 1)]
+    assert content(urls[3], 0) == bytes([3]) * SIZE
+    assert not list(shard_cache.iterdir())
+    assert held.read(0, SIZE) == bytes(SIZE), "what is open stays readable"
 
 
-def test_files_that_are_not_there_are_not_asked_for_again(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file = Mock(side_effect=FileNotFoundError)
-    monkeypatch.setattr(MemoryFileSystem, "_open", open_file)
-    with open_shard(remote) as stream, pytest.raises(FileNotFoundError):
-        stream.read(1)
-    assert open_file.call_count == 1
+def test_a_shard_that_has_changed_is_fetched_anew(urls: list[str]) -> None:
+    content(urls[0])
+    put(urls[0], b"other" * 1000)
+    assert content(urls[0]) == b"other" * 1000
+
+
+def test_what_breaks_off_is_no_copy(
+    urls: list[str], shard_cache: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", lambda self, path, local: Path(local).write_bytes(b"begun"))
+        with pytest.raises(OSError, match="5 of 5,000 bytes came"):
+            open_shard(urls[1])
+    assert not list(shard_cache.glob("*.[tp]ar*"))
+    assert content(urls[1]) == bytes([1]) * SIZE
+
+
+def test_what_a_killed_process_left_makes_room(urls: list[str], shard_cache: Path) -> None:
+    shard_cache.mkdir(parents=True)
+    left, in_progress = shard_cache / "0123.part", shard_cache / "4567.part"
+    for path in (left, in_progress):
+        path.write_bytes(bytes(SIZE))
+    os.utime(left, (0, 0))
+    content(urls[0], 1.5 * SIZE)
+    assert (left.exists(), in_progress.exists()) == (False, True)
+
+
+def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: list[str], tmp_path: Path) -> None:
+    (tmp_path / "local.tar").write_bytes(b"local")
+    opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], 1e9)
+    name, first = next(opened)
+    assert (name, first().read(0, 1)) == (urls[0], b"\0")
+    (name, second), (_, local), (_, gone) = opened
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(0.5)
+    assert len(fetched) == 2, "before it is asked for"
+    assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
+    with pytest.raises(FileNotFoundError):
+        gone()
+
+
+def test_the_same_wanted_at_once_is_fetched_once(urls: list[str], fetched: list[str]) -> None:
+    files = [open_file() for _, open_file in list(open_ahead([urls[0]] * 5, 1e9))]
+    assert [file.read(0, SIZE) for file in files] == [bytes(SIZE)] * 5
+    assert len(fetched) == 1
 
 
 class ClientConnectorError(OSError):
-    __module__ = "aiohttp.client_exceptions"
+    pass
 
 
 class ClientResponseError(Exception):
-    __module__ = "aiohttp.client_exceptions"
-
     def __init__(self, status: int) -> None:
         super().__init__(f"{status}, message")
         self.status = status
 
 
 class HttpFiles(fsspec.AbstractFileSystem):
-    """As fsspec's own does with servers that know no ranges."""
+    """As fsspec's own does, with a server that knows no ranges: whole files alone."""
 
     protocol = "http"
     cachable = False
-    down: list[Exception]
-    opened: list[int | None]
-
-    def __init__(self, block_size: int | None = None, **_: Any) -> None:
-        super().__init__()
-        self.block_size = block_size
+    failures: list[Exception] = []  # noqa: RUF012
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        if self.down:
-            raise FileNotFoundError(path) from self.down.pop()
-        return {"name": path, "size": len(CONTENT), "type": "file"}
+        if self.failures:
+            raise FileNotFoundError(path) from self.failures.pop()
+        return {"name": path, "size": None, "type": "file"}
 
-    def open(self, path: str, *_: Any, **__: Any) -> Any:
-        self.opened.append(self.block_size)
-        return Stream(CONTENT) if self.block_size == 0 else Ranges(CONTENT)
-
-
-class Ranges(io.BytesIO):
-    def read(self, size: int | None = -1) -> bytes:
-        if self.tell() > len(CONTENT) // 2:
-            raise ValueError("The HTTP server doesn't appear to support range requests")
-        return super().read(size)
-
-
-class Stream(io.BytesIO):
-    def seek(self, *_: Any) -> int:
-        raise ValueError("Cannot seek streaming HTTP file")
-
-    def read(self, size: int | None = -1) -> bytes:
-        return super().read(min(size or 0, 100_000))
+    def get_file(self, path: str, local: str, **_: Any) -> None:
+        if self.failures:
+            raise self.failures.pop()
+        Path(local).write_bytes(path.encode())
 
 
 @pytest.fixture
-def http(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: HttpFiles)
+def http(shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("fsspec.core.get_filesystem_class", lambda protocol: HttpFiles)
     monkeypatch.setattr("fsspec.core.filesystem", lambda protocol, **options: HttpFiles(**options))
-    HttpFiles.down, HttpFiles.opened = [], []
+    monkeypatch.setattr(HttpFiles, "failures", [])
     return "http://files.example/a.tar"
 
 
-def test_servers_without_ranges_are_read_from_the_start(http: str) -> None:
-    with open_shard(http) as stream:
-        assert stream.read(len(CONTENT) + 1) == CONTENT
-    assert HttpFiles.opened == [None, 0]
-    with open_shard(http, any_order=True) as stream:
-        for start in (len(CONTENT) - 5000, 100, 200_000):
-            stream.seek(start)
-            assert stream.read(1000) == CONTENT[start : start + 1000]
-        assert HttpFiles.opened[2:] == [2**16, 0, 0]
+def test_servers_without_ranges_or_sizes(http: str) -> None:
+    assert content(http) == b"files.example/a.tar"
 
 
-def test_a_server_that_is_down_is_told_from_files_that_are_not_there(http: str) -> None:
-    down = ClientConnectorError("Cannot connect to host files.example")
-    HttpFiles.down = [down] * 4
-    assert problem_with(http) is None
-    HttpFiles.down = [down] * 5
-    assert "can't be reached: OSError: failed 5 times, at last with ClientConnectorError: Cannot" in str(
-        problem_with(http)
-    )
-    for status, problem in ((404, "is not there"), (403, "can't be reached: ClientResponseError: 403")):
-        HttpFiles.down = [ClientResponseError(status)]
-        assert str(problem_with(http)).startswith(problem)
+DOWN = ClientConnectorError("Cannot connect to host files.example")
 
 
-def test_what_a_server_refuses_in_mid_run_costs_what_is_in_it_alone(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a signed URL expires."""
-    monkeypatch.setattr(Ranges, "read", Mock(side_effect=ClientResponseError(403)))
-    told: list[str] = []
-    assert list(read_items(http, lambda name, reason: told.append(reason))) == []
-    assert told == ["tar can't be read: ClientResponseError: 403, message"]
-    assert read_manifest("http://files.example").shards == {}
+@pytest.mark.parametrize(
+    ("failures", "problem"),
+    [
+        ([DOWN] * 4, None),
+        ([DOWN] * 5, "can't be reached: failed 5 times, at last with ClientConnectorError: Cannot connect"),
+        ([ClientResponseError(503)] * 4, None),
+        ([ClientResponseError(429)] * 4, None),
+        ([ClientResponseError(404)], "is not there"),
+        ([ClientResponseError(403)], "can't be reached: ClientResponseError: 403, message"),
+        ([OSError("Forbidden: https://storage")], "can't be reached: OSError: Forbidden"),
+    ],
+)
+def test_failures_are_tried_again_and_told_from_files_that_are_not_there(
+    http: str, failures: list[Exception], problem: str | None
+) -> None:
+    open_shard(http)
+    HttpFiles.failures[:] = failures
+    found = problem_with(http)
+    assert found == problem or (problem and str(found).startswith(problem))
+    assert not HttpFiles.failures, "what another attempt wouldn't change isn't tried again"

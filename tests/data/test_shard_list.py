@@ -1,5 +1,4 @@
 import sys
-import tarfile
 from itertools import chain
 from pathlib import Path
 from unittest.mock import Mock
@@ -31,10 +30,8 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("nowhere.tar", r"1 of the 1 .*nowhere\.tar"),
         ("a-{08..12}.tar", r"2 of the 5 files of 'a-\{08\.\.12\}\.tar' .*first: a-08\.tar"),
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
-        ("a-{09..11.tar", "unbalanced braces"),
-        (".", r"found the folder '\.'; write 'a-\*\.tar'$"),
-        ("built", r"found the folder 'built'; write 'built/train-\*\.tar' \(held_out-\*\.tar is there, too\)$"),
-        (["a-09.tar", "empty/"], "found the folder 'empty'; there are no tars in it$"),
+        ("a-{09..11.tar", "Unbalanced braces"),
+        (".", r"found the folder \.; write './\*\.tar'$"),
         ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
@@ -49,28 +46,16 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
 def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], message: str) -> None:
     put("memory://listed/a.tar", b"x" * 20000)
     put("memory://listed/empty.tar", b"")
-    for name in ("built/held_out-00000.tar", "built/train-00000.tar", "built/train-00001.tar", "empty/train.txt"):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).touch()
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
-
-
-def test_empty_tars_are_refused(tmp_path: Path) -> None:
-    no_members, no_bytes = write_tar(tmp_path / "no_members.tar", []), tmp_path / "no_bytes.tar"
-    no_bytes.touch()
-    assert tarfile.is_tarfile(no_members)
-    for path in (no_members, no_bytes):
-        with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{path.name} is an empty tar"):
-            expand_shards(str(path))
 
 
 def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("info", "glob"):
         monkeypatch.setattr(MemoryFileSystem, name, Mock(side_effect=TimeoutError("no answer")))
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: OSError: failed 5 times, .*no answer"):
+    with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: failed 5 times, .*no answer"):
         expand_shards("memory://a.tar")
     with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
         expand_shards("memory://*.tar")

@@ -54,10 +54,8 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
     device = torch.device("cuda")
     expected = [random_batch(96, seed, num_audio_samples=200_000) for seed in range(6)]
     size = 96 // num_pieces
-    pieces = [
-        [batch.rows(start, start + size).pin_memory() for start in range(0, 96, size)]
-        for batch in [*expected, expected[0]]
-    ]
+    starts, given = range(0, 96, size), [*expected, expected[0]]
+    pieces = [[batch.rows(start, start + size).pin_memory() for start in starts] for batch in given]
     work = torch.rand(4096, 4096, device=device)
     sums = []
     with BatchSource(RecordedPieces(pieces), device, copy_ahead=True) as source:

@@ -32,7 +32,7 @@ def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngi
     )
     options = run.clap.model.model_dump(include=set(NOISY)) | {"learns_bias": LOSSES[run.clap.loss.kind].needs_bias}
     torch.manual_seed(3)
-    engine = ClapEngine(run, ClapModel(run.clap.preset(), **options, attention="auto"), CPU)
+    engine = ClapEngine(run, ClapModel(run.clap.preset(), **options, attention="matmul"), CPU)
     return run, engine, copy.deepcopy(engine.model)
 
 

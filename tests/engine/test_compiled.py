@@ -106,8 +106,8 @@ def test_features_need_no_graph_of_the_front_end_and_take_turns_with_waveforms()
 def test_compiled_models_are_the_same(packed: bool) -> None:
     forget()
     inputs = batch(packed)
-    expected = outcome(micro(attention="auto"), *inputs)
-    model = micro(attention="auto")
+    expected = outcome(micro(attention="matmul"), *inputs)
+    model = micro(attention="matmul")
     names = list(model.state_dict())
     compile_model(model, "towers", backend="aot_eager")
     assert list(model.state_dict()) == names
@@ -122,7 +122,7 @@ def trained(what: str, cuda_graphs: bool, packed: bool) -> tuple[list[Tensor], l
     forget()
     run = _settings("fp32", 1, bucket_mb=0.05)
     run.clap = run.clap.model_copy(update={"compile": what, "cuda_graphs": cuda_graphs})
-    model = micro(attention="auto")
+    model = micro(attention="matmul")
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(engine_module, "compile_model", partial(compile_model, backend="aot_eager"))
@@ -189,8 +189,8 @@ def test_compiled_models_are_the_same_on_a_gpu(kernel: str, cuda_graphs: bool) -
 @pytest.mark.parametrize("packed", [False, True])
 def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool) -> None:
     inputs = batch(packed)
-    expected = outcome(micro(attention="auto"), *inputs)
-    assert_same(outcome(micro(attention="auto", checkpoint_activations=("audio", "text")), *inputs), expected)
+    expected = outcome(micro(attention="matmul"), *inputs)
+    assert_same(outcome(micro(attention="matmul", checkpoint_activations=("audio", "text")), *inputs), expected)
     kept = []
     for towers in ((), ("audio",), ("text",), ("audio", "text")):
         sizes: list[int] = []
@@ -200,7 +200,7 @@ def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            micro(attention="auto", checkpoint_activations=towers)(*inputs)
+            micro(attention="matmul", checkpoint_activations=towers)(*inputs)
         kept.append(sum(sizes))
     nothing, audio, text, both = kept
     assert both < min(audio, text) < max(audio, text) < nothing

@@ -66,13 +66,6 @@ def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path])
     assert (session.samples_per_step, run.micro_batch) == (12, 4)
 
 
-@pytest.mark.parametrize("field", ["attention", "mlp"])
-def test_a_triton_kernel_asked_for_on_a_cpu_is_refused(field: str, write_run: Callable[..., Path]) -> None:
-    run = load_run(write_run(clap={"model": {"preset": "micro", field: "triton"}}))
-    with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' runs on GPUs, found a CPU"):
-        build_model(run, torch.device("cpu"))
-
-
 def test_an_environment_where_nothing_could_be_linked_is_told_before_compiling(
     write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

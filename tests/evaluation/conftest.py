@@ -57,14 +57,15 @@ def tell_captions_apart(model: ClapModel) -> ClapModel:
 
 @pytest.fixture
 def write_clips(tmp_path: Path) -> WriteClips:
-    """Writes clips, numbered through, into tars of the given sizes."""
+    """Writes clips, numbered through, into tars of the given sizes; the last tar ends with what is `extra`."""
 
     def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:
-        paths, number = [], 0
+        paths, first = [], 0
         for shard, size in enumerate(sizes):
-            members = [m for n in range(number, number + size) for m in clip_members(n, description(n))]
-            paths.append(str(write_tar(tmp_path / f"clips-{shard}.tar", members + (extra or [] if shard == 0 else []))))
-            number += size
+            members = [m for n in range(first, first + size) for m in clip_members(n, description(n))]
+            members += (extra or []) * (shard == len(sizes) - 1)
+            paths.append(str(write_tar(tmp_path / f"clips-{shard}.tar", members)))
+            first += size
         return paths
 
     return write

@@ -1,10 +1,5 @@
 """Clips of a tar: what is found in it, what can't be used and why, and the audio itself."""
 
-import gzip
-import json
-import multiprocessing
-import os
-import signal
 from pathlib import Path
 
 import fsspec
@@ -15,7 +10,6 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
-from clap_ds.data.workers import WorkerError
 from clap_ds.evaluation.clips import Clip, classes_of, list_clips, load_audio
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import ITEM_BYTES, WriteClips, clip_members, npy, tone
@@ -34,19 +28,21 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
         ("0001", ["a click number 1"], ["click"]),
         ("0002", ["a hiss number 2", "hiss again, 2"], ["hiss"]),
     ]
-    assert unusable.name.endswith("clips-0.tar: 0009")
+    assert unusable.name.endswith("clips-1.tar: 0009")
     assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
-def test_audio_is_that_of_the_file_wherever_it_lies(write_clips: WriteClips, tmp_path: Path) -> None:
-    paths, packed, remote = write_clips(18, 3), tmp_path / "packed.tar.gz", "memory://evaluation/remote.tar"
-    packed.write_bytes(gzip.compress(Path(paths[1]).read_bytes()))
+def test_audio_is_that_of_the_file_wherever_it_lies(
+    write_clips: WriteClips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths, remote = write_clips(18, 3), "memory://evaluation/remote.tar"
     with fsspec.open(remote, "wb") as file:
         file.write(Path(paths[1]).read_bytes())
     for shards, numbers, num_workers in (
         (paths, range(21), 0),
         (paths, range(21), 2),
-        ([str(packed), remote], [18, 19, 20] * 2, 0),
+        ([remote], [18, 19, 20], 0),
     ):
         clips, broken = list_clips(shards)
         assert not broken
@@ -54,17 +50,14 @@ def test_audio_is_that_of_the_file_wherever_it_lies(write_clips: WriteClips, tmp
             np.testing.assert_allclose(waveform, tone(number), atol=1e-6)
 
 
-def test_long_audio_is_cropped_in_its_middle(tmp_path: Path) -> None:
+def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> None:
     ramp = np.linspace(-0.9, 0.9, 14401, dtype=np.float32)
     (waveform,) = load(list_clips([str(write_tar(tmp_path / "a.tar", clip_members(0, {}, ramp)))])[0])
     np.testing.assert_allclose(waveform, ramp[4800:9600], atol=1e-6)
-
-
-def test_features_are_taken_as_they_are_and_cropped_in_their_middle(tmp_path: Path) -> None:
     frames, bins = AUDIO.feature_shape
     ramp = np.arange(3 * frames * bins, dtype=np.float16).reshape(-1, bins)
     items = {"0": ramp[:frames], "1": ramp[: 3 * frames - 2], "2": ramp[:, 1:]}
-    tar = write_tar(tmp_path / "a.tar", [(f"{name}.npy", npy(item)) for name, item in items.items()])
+    tar = write_tar(tmp_path / "b.tar", [(f"{name}.npy", npy(item)) for name, item in items.items()])
     exact, cropped, reason = load_audio(list_clips([str(tar)], "mel")[0], AUDIO, num_workers=0, kind="mel")
     np.testing.assert_array_equal(exact, ramp[:frames])
     np.testing.assert_array_equal(cropped, ramp[frames - 1 : 2 * frames - 1])
@@ -74,25 +67,21 @@ def test_features_are_taken_as_they_are_and_cropped_in_their_middle(tmp_path: Pa
 @pytest.mark.parametrize(
     ("description", "reason"),
     [
-        (b'{"label": "hum"}', "no kind in its json"),
+        (b'{"label": "hum"}', "no kind in its json, which has label"),
         (b'{"kind": []}', r"expected a class name or a list of them, found \[\]"),
         (b'{"kind": 3}', "expected a class name or a list of them, found 3"),
-        (b"{", "json isn't valid"),
         (b"\xff", "json isn't valid"),
         (b'["hum"]', "no kind in its json"),
         (None, "no json"),
     ],
 )
 def test_a_clip_without_a_class_says_why(description: bytes | None, reason: str) -> None:
+    assert classes_of({"json": b'{"kind": ["hum", " click", "hum"]}'}, "kind") == ["hum", "click"]
     with pytest.raises(BrokenItemError, match=reason):
         classes_of({} if description is None else {"json": description}, "kind")
 
 
-def test_several_classes() -> None:
-    assert classes_of({"json": json.dumps({"kind": ["hum", " click", "hum"]}).encode()}, "kind") == ["hum", "click"]
-
-
-@pytest.mark.parametrize("cut", [0, 100, 9000])
+@pytest.mark.parametrize("cut", [0, 9000])
 def test_of_damaged_tars_comes_what_can_be_read(write_clips: WriteClips, tmp_path: Path, cut: int) -> None:
     (path,), others = write_clips(4), [str(tmp_path / "no.tar"), str(tmp_path / "missing.tar")]
     clips_before, _ = list_clips([path])
@@ -101,19 +90,4 @@ def test_of_damaged_tars_comes_what_can_be_read(write_clips: WriteClips, tmp_pat
     clips, broken = list_clips([path, *others])
     assert clips == clips_before[:2]
     assert [each.name for each in broken] == [path, *others]
-    assert "tar is truncated or damaged" in broken[0].reason
-    loaded = load(clips_before)
-    assert [isinstance(each, str) for each in loaded] == [False, False, True, True]
-    assert loaded[3] == "its tar can't be read: the tar ends within it"
-
-
-@pytest.mark.end_to_end
-def test_a_killed_decoding_process_is_reported(write_clips: WriteClips) -> None:
-    others = set(multiprocessing.active_children())
-    loading = load_audio(list_clips(write_clips(16 * 8))[0], AUDIO, num_workers=1)
-    next(loading)
-    (worker,) = set(multiprocessing.active_children()) - others
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"clap\.evaluation\.num_workers: .* SIGKILL"):
-        list(loading)
+    assert [isinstance(each, str) for each in load(clips_before)] == [False, False, True, True]

@@ -64,7 +64,7 @@ def metrics_on_ranks(shards: list[str], tokenizer: str) -> dict[str, float]:
         return make(settings_for(shards), tokenizer, ranks_here()).evaluate(micro_model()).metrics
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), [(2, (4, 5)), (3, (2,)), (3, (7, 3))])
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, (4, 5)), (3, (2,))])
 def test_any_number_of_ranks_finds_the_same(
     eight_processes: RankPool, tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str,
     world_size: int, sizes: tuple[int, ...],
@@ -187,15 +187,15 @@ def test_broken_clips_are_counted_and_named(
     assert evaluation.tasks["zero_shot"].counts == {"clips": 5, "classes": 3}
     reasons = {broken.name.rsplit(" ", 1)[1]: broken.reason for broken in evaluation.broken}
     assert "can't be decoded" in reasons.pop("1000")
-    assert reasons == {"1001": "empty caption", "1002": "no kind in its json"}
+    assert reasons == {"1001": "empty caption", "1002": "no kind in its json, which has caption"}
     assert evaluation.to_dict()["num_broken_items"] == 3
     assert capfd.readouterr().err.count("skipped") == 3
 
 
 def test_given_classes_and_a_model_in_16_bits(write_clips: WriteClips, clip_tokenizer: str) -> None:
     classes = {"hum": ["hum", "low hum"], "click": ["click"], "hiss": ["hiss"], "silence": ["nothing"]}
-    model = micro_model().to(torch.bfloat16)
-    evaluation = make(settings_for(write_clips(6), classes=classes), clip_tokenizer).evaluate(model)
+    settings = settings_for(write_clips(6), classes=classes)
+    evaluation = make(settings, clip_tokenizer).evaluate(micro_model().to(torch.bfloat16))
     assert evaluation.tasks["zero_shot"].counts == {"clips": 6, "classes": 4}
     assert evaluation.tasks["zero_shot"].measures["zero_shot_top1"].chance == pytest.approx(1 / 4)
 
@@ -212,12 +212,7 @@ CLASSES = {"hum": ["hum"], "click": ["click"]}
         ("retrieval", [WAVE, CAPTION], {}, "shards: none of the 1 clips can be decoded"),
         ("retrieval", HUM, {}, "shards: none of the 1 clips with audio has a caption"),
         ("zero_shot", HUM, {}, "classes: expected at least 2 classes to tell apart, found 'hum'"),
-        (
-            "zero_shot",
-            FOUR,
-            {"templates": ["{}", "a sound"]},
-            "templates: expected {} where the class name goes, found",
-        ),
+        ("zero_shot", FOUR, {"templates": ["a sound"]}, "templates: expected {} where the class name goes, found"),
         ("zero_shot", FOUR, {"class_field": "label"}, "shards: none of the 4 clips with audio has 'label' (clap.eval"),
         ("zero_shot", FOUR, {"classes": CLASSES}, "classes: the shards have 'hiss'"),
         ("zero_shot", FOUR, {"classes": CLASSES | {"hiss": []}}, "classes: 'hiss' has no name for captions"),

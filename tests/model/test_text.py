@@ -7,6 +7,7 @@ import torch
 
 from clap_ds.config.model import TextConfig, load_preset
 from clap_ds.model.text import TextTower
+from clap_ds.model.text_attention import NAME
 from tests.model.reference_clap import MICRO_TEXT, captions
 
 import transformers  # isort: skip
@@ -32,9 +33,9 @@ def test_padding_changes_nothing_and_no_mask_is_a_mask_of_ones(pooling: str) -> 
             torch.testing.assert_close(model(input_ids[own], each)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_is_the_fused_kernel_and_dropout_is_set() -> None:
+def test_attention_is_this_projects_and_dropout_is_set() -> None:
     config = tower(dropout=0.3).roberta.config
-    assert config._attn_implementation == "sdpa"
+    assert config._attn_implementation == NAME
     assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0.3
     assert config.layer_norm_eps == 1e-5
 
@@ -51,7 +52,7 @@ def test_pretrained_weights_come_from_the_named_place(tmp_path: Path) -> None:
     expected = transformers.RobertaModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.config.hidden_dropout_prob == 0.2
-    assert loaded.config._attn_implementation == "sdpa"
+    assert loaded.config._attn_implementation == NAME
 
 
 def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(tmp_path: Path) -> None:

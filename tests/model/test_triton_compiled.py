@@ -1,5 +1,5 @@
 """Triton kernels compiled ahead of time, as the stages of tiny and base launch them: they compile for every architecture, and
-take no more registers than let enough programs be resident."""
+hardly spill registers."""
 
 import os
 import re
@@ -24,9 +24,7 @@ from clap_ds.model import mlp_triton, window_attention_triton
 from clap_ds.model.triton_common import Launch
 
 MOST_SPILLED = 64
-SHARED_KB = {80: 164, 90: 228, 100: 228}
-"""Of a multiprocessor, by architecture; each program takes one more than it asks for (CUDA C++ Programming Guide, 20.2)."""
-REGISTERS, WARPS, TENSOR_COLUMNS = 65536, 64, 512
+"""Bytes of a thread."""
 
 
 class Case(NamedTuple):
@@ -37,14 +35,6 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     """(grid, heads, head dim, shift) of `attention`, (channels, hidden units) of `mlp`."""
     launch: Launch
-
-
-class Resources(NamedTuple):
-    """Registers of a thread, its bytes that spill to memory, and how many programs a multiprocessor holds."""
-
-    registers: int
-    spilled: int
-    resident: int
 
 
 def cases_of(audio: AudioConfig) -> Iterator[Case]:
@@ -63,8 +53,8 @@ def cases_of(audio: AudioConfig) -> Iterator[Case]:
             yield Case(kernel, way, shape, launch)
 
 
-def resources(case: Case, architecture: int) -> Resources:
-    """Compiles a kernel for an architecture: 80, 90 (as sm_90a) or 100."""
+def spilled(case: Case, architecture: int) -> int:
+    """Compiles a kernel for an architecture (80, 90 as sm_90a, or 100); bytes of a thread that spill to memory."""
     kernel, constants = _kernel_of(case)
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     signature = {name: _type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
@@ -76,13 +66,7 @@ def resources(case: Case, architecture: int) -> Resources:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, spilled = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
-    warps, shared, columns = case.launch.num_warps, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0)
-    by_shared = SHARED_KB[architecture] * 1024 // (shared + 1024)
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    by_columns = TENSOR_COLUMNS // columns if columns else WARPS
-    resident = min(by_shared, by_registers, by_columns, WARPS // warps)
-    return Resources(registers, spilled, resident)
+    return int(re.search(r"STACK:(\d+)", said)[1])
 
 
 def _kernel_of(case: Case) -> tuple[Any, dict[str, Any]]:
@@ -108,18 +92,6 @@ def _type_of(name: str) -> str:
 TINY, BASE = (list(cases_of(load_preset(f"htsat_{name}_roberta_base").audio)) for name in ("tiny", "base"))
 
 
-def check(case: Case, architecture: int, found: Resources) -> None:
-    assert found.spilled <= MOST_SPILLED, (case, architecture, found)
-    least_warps = 8
-    if case.kernel == "attention":
-        assert found.registers <= {"forward": 80, "backward": 168}[case.way], (case, architecture, found)
-        # On sm_100 the tensor memory of accumulators is enough for two.
-        least_warps = {"forward": 28, "backward": 8 if architecture == 100 else 12}[case.way]
-    elif case.shape[0] <= 128:
-        least_warps = 8 if architecture == 100 else {"forward": 16, "backward": 12}[case.way]
-    assert found.resident * case.launch.num_warps >= least_warps, (case, architecture, found)
-
-
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture() -> None:
     """Tiny's and base's on Hopper, base's alone, which are wider, on the others; on sm_80 attention's and tiny's narrow
@@ -128,5 +100,5 @@ def test_kernels_of_every_stage_and_architecture() -> None:
     jobs += [(case, 80) for case in BASE if case.kernel == "attention"]
     jobs += [(case, 80) for case in TINY if case.kernel == "mlp" and case.shape[0] <= 128]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for job, found in zip(jobs, pool.map(resources, *zip(*jobs, strict=True)), strict=True):
-            check(*job, found)
+        for job, found in zip(jobs, pool.map(spilled, *zip(*jobs, strict=True)), strict=True):
+            assert found <= MOST_SPILLED, job

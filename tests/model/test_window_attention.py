@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from clap_ds.model import window_attention
-from clap_ds.model.window_attention import resolve_kernel
 from clap_ds.model.windows import shifted_window_mask
 from tests.model import window_attention_cases as cases
 from tests.model.window_attention_cases import CASES, TOLERANCE, by, eager, largest_error
@@ -86,12 +85,3 @@ def test_sdpa_takes_a_micro_batch_of_1024_on_a_gpu() -> None:
     torch.testing.assert_close(*found)
     assert bias.grad is not None
     assert bias.grad.isfinite().all()
-
-
-def test_auto_is_what_was_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert [resolve_kernel("auto", device) for device in (cpu, meta)] == ["matmul", "sdpa"]
-    assert resolve_kernel("sdpa", cpu) == "sdpa"
-    monkeypatch.setattr(window_attention, "has_triton_package", lambda: False)
-    with pytest.raises(ValueError, match="needs the triton package"):
-        resolve_kernel("triton", cpu)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from clap_ds.config.places import cache_folder
 from clap_ds.native import library
 from tests import needs
 
@@ -55,7 +56,7 @@ def problem() -> str:
 
 
 def kept() -> Path:
-    (path,) = library.cache_directory().glob("*.so")
+    (path,) = cache_folder().glob("*.so")
     return path
 
 
@@ -72,23 +73,6 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources(
     assert compiled() == 2
 
 
-def test_compilers_named_by_the_environment(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("no-such-compiler", "/no/such/compiler -O2", "'g++"):
-        monkeypatch.setenv("CXX", command)
-        assert ("No closing quotation" if "'" in command else "no C++ compiler") in problem()
-    source.write_text(SOURCE.replace("0", "WANTED"))
-    monkeypatch.setenv("CXX", "env g++ -DWANTED=0")
-    assert not problem()
-
-
-def test_sources_that_do_not_compile(source: Path) -> None:
-    """The compiler's first error."""
-    source.with_name("wrong.h").write_text("int wrong = missing;\n")
-    source.write_text('#include "wrong.h"\n')
-    assert re.search("error: .missing. was not", problem())
-    assert not any(library.cache_directory().glob("*.so"))
-
-
 def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "IMPLEMENTATIONS", {"AMX": library.Implementation(frozenset(), ())})
     for answer, expected in ((-1, "use AMX"), (0, "")):
@@ -96,16 +80,6 @@ def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytes
         monkeypatch.setattr(library.ctypes, "CDLL", lambda path, libc=libc: libc if path is None else Mock())
         assert expected in problem()
         assert [number.value for number in libc.syscall.call_args.args] == [158, 0x1023, 18]
-
-
-def test_compilers_that_fail(
-    source: Path, use_compiler: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = 'case "$*" in *-o*) sleep 3 & wait;; esac'
-    for script, expected in (("exit 3", "exit status 3"), ("kill -9 $$", "exit status -9"), (slow, "timed out")):
-        monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
-        use_compiler(script)
-        assert expected in problem()
 
 
 def test_locks_that_nobody_holds_that_are_held_and_that_there_are_not(
@@ -135,17 +109,6 @@ def test_damaged_library_is_compiled_again(source: Path) -> None:
         assert kept().read_bytes() == whole
 
 
-def test_cache_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "XDG_CACHE_HOME" in problem()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert "/proc/nowhere" in problem()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    assert "home directory" in problem()
-
-
 @pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
 def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Once a machine: what is made is kept where a run looks for it."""
@@ -171,3 +134,28 @@ def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.Mo
         expected = first + expected
         assert library.executable() == expected
         assert expected or "no AVX-512" in problem()
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "expected"),
+    [
+        ("exit 3", {}, "exit status 3"),
+        ("kill -9 $$", {}, "exit status -9"),
+        ('case "$*" in *-o*) sleep 3 & wait;; esac', {}, "timed out"),
+        ('exec g++ "$@" -DSOURCE=missing', {}, "error: .missing. was not"),
+        (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
+        (WORKING_COMPILER, {"CXX": "'g++"}, "No closing quotation"),
+        (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
+        (WORKING_COMPILER, {"CXX": "env g++ -O1"}, "^$"),
+    ],
+)
+def test_why_there_is_no_library(
+    source: Path, use_compiler: Callable[..., object], monkeypatch: pytest.MonkeyPatch,
+    script: str, environment: dict[str, str], expected: str,
+) -> None:  # fmt: skip
+    source.write_text("#ifndef SOURCE\n#define SOURCE 0\n#endif\nint number = SOURCE;\n")
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
+    use_compiler(script)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(expected, problem())

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
+from clap_ds.native.passes import native_dropout, native_layer_norm
 from tests.kernels import each_implementation
 from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
@@ -64,19 +64,6 @@ def test_other_layouts_many_runs_and_no_rows() -> None:
     output, _, *of_parameters = results(norm, [numbers(0, 32, seed=0), *parameters(32)], numbers(0, 32, seed=3))
     assert output.shape == (0, 32)
     assert not any(gradient.any() for gradient in of_parameters)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
-    x, (weight, bias) = numbers(8, 32, seed=0), parameters(32)
-    kinds = [(x.float(), weight, bias), (x, weight, bias.float()), (x, weight.half(), bias.half())]
-    for wrong in (*kinds, (x, weight, bias, x[:4]), (x[:, :24], weight[:24], bias[:24])):
-        with pytest.raises(AssertionError):
-            norm(*wrong)
-    ones = torch.ones(64, dtype=torch.bfloat16)
-    for wrong, probability in ((ones.float(), 0.5), (ones[:15], 0.5), (ones, 1.0)):
-        with pytest.raises(AssertionError):
-            native_dropout(wrong, probability)
 
 
 def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alike() -> None:

@@ -1,7 +1,6 @@
 """The CPU kernel for captions' attention against attention written out per segment."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -141,17 +140,6 @@ def test_every_head_dim_apart_and_side_by_side(head_dim: int, dropout: float) ->
     assert_equal([output, d_q, *d_kv.chunk(2, dim=1)], apart)
 
 
-def test_slices_and_transposes_are_taken_as_they_lie_and_every_run_is_the_same() -> None:
-    rows, _, segments = CASES["packed"]
-    *inputs, probe = draw(rows, rows)
-    expected = results(attention(segments), inputs, probe)
-    assert_equal(results(attention(segments), inputs, probe), expected)
-    q, kv = inputs[0].t().contiguous().t().requires_grad_(), torch.cat(inputs[1:], dim=1).requires_grad_()
-    output = attention(segments)(q, *kv.chunk(2, dim=1))
-    output.backward(probe.t().contiguous().t())
-    assert_equal([output, q.grad, *kv.grad.chunk(2, dim=1)], expected)
-
-
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     segments = padded(2, torch.tensor([40, 7]).int(), length=40)
     q, *inputs, probe = draw(80, 80)
@@ -171,15 +159,6 @@ def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
         assert deviation.abs().max() < most, dims
 
 
-def test_masks_of_heads_segments_rows_and_calls_are_unrelated() -> None:
-    calls = [torch.stack(masks_drawn(seed, padded(8), 0.5)) for seed in (8, 9)]
-    masks = torch.cat(calls).flatten(0, 1).float()  # (calls · segments · heads, queries, keys)
-    for each in (masks.flatten(1), masks.flatten(0, 1), masks.transpose(1, 2).flatten(0, 1)):
-        correlation = each.corrcoef().fill_diagonal_(0.0)
-        assert correlation.abs().max() < 6.5 / each.shape[1] ** 0.5
-        assert abs(correlation.square().mean() * each.shape[1] - 1) < 0.1
-
-
 def test_rows_of_no_segment_have_no_influence_and_others_none_but_on_their_own() -> None:
     *inputs, probe = draw(50, 90)
     expected = results(attention(GAPS), inputs, probe)
@@ -192,15 +171,3 @@ def test_rows_of_no_segment_have_no_influence_and_others_none_but_on_their_own()
     assert output[:20, :64].isnan().all()
     assert output[20:].isfinite().all()
     assert output[:, 64:].isfinite().all()
-
-
-def test_other_arguments_are_refused() -> None:
-    (q, k, v, _), s = draw(20, 20), padded(2, length=10)
-    arguments: list[tuple[Any, ...]] = [
-        *(((q.float(), k, v), 3, s, 1.0), ((q, k, v), 4, s, 1.0), ((q, k, v[1:]), 3, s, 1.0), ((q, k, v), 3, s, 0.0)),
-        *(((q, k, v), 3, s, 1.0, 1.0), ((q, k, v), 3, s, 1.0, -0.1)),
-        ((q, k, v), 3, s._replace(key_rows=s.key_rows.long()), 1.0),
-    ]
-    for wrong in arguments:
-        with pytest.raises(AssertionError):
-            native_segment_attention(*wrong)

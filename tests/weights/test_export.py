@@ -1,7 +1,6 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +8,12 @@ import pytest
 import torch
 
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
-from clap_ds.data.decoding import decode_audio
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
-from tests.data.tars import wav
 from tests.weights.fake_checkpoints import checkpoint_of
 
 import transformers  # isort: skip
@@ -105,25 +102,6 @@ def test_transformers_gives_the_same_embeddings(
     (tmp_path / "file").touch()
     modes = {path.stat().st_mode for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
     assert modes == {(tmp_path / name).stat().st_mode for name in ("folder", "file")}  # as readable as others
-
-
-def test_loud_sounds_are_to_the_exported_processor_what_they_are_to_training(tokenizer: Path, tmp_path: Path) -> None:
-    loud = [3 * sound.astype(np.float32) for sound in sounds()]
-    assert all(np.abs(sound).max() > 1.1 for sound in loud)
-    model = random_model()
-    export.export(checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer), tmp_path / "out")
-    theirs = transformers.ClapModel.from_pretrained(tmp_path / "out")
-    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-    features = processor(audio=loud, sampling_rate=48000, return_tensors="pt")["input_features"]
-    trained_on = torch.empty(len(loud), 48000)
-    for sound, row in zip(loud, trained_on, strict=True):
-        decode_audio(wav(sound), row, sample_rate=48000, rng=random.Random(0))
-    with torch.no_grad():
-        expected = model.encode_audio(trained_on)
-        clipped = model.encode_audio(trained_on.clamp(-1, 1))
-        found = theirs.get_audio_features(input_features=features).pooler_output
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert float((clipped - expected).abs().max()) > 1e-3  # clipped by either, they would differ
 
 
 @pytest.mark.parametrize("kind", ["as trained here", "RobertaTokenizer"])

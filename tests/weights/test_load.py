@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
@@ -61,11 +62,15 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "weights.txt").write_text("none")
+    for name in ("weights.txt", "damaged.safetensors"):
+        (tmp_path / name).write_text("none")
+    save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
     for name, reason in (
         ("nowhere", "no such file or folder"),
         (".", r"no good checkpoint here.*no config\.json"),
         ("weights.txt", r"weights\.txt: expected a \.safetensors file"),
+        ("damaged.safetensors", "can't be read as safetensors"),
+        ("foreign.safetensors", "metadata; only files of save_safetensors do"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_weights(tmp_path / name)
@@ -105,9 +110,7 @@ def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
 
     top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
     make_checkpoint(tmp_path, 1, **top1)
-    with pytest.raises(
-        ValueError, match="none was evaluated by zero_shot_top1; without asking for the best the newest"
-    ):
+    with pytest.raises(ValueError, match="none was evaluated by zero_shot_top1; without asking for it the newest"):
         ask()
     good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
     newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)

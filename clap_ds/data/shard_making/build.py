@@ -14,61 +14,46 @@ checksums in its manifest.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import shlex
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.data.front_end import KINDS, FrontEnd
 from clap_ds.data.shard_making import splits
 from clap_ds.data.shard_making.audio_files import merge_same
 from clap_ds.data.shard_making.caption_lists import Entry, read_entries
-from clap_ds.data.shard_making.prepared_audio import add_preparation_options, preparation_of
-from clap_ds.data.shard_making.report import Shards, report, vocab_sizes
-from clap_ds.data.shard_making.shard_building import Encoding, build_shard, plan_of, plan_shards
-from clap_ds.data.shard_making.writing import FAILED, Task, add_workers, claim, fill, none_usable, resumable
+from clap_ds.data.shard_making.prepared_audio import Encoding, add_preparation_options, preparation_of
+from clap_ds.data.shard_making.report import report
+from clap_ds.data.shard_making.shard_building import members_of, plan_of, plan_shards
+from clap_ds.data.shard_making.writing import FAILED, BuiltShard, Task, add_workers, claim, fill, none_usable, resumable
 from clap_ds.data.shard_manifest import MANIFEST, digest, read_manifest
 from clap_ds.model.tokenizer import train_tokenizer
 
 
-def build(entries: list[Entry], folder: Path, options: argparse.Namespace) -> tuple[Shards, list[Entry]]:
+def build(entries: list[Entry], options: argparse.Namespace) -> tuple[list[BuiltShard], list[tuple[str, Entry]]]:
     """Build all shards that aren't there yet; then the manifest and the list of broken items.
 
-    Returns the shards, and the entries that are in none because they have a problem. UserError where the folder holds something
-    else or no item can be used; OSError where it can't be written, or the disk is full: what is finished stays.
+    Returns the shards, and each entry with the name of its shard, "" of those that have a problem. UserError where the folder
+    holds something else or no item can be used; OSError where it can't be written, or the disk is full: what is finished stays.
     """
     preparation = preparation_of(options)
-    encoding = preparation or Encoding(options.to_flac, options.sample_rate, options.mono)
+    conversion = preparation or Encoding(options.to_flac)
     unusable = [entry for entry in entries if entry.problem]
     reasons = [(str(entry.path), str(entry.problem)) for entry in unusable]
     if len(unusable) == len(entries):
-        raise UserError(none_usable(reasons) + _remedy(entries, options))
+        how = "--audio_root says what paths are relative to, --audio_column '{column}.wav' adds what names in a column lack"
+        raise UserError(f"{none_usable(reasons)}; {how}")
     planned = plan_shards([entry for entry in entries if not entry.problem], options)
-    claim(folder, plan_of(planned, encoding), options)
-    tasks = [Task(each.name, len(each.items), partial(build_shard, each, folder, encoding)) for each in planned]
+    claim(options.folder, plan_of(planned, conversion))
+    tasks = [Task(each.name, len(each.items), partial(members_of, each, conversion)) for each in planned]
     front_end = FrontEnd.of(preparation.audio) if preparation else None
-    built = fill(folder, tasks, options.workers, kind=options.kind, front_end=front_end, unusable=reasons)
-    return list(zip(planned, built, strict=True)), unusable
-
-
-def _remedy(entries: list[Entry], options: argparse.Namespace) -> str:
-    """What to type where files aren't where they were looked for: the folder that has the first of them, if it is near."""
-    root = options.audio_root or options.source.parent
-    missing = [entry.path for entry in entries if not entry.remedy and not os.path.lexists(entry.path)]
-    if options.source.is_dir() or not missing:
-        return ""
-    name = os.path.relpath(missing[0], root)
-    with contextlib.suppress(OSError):
-        for folder in (*root.iterdir(), *(root / "..").iterdir()):
-            if (folder / name).is_file():
-                return f"; {os.path.normpath(folder / name)} is there: --audio_root {shlex.quote(os.path.normpath(folder))}"
-    ending = "" if missing[0].suffix else ", and --audio_column '{column}.wav' adds what names in a column lack"
-    return f"; --audio_root says what paths are relative to{ending}"
+    built = fill(options.folder, tasks, options.workers, kind=options.kind, front_end=front_end, unusable=reasons)
+    return built, [("", entry) for entry in unusable] + [(shard.name, e) for shard in planned for _, e in shard.items]
 
 
 def verify(folder: Path) -> list[str]:
@@ -99,7 +84,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
     add("--audio_column", metavar="NAME", help="of paths; or how they are made of columns, such as '{id}_{start}.wav'")
     add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
-    add("--delimiter", metavar="CHARACTER", help="of a CSV; \\t for a tab")
+    add("--delimiter", type=_character, metavar="CHARACTER", help="of a CSV; \\t for a tab")
     add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8, or UTF-16 with its mark)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     add("--lenient", action="store_true", help="leave malformed rows out and list them, instead of refusing SOURCE")
@@ -110,23 +95,26 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--split_column", metavar="NAME", help=f"instead of these: says of each item {splits.SIDES}")
     add = parser.add_argument_group("shards").add_argument
     more = "size of a shard, about, by the size of SOURCE's files (default 500)"
-    add("--shard_mb", type=float, default=500.0, metavar="MB", help=more)
+    add("--shard_mb", type=positive, default=500.0, metavar="MB", help=more)
     more = "so many for training, instead: at least ranks × workers per rank, best a multiple of it"
     add("--shards", type=whole_number(), metavar="N", help=more)
     add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
     audio = "audio (default: files as they are; to FLAC where training couldn't read them)"
     add = parser.add_argument_group(audio).add_argument
     add("--to_flac", action="store_true", help="re-encode all")
-    add("--sample_rate", type=whole_number(1000, 655350), metavar="HZ", help="resample to this, as FLAC")
-    add("--mono", action="store_true", help="average the channels, as FLAC")
     add = parser.add_argument_group("audio prepared for a model, once for all runs, instead").add_argument
     add_preparation_options(add, KINDS, default="encoded")
-    sizes = vocab_sizes()
-    fitting = "; ".join(f"up to {size} for {names}" for size, names in sizes.items())
+    largest = max(load_preset(name).text.vocab_size for name in preset_names())
     more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
-    more += f"special tokens) and often 1000 to 10000, the more the more captions; {fitting}"
-    parser.add_argument("--train_tokenizer", type=whole_number(261, max(sizes)), metavar="VOCABULARY", help=more)
+    more += "special tokens) and often 1000 to 10000, the more the more captions, up to the model's vocabulary"
+    parser.add_argument("--train_tokenizer", type=whole_number(261, largest), metavar="VOCABULARY", help=more)
     add_workers(parser)
+
+
+def _character(text: str) -> str:
+    if len(character := text.replace("\\t", "\t")) != 1:
+        raise argparse.ArgumentTypeError(f"expected one character, or \\t, found {text!r}")
+    return character
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -137,18 +125,11 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--held_out {options.held_out}: expected a share from 0 to below 1")
     divided = options.group_column or options.stratify_column
     if options.split_column and (options.held_out or divided):
-        others = "--held_out, --group_column, --stratify_column"
-        raise UserError(f"--split_column says which items are held out; expected no {others}")
+        raise UserError("--split_column says which items are held out; expected no other option that does")
     if divided and not options.held_out:
         raise UserError("--group_column and --stratify_column: expected --held_out SHARE, too")
-    if not options.shard_mb > 0:
-        raise UserError(f"--shard_mb {options.shard_mb}: expected a size above 0")
-    if options.delimiter is not None and len(options.delimiter.replace("\\t", "\t")) != 1:
-        raise UserError(f"--delimiter {options.delimiter!r}: expected one character, or \\t")
-    if options.kind != "encoded" and (options.to_flac or options.sample_rate or options.mono):
-        raise UserError(
-            f"--kind {options.kind} says what becomes of audio; expected no --to_flac, --sample_rate, --mono"
-        )
+    if options.kind != "encoded" and options.to_flac:
+        raise UserError(f"--kind {options.kind} says what becomes of audio; expected no --to_flac")
 
 
 def run_build(options: argparse.Namespace) -> int:
@@ -165,14 +146,13 @@ def run_build(options: argparse.Namespace) -> int:
 
 
 def _build_and_report(options: argparse.Namespace) -> int:
-    if options.delimiter is not None:
-        options.delimiter = options.delimiter.replace("\\t", "\t")
     entries = read_entries(options.source, options, lambda row: splits.problem_with(row, options))
     entries = merge_same(entries, options.workers)
-    shards, unusable = build(entries, options.folder, options)
-    vocab_size = None
+    shards, shard_and_entry = build(entries, options)
     if options.train_tokenizer:
         captions = (caption for entry in entries if not entry.problem for caption in entry.captions)
         vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
-    print("\n".join(report(options.folder, shards, unusable, vocab_size, options)))
+        fits = [name for name in preset_names() if load_preset(name).text.vocab_size >= vocab_size]
+        print(f"tokenizer of {vocab_size} tokens for a model trained from nothing, of preset {', '.join(fits)}")
+    print("\n".join(report(options.folder, shards, shard_and_entry, options)))
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.shard_making.csv_rows import AUDIO_SUFFIXES, QUOTING, Row, csv_rows
+from clap_ds.data.shard_making.csv_rows import AUDIO_SUFFIXES, Row, csv_rows
 
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
@@ -24,10 +24,13 @@ _CLASS_COLUMN = re.compile(
 _COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
 _CSV_SUFFIXES, _JSONL_SUFFIXES = (".csv", ".tsv", ".txt"), (".jsonl", ".ndjson")
 DIVIDING_OPTIONS = ("split_column", "group_column", "stratify_column")
-ONE_OBJECT = "A JSONL has one JSON object in each line."
+REMEDY = (
+    "In a CSV, a field with a delimiter or a line break goes into double quotes, with each of its own doubled, and every row"
+    " has a field for each column; --delimiter names another delimiter. To leave such rows out: --lenient"
+)
 _MOST_LISTED = 10  # rows in a message
 
-RowCheck = Callable[[Row], tuple[str, str] | None]
+RowCheck = Callable[[Row], str | None]
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class Entry:
     captions: list[str]
     more: Row = field(default_factory=dict)
     problem: str | None = None
-    remedy: str = ""  # of a malformed row: what can be done about it
+    malformed: bool = False  # the row, not the audio file
     size: int = 0  # bytes, where the file was looked at
     others: list[Path] = field(default_factory=list)  # files that hold the same
 
@@ -69,29 +72,22 @@ def read_entries(source: Path, options: Namespace, problem_with: RowCheck = lamb
     Args:
         options: how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
             `audio_root`), whether malformed rows are to be left out (`lenient`) and the columns that rows are divided by.
-        problem_with: says why a row can't be used, too, and what can be done about it.
+        problem_with: says why a row can't be used, too.
 
     Raises:
         UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
     """
     entries = list((_read_folder if source.is_dir() else _read_list)(source, options, problem_with))
-    if not options.lenient:
-        _refuse_malformed(source, entries)
+    malformed = [f"{entry.path}: {entry.problem}" for entry in entries if entry.malformed]
+    if malformed and not options.lenient:
+        found = f"{source}: {len(malformed)} of {len(entries)} rows can't be used:"
+        others = [f"and {len(malformed) - _MOST_LISTED} more"] if len(malformed) > _MOST_LISTED else []
+        raise UserError("\n".join([found, *malformed[:_MOST_LISTED], *others, REMEDY]))
     merged: dict[Path, Entry] = {}
     for entry in entries:
-        first = merged.setdefault(entry.path, entry)
-        if first is not entry:
+        if (first := merged.setdefault(entry.path, entry)) is not entry:
             first.add(entry)
     return list(merged.values())
-
-
-def _refuse_malformed(source: Path, entries: list[Entry]) -> None:
-    if malformed := [entry for entry in entries if entry.remedy]:
-        found = f"{source}: {len(malformed)} of {len(entries)} rows can't be used:"
-        listed = [f"{entry.path}: {entry.problem}" for entry in malformed[:_MOST_LISTED]]
-        others = [f"and {len(malformed) - _MOST_LISTED} more"] if len(malformed) > _MOST_LISTED else []
-        remedies = dict.fromkeys(entry.remedy for entry in malformed)
-        raise UserError("\n".join([found, *listed, *others, *remedies, "To leave such rows out: --lenient"]))
 
 
 def _read_list(source: Path, options: Namespace, problem_with: RowCheck) -> Iterator[Entry]:
@@ -108,10 +104,9 @@ def _read_list(source: Path, options: Namespace, problem_with: RowCheck) -> Iter
     audio, captions = _columns(source, names, options) if names else ("", [])
     for line, row in rows:
         place = Path(f"{source}:{line}")
-        if isinstance(row, str):
-            yield Entry(place, [], problem=row, remedy=ONE_OBJECT if suffix in _JSONL_SUFFIXES else QUOTING)
-        elif malformed := problem_with(row):
-            yield Entry(place, [], {}, *malformed)
+        problem = row if isinstance(row, str) else problem_with(row)
+        if problem or isinstance(row, str):
+            yield Entry(place, [], problem=problem, malformed=True)
         elif path := _path_in(row, audio):
             root = options.audio_root or source.parent
             yield Entry(root / path, _captions(row, captions), _more(row, [audio, *captions], options))
@@ -141,10 +136,9 @@ def _jsonl_rows(text: str) -> Iterator[tuple[int, Row | str]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                row = f"not valid JSON: {error.msg}"
+                yield number, f"not valid JSON: {error.msg}"
             else:
-                row = row if isinstance(row, dict) else f"expected an object in each line, found {line.strip()[:40]!r}"
-            yield number, row
+                yield number, row if isinstance(row, dict) else "expected an object, as in each line of a JSONL"
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
@@ -153,22 +147,14 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), None)
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     if audio is None:
-        if any(name.lower().endswith(AUDIO_SUFFIXES) for name in names):
-            raise UserError(f"{source}: expected names of columns in its first line, such as path and caption; {there}")
-        or_more = f"or say how names of files are made of columns: --audio_column '{{{names[0]}}}.wav'"
-        found = f"{source}: no column of audio files (named {', '.join(AUDIO_COLUMNS)}); {there}"
-        raise UserError(f"{found}; name it by --audio_column, {or_more}")
+        how = f"name it by --audio_column, or how it is made of columns, such as '{{{names[0]}}}.wav'"
+        raise UserError(f"{source}: no column of audio files (named {', '.join(AUDIO_COLUMNS)}); {there}; {how}")
     if not captions:
-        found = (
-            f"{source}: no column of captions (named caption, text, raw_text, sentence or description, or caption_1, …)"
-        )
-        classes = next(filter(_CLASS_COLUMN.fullmatch, names), None)
-        made = f"; to make captions of classes: --caption_columns {classes}" if classes else ""
-        raise UserError(f"{found}; {there}; name them by --caption_columns{made}")
+        how = "name them by --caption_columns; a column of classes makes captions, too"
+        raise UserError(f"{source}: no column of captions (named caption, text, description, …); {there}; {how}")
     of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
     wanted = dict.fromkeys(captions, "--caption_columns") | dict.fromkeys(of_audio, "--audio_column")
-    for option in DIVIDING_OPTIONS:
-        wanted |= {name: f"--{option}"} if (name := getattr(options, option)) else {}
+    wanted |= {name: f"--{option}" for option in DIVIDING_OPTIONS if (name := getattr(options, option))}
     for name, option in wanted.items():
         if name not in names:
             raise UserError(f"{source}: no column {name!r}; {there}; name another by {option}")
@@ -205,21 +191,19 @@ def _read_folder(folder: Path, options: Namespace, problem_with: RowCheck) -> It
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     for path in paths:
         text, described = path.with_suffix(".txt"), path.with_suffix(".json")
-        row: Row = {}
-        columns = ["caption"]
+        row: Any = {}
         try:
             if text.is_file():
-                row = {"caption": _decode(text, options.encoding).splitlines()}
+                row, columns = {"caption": _decode(text, options.encoding).splitlines()}, ["caption"]
             elif described.is_file():
                 row = json.loads(_decode(described, options.encoding))
                 if not isinstance(row, dict):
                     raise UserError("expected an object")
                 columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             else:
-                yield Entry(path, [], problem=f"no caption file ({text.name} or {described.name}) beside it")
-                continue
+                raise UserError(f"no caption file ({text.name} or {described.name}) beside it")
         except (json.JSONDecodeError, UserError) as error:
-            yield Entry(path, [], problem=f"its caption file can't be read: {error}")
+            yield Entry(path, [], problem=f"captions can't be read: {error}")
             continue
-        malformed = problem_with(row) or (None, "")
-        yield Entry(path, _captions(row, columns), _more(row, columns, options), *malformed)
+        problem = problem_with(row)
+        yield Entry(path, _captions(row, columns), _more(row, columns, options), problem, malformed=problem is not None)

@@ -1,7 +1,7 @@
 """Rows of a CSV with their lines, and what is wrong with those that aren't as long as its first line.
 
-Python's reader alone drops fields that are too many, and takes lines into a field whose quote is never closed. Which columns
-hold what is left to `caption_lists`.
+Python's reader alone drops fields that are too many, and takes lines into a field whose quote is never closed (pandas' too, and
+it doesn't tell lines). Which columns hold what is left to `caption_lists`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ Row = dict[str, Any]
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 _DELIMITERS = ",;\t|"
-QUOTING = (
-    "A field with a delimiter or a line break in it goes into double quotes, with each of its own doubled, and every row has"
-    " a field for each column; --delimiter names another delimiter."
-)
 _MOST_QUOTED = 100  # characters of a row, in a message
 
 
@@ -38,31 +34,31 @@ def csv_rows(source: Path, text: str, delimiter: str | None) -> Iterator[tuple[i
         UserError: no line of column names, one that can't be read, or a name that stands twice.
     """
     lines = list(io.StringIO(text, newline=""))
-    first = next((number for number, line in enumerate(lines) if line.strip()), None)
-    if first is None:
+    at = next((number for number, line in enumerate(lines) if line.strip()), None)
+    if at is None:
         raise UserError(f"{source}: empty; expected a line of column names")
-    delimiter = delimiter or max(_DELIMITERS, key=lines[first].count)
+    delimiter = delimiter or max(_DELIMITERS, key=lines[at].count)
     csv.field_size_limit(2**31 - 1)
-    num_lines, header = _read_row(lines, first, delimiter, num_columns=0)
-    if isinstance(header, str):
-        raise UserError(f"{source}:{first + 1}: {header}; expected a line of column names")
-    names = [name.strip() for name in _without_empty_end(header)]
-    if twice := next((name for name in names if name and names.count(name) > 1), None):
-        raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
-
-    at = first + num_lines
+    names: list[str] = []
     while at < len(lines):
-        line = at + 1
-        num_lines, fields = _read_row(lines, at, delimiter, len(names))
+        first = at
+        num_lines, fields = _read_row(lines, first, delimiter, len(names))
         at += num_lines
-        if isinstance(fields, str):
-            yield line, fields
+        if not names:
+            if isinstance(fields, str):
+                raise UserError(f"{source}:{first + 1}: {fields}; expected a line of column names")
+            names = [name.strip() for name in _without_empty_end(fields, 0)]
+            if twice := next((name for name in names if name and names.count(name) > 1), None):
+                raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
+        elif isinstance(fields, str):
+            yield first + 1, fields
         elif any(field.strip() for field in fields):
-            fields = [*fields[: len(names)], *_without_empty_end(fields[len(names) :])]
+            fields = _without_empty_end(fields, len(names))
             if len(fields) == len(names):
-                yield line, {name: field for name, field in zip(names, fields, strict=True) if name}
+                yield first + 1, {name: field for name, field in zip(names, fields, strict=True) if name}
             else:
-                yield line, f"{len(fields)} field(s), expected {len(names)} ({', '.join(names)}): {_shown(fields)}"
+                found = f"{len(fields)} field(s), expected {len(names)} ({', '.join(names)})"
+                yield first + 1, f"{found}: {_shown(delimiter.join(fields))}"
 
 
 def _read_row(lines: list[str], first: int, delimiter: str, num_columns: int) -> tuple[int, list[str] | str]:
@@ -71,8 +67,7 @@ def _read_row(lines: list[str], first: int, delimiter: str, num_columns: int) ->
     def lines_of_row() -> Iterator[str]:
         for number in range(first, len(lines)):
             if number > first and _is_row(lines[number], delimiter, num_columns):
-                found = f"{_shown([lines[first]])} opens a quote that isn't closed before"
-                raise csv.Error(f"{found} the row {_shown([lines[number]])}")
+                raise csv.Error(f"no closing quote before line {number + 1}")
             yield lines[number]
 
     reader = csv.reader(lines_of_row(), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -80,14 +75,7 @@ def _read_row(lines: list[str], first: int, delimiter: str, num_columns: int) ->
         fields = next(reader)
         return reader.line_num, fields
     except csv.Error as error:
-        reason, shown = str(error), _shown([lines[first]])
-        if "unexpected end" in reason:
-            reason = f"{shown} opens a quote that is never closed"
-        elif "expected after" in reason and reader.line_num > 1:
-            reason = f"{shown} opens a quote that isn't closed before the middle of line {first + reader.line_num}"
-        elif "expected after" in reason:
-            reason = f"text goes on behind a closing quote: {shown}"
-        return 1, reason
+        return 1, f"its quotes don't match ({error}): {_shown(lines[first])}"
 
 
 def _is_row(line: str, delimiter: str, num_columns: int) -> bool:
@@ -95,12 +83,11 @@ def _is_row(line: str, delimiter: str, num_columns: int) -> bool:
     return len(fields) == num_columns and any(field.strip().lower().endswith(AUDIO_SUFFIXES) for field in fields)
 
 
-def _without_empty_end(fields: list[str]) -> list[str]:
-    while fields and not fields[-1].strip():
+def _without_empty_end(fields: list[str], fewest: int) -> list[str]:
+    while len(fields) > fewest and not fields[-1].strip():
         fields = fields[:-1]
     return fields
 
 
-def _shown(fields: list[str]) -> str:
-    text = " | ".join(field.strip() for field in fields)
-    return repr(text if len(text) <= _MOST_QUOTED else text[: _MOST_QUOTED - 1] + "…")
+def _shown(row: str) -> str:
+    return repr(row.strip()[:_MOST_QUOTED])

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
@@ -30,19 +29,7 @@ from clap_ds.data.items import CLIP_FORMATS, choose_clip
 from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import amount, settings_for
-from clap_ds.data.shard_making.writing import (
-    BROKEN,
-    RECORDS,
-    BuiltShard,
-    Named,
-    OnItem,
-    Task,
-    add_workers,
-    claim,
-    fill,
-    resumable,
-    write_shard,
-)
+from clap_ds.data.shard_making.writing import BROKEN, RECORDS, Member, Named, Task, add_workers, claim, fill, resumable
 from clap_ds.data.shard_manifest import Manifest, read_manifest
 from clap_ds.data.tar_items import read_items
 
@@ -78,25 +65,17 @@ def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argpars
             raise UserError(f"{place} holds features; expected audio")
     with ThreadPoolExecutor(num_workers) as pool:
         sizes = list(pool.map(_size, tars.values()))
-    tars_and_sizes = (f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))
-    claim(folder, [repr(preparation), *tars_and_sizes], options)
-    done: list[BuiltShard] = []
-
-    def write(name: str, tar: str, on_item: OnItem) -> BuiltShard:
-        done.append(prepare_shard(tar, folder, name, preparation, on_item))
-        return done[-1]
-
-    tasks = [Task(name, _num_items(tar, manifests), partial(write, name, tar)) for name, tar in tars.items()]
+    claim(folder, [repr(preparation), *(f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))])
+    tasks = [
+        Task(name, _num_items(tar, manifests), partial(members_of, tar, preparation)) for name, tar in tars.items()
+    ]
     began = time.perf_counter()
-    front_end = FrontEnd.of(preparation.audio)
-    shards = fill(folder, tasks, num_workers, kind=preparation.kind, front_end=front_end)
+    shards = fill(folder, tasks, num_workers, kind=preparation.kind, front_end=FrontEnd.of(preparation.audio))
     seconds = time.perf_counter() - began
-    num_items = sum(shard.record.items for shard in shards if shard.record)
     print(f"{preparation.kind}: {amount([shard.record for shard in shards if shard.record])}")
     if all(sizes):
-        print(f"what was read: {sum(sizes) / 1e6:.1f} MB, {sum(sizes) / num_items / 1e3:.1f} KB an item")
-    if done:
-        number = sum(shard.record.items for shard in done if shard.record)
+        print(f"what was read: {sum(sizes) / 1e6:.1f} MB")
+    if number := sum(shard.record.items for shard in shards if shard.record and shard.is_new):
         print(f"{number} items in {seconds:.1f} s: {number / seconds:.0f} items/s with {num_workers} worker(s)")
     broken = [name for shard in shards for name, _ in shard.broken]
     if broken:
@@ -111,25 +90,18 @@ def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argpars
     return 0
 
 
-def prepare_shard(tar: str, folder: Path, name: str, preparation: Preparation, on_item: OnItem) -> BuiltShard:
-    """Write what a tar (path or URL) holds, prepared, and its record; OSError where the folder can't be written."""
-    broken: list[Named] = []
-
-    def items() -> Iterator[tuple[dict[str, Any], float]]:
-        for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
-            try:
-                captions_of(item)
-                clips = preparation.clips(bytes(choose_clip(item, "encoded")))
-            except BrokenItemError as error:
-                broken.append((f"{tar}: {item['__key__']}", str(error)))
-            else:
-                others = {name for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
-                for clip in clips:
-                    prepared = {"__key__": item["__key__"] + clip.suffix, clip.extension: clip.content}
-                    yield prepared | {name: item[name] for name in others}, clip.seconds
-            on_item()
-
-    return write_shard(folder, name, items(), broken)
+def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member | None]:
+    """What a tar (path or URL) holds, prepared, item by item; None of what can't be used, which is added to `broken`."""
+    for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
+        try:
+            captions_of(item)
+            clip = preparation.clip(bytes(choose_clip(item, "encoded")))
+        except BrokenItemError as error:
+            broken.append((f"{tar}: {item['__key__']}", str(error)))
+            yield None
+            continue
+        others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
+        yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
 
 
 def _by_name(tars: Iterable[str]) -> dict[str, str]:

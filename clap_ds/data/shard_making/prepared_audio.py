@@ -1,7 +1,8 @@
-"""Audio as a model sees it, once for all runs: the waveform before cropping, or its log-mel features.
+"""What becomes of audio on its way into a shard: a file as people have it, or as a model sees it, once for all runs, the
+waveform before cropping or its log-mel features.
 
-Both go the way that decoding for a run on `waveforms: int16` goes, by the same functions: features of clips not longer than the
-model's differ from the model's own of the encoded clip by their rounding to float16 alone, by 2⁻⁵ dB at most below 128 dB.
+These two go the way that decoding for a run on `waveforms: int16` goes, by the same functions: features of clips not longer
+than the model's differ from the model's own by their rounding to float16 alone, by 2⁻⁵ dB at most below 128 dB.
 """
 
 from __future__ import annotations
@@ -23,15 +24,13 @@ from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import decode_audio, open_audio
+from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.resampling import resampling_ratio
 from clap_ds.data.shard_making.audio_files import check_whole
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
-
-_LONGEST_PIECE = 1e6  # seconds
 
 
 class Clip(NamedTuple):
@@ -40,7 +39,27 @@ class Clip(NamedTuple):
     extension: str
     content: bytes
     seconds: float
-    suffix: str = ""  # of the item's key, where there are several of one file
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A file as it is or, where training couldn't read it or `to_flac` is set, as FLAC."""
+
+    to_flac: bool = False
+
+    def clip(self, content: bytes, extension: str) -> Clip:
+        """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
+        with open_audio(content) as file:
+            rate = file.samplerate
+            samples = file.read(dtype="float32", always_2d=True)
+            check_whole(content, file, len(samples))
+        check_finite(samples)
+        check_samples(len(samples), len(samples), not samples.any())
+        if extension not in AUDIO_FORMATS or self.to_flac:
+            if samples.shape[1] > 8:  # FLAC's most channels
+                samples = samples.mean(axis=1)
+            extension, content = "flac", _encoded(samples.clip(-1, 1), rate, "FLAC")
+        return Clip(extension, content, len(samples) / rate)
 
 
 @dataclass
@@ -48,14 +67,12 @@ class Preparation:
     """What becomes of audio: WAV files of one channel in 16 bits at the model's rate (`waveform`), or the model's features,
     (frames, mel_bins) float16, as NumPy files (`mel`).
 
-    Clips stay whole, or are cut into `pieces` of so many seconds; the last is from half to one and a half times as long, and
-    silent ones are left out. Of `mel`, clips not longer than the model's are repeated to its length first, as for training, and
-    of longer ones what is beyond the last whole hop is left out.
+    Of `mel`, clips not longer than the model's are repeated to its length first, as for training, and of longer ones what is
+    beyond the last whole hop is left out.
     """
 
     kind: Kind
     audio: AudioConfig
-    pieces: float | None = None
     _log_mel: LogMel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,30 +81,18 @@ class Preparation:
 
     def __repr__(self) -> str:
         """What the result follows from."""
-        return f"{self.kind} {FrontEnd.of(self.audio)} {self.pieces}"
+        return f"{self.kind} {FrontEnd.of(self.audio)}"
 
-    def clips(self, content: bytes) -> list[Clip]:
-        """The clips of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
-        rate, prepared = self.audio.sample_rate, []
-        waveforms = self._pieces(_decode(content, rate))
-        for number, waveform in enumerate(waveforms):
-            if not waveform.any():
-                continue
-            extension, file = "wav", _wav(waveform, rate)
-            if self.kind == "mel":
-                extension, file = FEATURES, _npy(self._features(file, len(waveform)))
-            suffix = f"-{number:03d}" if len(waveforms) > 1 else ""
-            prepared.append(Clip(extension, file, len(waveform) / rate, suffix))
-        if not prepared:
+    def clip(self, content: bytes, extension: str = "") -> Clip:
+        """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
+        rate = self.audio.sample_rate
+        waveform = _decode(content, rate)
+        if not waveform.any():
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
-        return prepared
-
-    def _pieces(self, waveform: NDArray[np.int16]) -> list[NDArray[np.int16]]:
-        if self.pieces is None:
-            return [waveform]
-        length = round(self.pieces * self.audio.sample_rate)
-        number = max(1, (2 * len(waveform) + length) // (2 * length))
-        return np.split(waveform, range(length, number * length, length))
+        wav = _encoded(waveform, rate, "WAV")
+        if self.kind == "mel":
+            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
+        return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """(frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
@@ -107,6 +112,9 @@ class Preparation:
         return features
 
 
+Conversion = Encoding | Preparation
+
+
 def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> None:
     """`add` is an `add_argument` of argparse."""
     what = {
@@ -117,23 +125,15 @@ def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> N
     add("--kind", choices=kinds, help="; ".join(f"{kind}: {what[kind]}" for kind in kinds), **more)
     names = ", ".join(preset_names())
     add("--preset", choices=preset_names(), metavar="NAME", help=f"the model that it is for: {names}")
-    help_text = "cut longer audio into pieces of so many, each an item with its captions (default: it stays whole)"
-    add("--pieces", type=float, metavar="SECONDS", help=help_text)
 
 
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
-    if options.kind == "encoded":
-        if options.preset or options.pieces is not None:
-            raise UserError("--preset and --pieces: expected --kind waveform or --kind mel, too")
-        return None
-    if not options.preset:
-        raise UserError(f"--kind {options.kind}: expected --preset, too, one of {', '.join(preset_names())}")
-    audio = load_preset(options.preset).audio
-    shortest = audio.num_samples / audio.sample_rate
-    if options.pieces is not None and not shortest <= options.pieces <= _LONGEST_PIECE:
-        raise UserError(f"--pieces {options.pieces}: expected seconds, at least the {shortest:g} of the model's clips")
-    return Preparation(options.kind, audio, options.pieces)
+    if (options.kind == "encoded") == bool(options.preset):
+        raise UserError(
+            f"--kind {options.kind}: --preset NAME goes with --kind waveform and --kind mel, and with these alone"
+        )
+    return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
 def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
@@ -146,9 +146,10 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
     return row[:length].numpy()
 
 
-def _wav(waveform: NDArray[np.int16], rate: int) -> bytes:
+def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
+    """A file of 16 bits."""
     file = io.BytesIO()
-    soundfile.write(file, waveform, rate, format="WAV", subtype="PCM_16")
+    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
     return file.getvalue()
 
 

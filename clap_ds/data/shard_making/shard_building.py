@@ -5,36 +5,19 @@ Audio is decoded once to check it, and re-encoded only where that is wanted or n
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import soundfile
-import torch
+from typing import NamedTuple
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, open_audio
-from clap_ds.data.resampling import resample
-from clap_ds.data.shard_making.audio_files import check_whole, open_regular
+from clap_ds.data.shard_making.audio_files import open_regular
 from clap_ds.data.shard_making.caption_lists import Entry
-from clap_ds.data.shard_making.prepared_audio import Clip, Preparation
+from clap_ds.data.shard_making.prepared_audio import Clip, Conversion
 from clap_ds.data.shard_making.splits import held_out
-from clap_ds.data.shard_making.writing import BuiltShard, Named, OnItem, write_shard
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """What audio is turned into. `sample_rate`: Hz; None keeps the file's. `to_flac`: re-encode even what needn't be."""
-
-    to_flac: bool = False
-    sample_rate: int | None = None
-    mono: bool = False
+from clap_ds.data.shard_making.writing import Member, Named
 
 
 class PlannedShard(NamedTuple):
@@ -54,23 +37,23 @@ def plan_shards(entries: list[Entry], options: Namespace) -> list[PlannedShard]:
     random.Random(options.seed).shuffle(order)
     chosen = held_out(entries, order, options)
     planned = []
-    for part in ("held_out", "train"):
-        items = [(number, entries[number]) for number in order if (number in chosen) == (part == "held_out")]
+    for side in ("held_out", "train"):
+        items = [(number, entries[number]) for number in order if (number in chosen) == (side == "held_out")]
         number = min(len(items), max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))))
-        if options.shards and part == "train":
+        if options.shards and side == "train":
             number = options.shards
             if number > len(items):
                 found = f"--shards {number} is more than the {len(items)} items for training"
                 raise UserError(f"{found}: a shard would be empty")
         for k in range(number):
             group = items[k * len(items) // number : (k + 1) * len(items) // number]
-            planned.append(PlannedShard(f"{part}-{k:0{max(5, len(str(number)))}d}.tar", group))
+            planned.append(PlannedShard(f"{side}-{k:0{max(5, len(str(number)))}d}.tar", group))
     return planned
 
 
-def plan_of(planned: list[PlannedShard], encoding: Encoding | Preparation) -> Iterator[str]:
+def plan_of(planned: list[PlannedShard], conversion: Conversion) -> Iterator[str]:
     """What the shards follow from: their list, its captions and sizes of files, and what becomes of audio."""
-    yield repr(encoding)
+    yield repr(conversion)
     for shard in planned:
         yield shard.name
         for number, entry in shard.items:
@@ -78,50 +61,25 @@ def plan_of(planned: list[PlannedShard], encoding: Encoding | Preparation) -> It
             yield json.dumps(parts, default=str)
 
 
-def build_shard(shard: PlannedShard, folder: Path, encoding: Encoding | Preparation, on_item: OnItem) -> BuiltShard:
-    """Write one shard and its record; OSError where the folder can't be written, or the disk is full."""
-    broken: list[Named] = []
-
-    def items() -> Iterator[tuple[dict[str, Any], float]]:
-        for number, entry in shard.items:
-            try:
-                clips = load_audio(entry, encoding)
-            except BrokenItemError as error:
-                broken.extend((str(path), str(error)) for path in (entry.path, *entry.others))
-            else:
-                caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
-                names = list(dict.fromkeys(path.name for path in (entry.path, *entry.others)))
-                source = names[0] if len(names) == 1 else names
-                description = {**entry.more, "caption": caption, "source": source}
-                described = json.dumps(description, ensure_ascii=False, default=str).encode()
-                for clip in clips:
-                    key = f"{number:09d}{clip.suffix}"
-                    yield {"__key__": key, clip.extension: clip.content, "json": described}, clip.seconds
-            on_item()
-
-    return write_shard(folder, shard.name, items(), broken)
+def members_of(shard: PlannedShard, conversion: Conversion, broken: list[Named]) -> Iterator[Member | None]:
+    """What goes into a shard of each of its items; None of those that can't be used, which are added to `broken`."""
+    for number, entry in shard.items:
+        names = [entry.path, *entry.others]
+        try:
+            clip = load_audio(entry, conversion)
+        except BrokenItemError as error:
+            broken += [(str(path), str(error)) for path in names]
+            yield None
+            continue
+        sources = list(dict.fromkeys(path.name for path in names))
+        caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
+        described = {**entry.more, "caption": caption, "source": source}
+        content = json.dumps(described, ensure_ascii=False, default=str).encode()
+        yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": content}, clip.seconds
 
 
-def load_audio(entry: Entry, encoding: Encoding | Preparation) -> list[Clip]:
+def load_audio(entry: Entry, conversion: Conversion) -> Clip:
     """An entry's audio as it goes into the shard; or BrokenItemError."""
     with open_regular(entry.path) as opened:
         content = opened.read()
-    if isinstance(encoding, Preparation):
-        return encoding.clips(content)
-    with open_audio(content) as file:
-        rate = file.samplerate
-        samples = file.read(dtype="float32", always_2d=True)
-        check_whole(content, file, len(samples))
-    check_finite(samples)
-    check_samples(len(samples), len(samples), not samples.any())
-    extension = entry.path.suffix.lower().removeprefix(".")
-    wanted_rate = encoding.sample_rate or rate
-    if extension not in AUDIO_FORMATS or encoding.to_flac or encoding.mono or wanted_rate != rate:
-        waveform = torch.from_numpy(samples.T.copy())
-        if encoding.mono or len(waveform) > 8:  # FLAC's most channels
-            waveform = waveform.mean(dim=0, keepdim=True)
-        flac = io.BytesIO()
-        converted = resample(waveform, rate, wanted_rate).clamp_(-1, 1).T.numpy()
-        soundfile.write(flac, converted, wanted_rate, format="FLAC", subtype="PCM_16")
-        extension, content = "flac", flac.getvalue()
-    return [Clip(extension, content, len(samples) / rate)]
+    return conversion.clip(content, entry.path.suffix.lower().removeprefix("."))

@@ -11,21 +11,17 @@ from clap_ds.data.shard_making.caption_lists import DIVIDING_OPTIONS, Entry, Row
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "held-out", "heldout", "valid", "val", "validation", "test", "dev", "eval", "evaluation")
-
-
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[3:])})"
-REMEDY = f"A --split_column says {SIDES} in every row; others name a group or class, and go with --held_out SHARE."
 
 
-def problem_with(row: Row, options: Namespace) -> tuple[str, str] | None:
-    """Why a row can't be given to either side, and what to do: a column that decides this is empty, or says something else."""
+def problem_with(row: Row, options: Namespace) -> str | None:
+    """Why a row can't be given to either side: a column that decides this is empty, or says something else."""
     for column in filter(None, (getattr(options, option) for option in DIVIDING_OPTIONS)):
         if not names_in(row, column):
-            return f"nothing in its column {column!r}", REMEDY
-    if options.split_column:
-        for value in names_in(row, options.split_column):
-            if value.lower() not in TRAIN + HELD_OUT:
-                return f"{value!r} in its column {options.split_column!r}, expected {TRAIN[0]} or {HELD_OUT[0]}", REMEDY
+            return f"nothing in its column {column!r}"
+    for value in names_in(row, options.split_column) if options.split_column else ():
+        if value.lower() not in TRAIN + HELD_OUT:
+            return f"{value!r} in its column {options.split_column!r}, expected {SIDES}"
     return None
 
 
@@ -50,14 +46,10 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
     if column := options.split_column:
         chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n].more, column))}
         if len(chosen) == len(entries):
-            raise UserError(
-                f"--split_column {column}: expected items for training, too; found none that say {TRAIN[0]}"
-            )
+            raise UserError(f"--split_column {column}: found no item for training, which says {TRAIN[0]}")
         return chosen
-    if not options.held_out:
-        return set()
-    chosen = _drawn(entries, order, options)
-    if not chosen:
+    chosen = _drawn(entries, order, options) if options.held_out else set()
+    if options.held_out and not chosen:
         of = f" of one {options.group_column}" if options.group_column else ""
         raise UserError(
             f"--held_out: nothing can be held out of {len(entries)} item(s){of}, and leave some for training"
@@ -69,11 +61,12 @@ def _drawn(entries: list[Entry], order: list[int], options: Namespace) -> set[in
     groups = _groups(entries, order, options.group_column)
     column = options.stratify_column
     classes = [names_in(entry.more, column) if column else [""] for entry in entries]
-    sizes = [Counter(chain.from_iterable(classes[n] for n in group)) for group in groups]
-    items = Counter(chain.from_iterable(classes))
-    wanted = {name: max(1, round(options.held_out * number)) for name, number in items.items()}
-    held: Counter[str] = Counter()  # items, by class
-    left = Counter(chain.from_iterable(sizes))  # groups for training, by class
+    sizes = [Counter(chain.from_iterable(classes[n] for n in group)) for group in groups]  # a group's items, by class
+    items, left = (
+        Counter(chain.from_iterable(classes)),
+        Counter(chain.from_iterable(sizes)),
+    )  # all items; groups to train on
+    held: Counter[str] = Counter()
     chosen: set[int] = set()
 
     def hold_out(number: int) -> None:
@@ -85,14 +78,14 @@ def _drawn(entries: list[Entry], order: list[int], options: Namespace) -> set[in
         return all(left[name] > 1 for name in sizes[number])
 
     for number, size in enumerate(sizes):
-        num_fitting = sum(min(n, max(0, wanted[name] - held[name])) for name, n in size.items())
+        wanted = {name: max(1, round(options.held_out * items[name])) - held[name] for name in size}
+        num_fitting = sum(min(n, max(0, wanted[name])) for name, n in size.items())
         if 2 * num_fitting > size.total() and can_be_spared(number):
             hold_out(number)
     for name in sorted(items):  # classes whose groups are all larger than what is wanted
-        if not held[name] and left[name] > 1:
-            able = [number for number, size in enumerate(sizes) if name in size and can_be_spared(number)]
-            if able:
-                hold_out(min(able, key=lambda number: sizes[number].total()))
+        able = [number for number, size in enumerate(sizes) if name in size and can_be_spared(number)]
+        if able and not held[name]:
+            hold_out(min(able, key=lambda number: sizes[number].total()))
     return chosen
 
 

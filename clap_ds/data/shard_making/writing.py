@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,21 @@ FAILED = 1
 
 Named = tuple[str, str]
 """Something that can't be used, and why."""
-OnItem = Callable[[], None]
-"""To be called after each item, usable or not; what it raises ends the work."""
+Member = tuple[dict[str, Any], float]
+"""An item of a tar, its `__key__` and contents by extension, and its seconds of audio."""
+
+
+class Task(NamedTuple):
+    """A shard to be.
+
+    Attributes:
+        num_items: that it is made of, where they are counted.
+        members: what becomes of each of them; where that is None, it is added to the list that is given.
+    """
+
+    name: str
+    num_items: int | None
+    members: Callable[[list[Named]], Iterable[Member | None]]
 
 
 class BuiltShard(NamedTuple):
@@ -43,20 +56,11 @@ class BuiltShard(NamedTuple):
     name: str
     record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
     broken: list[Named]  # items left out
+    is_new: bool = False
 
 
-class Task(NamedTuple):
-    """A shard to be: its file name, its items where they are counted, and what writes it."""
-
-    name: str
-    num_items: int | None
-    write: Callable[[OnItem], BuiltShard]
-
-
-def claim(folder: Path, plan: Iterable[str], options: argparse.Namespace) -> None:
-    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan, naming the
-    options that differ."""
-    own = {name: str(value) for name, value in vars(options).items() if name not in ("folder", "workers")}
+def claim(folder: Path, plan: Iterable[str]) -> None:
+    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
     state = hashlib.sha256()
     for part in plan:
         state.update(part.encode())
@@ -66,18 +70,10 @@ def claim(folder: Path, plan: Iterable[str], options: argparse.Namespace) -> Non
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
             mark.parent.mkdir(parents=True)
-            write_atomically(mark, json.dumps({"plan": state.hexdigest(), "options": own}))
-        elif (there := json.loads(mark.read_text()))["plan"] != state.hexdigest():
-            theirs = {name: there["options"].get(name) for name in own}
-            other = [
-                f"{name}: {theirs[name]} there, {value} here" for name, value in own.items() if value != theirs[name]
-            ]
-            why = f"of other options ({'; '.join(other)})" if other else "of files or captions that have changed since"
-            raise UserError(f"{folder} holds shards {why}; name a new folder, or empty it")
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{mark} isn't what this version of clap-shards writes; name a new folder, or empty it"
-        ) from None
+            write_atomically(mark, state.hexdigest())
+        elif mark.read_text() != state.hexdigest():
+            other = "of other options, or of files or captions that have changed since"
+            raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
@@ -102,7 +98,7 @@ def fill(
     counts = [task.num_items for task in waiting]
     total = None if None in counts else sum(count or 0 for count in counts)
     with _alone_in(folder), tqdm(total=total, unit="item", disable=None) as progress:
-        for done in _write_all(waiting, num_workers, progress.update):
+        for done in _write_all(folder, waiting, num_workers, progress.update):
             built[done.name] = done
     shards = [built[task.name] for task in tasks]
     broken = [*unusable, *(each for shard in shards for each in shard.broken)]
@@ -119,12 +115,11 @@ def fill(
 def _alone_in(folder: Path) -> Iterator[None]:
     """UserError where another command writes the folder's shards; not told where the file system has no locks."""
     with (folder / RECORDS / "plan").open() as mark:
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another command is writing its shards; wait for it, or stop it") from None
-        except OSError:
-            pass
+        with suppress(OSError):
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{folder}: another command is writing its shards; wait for it, or stop it") from None
         yield
 
 
@@ -134,7 +129,9 @@ def none_usable(broken: Sequence[Named]) -> str:
     return f"none of {len(broken)} items can be used, the first: {examples}"
 
 
-def _write_all(tasks: Sequence[Task], num_workers: int, advance: Callable[[], Any]) -> Iterator[BuiltShard]:
+def _write_all(
+    folder: Path, tasks: Sequence[Task], num_workers: int, advance: Callable[[], Any]
+) -> Iterator[BuiltShard]:
     """In threads: decoding, features, checksums and writing leave Python's lock."""
     stop = threading.Event()
 
@@ -145,7 +142,7 @@ def _write_all(tasks: Sequence[Task], num_workers: int, advance: Callable[[], An
 
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for future in as_completed([pool.submit(task.write, on_item) for task in tasks]):
+        for future in as_completed([pool.submit(_write, folder, task, on_item) for task in tasks]):
             yield future.result()
     finally:
         stop.set()
@@ -157,38 +154,35 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
     try:
         content = json.loads((folder / RECORDS / f"{name}.json").read_text())
         record = ShardRecord(**content["record"]) if content["record"] else None
-        if record is not None and (folder / name).stat().st_size != record.bytes:
-            return None
-        return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]])
+        is_whole = record is None or (folder / name).stat().st_size == record.bytes
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
 
 
-def write_shard(
-    folder: Path, name: str, items: Iterable[tuple[dict[str, Any], float]], broken: list[Named]
-) -> BuiltShard:
-    """Write one tar of items, each its `__key__` and contents by extension, and its seconds of audio; and its record.
-
-    `broken` is what is left out, complete when `items` ends. OSError where the folder can't be written, or the disk is full.
-    """
-    partial = folder / f"{name}.partial"
-    num_items, seconds = 0, 0.0
+def _write(folder: Path, task: Task, on_item: Callable[[], None]) -> BuiltShard:
+    """Write one tar and its record; OSError where the folder can't be written, or the disk is full. `on_item` is called after
+    each item, usable or not; what it raises ends the work."""
+    partial = folder / f"{task.name}.partial"
+    broken: list[Named] = []
+    num_items, seconds, record = 0, 0.0, None
     with partial.open("wb") as file:
         with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-            for item, length in items:
-                tar.write(item)
-                num_items, seconds = num_items + 1, seconds + length
+            for member in task.members(broken):
+                if member:
+                    tar.write(member[0])
+                    num_items, seconds = num_items + 1, seconds + member[1]
+                on_item()
         file.flush()
         os.fsync(file.fileno())
-    record = None
     if num_items:
         record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
-        os.replace(partial, folder / name)
+        os.replace(partial, folder / task.name)
     else:
         partial.unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
-    write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
-    return BuiltShard(name, record, broken)
+    write_atomically(folder / RECORDS / f"{task.name}.json", json.dumps(built))
+    return BuiltShard(task.name, record, broken, is_new=True)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
