@@ -96,7 +96,7 @@ def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmClu
     job.wait_for_steps(2)
     cluster.wait_until(lambda: _steps(job.runs[1])[:1] == [16], LONGEST_S, "the step after the checkpoint's")
     cluster.run("ctl", "scancel", job.number)
-    job.wait(confirm_s=5)
+    cluster.wait_until(lambda: len(job.record["attempts"]) == 2, LONGEST_S, "the job's record of its end")
     first, second = job.record["attempts"]
     assert first["error"].startswith("lost node2: ")
     assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1", "node3"])
