@@ -5,7 +5,7 @@ a micro-batch with news of the items it had to skip and of where it stands. A wo
 says so in its last piece, for an exception would reach the main process as a traceback in a string.
 
 Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several. Their audio lies in
-memory that the processes share and use again and again (`shared_memory`): new memory for each would cost as much as reading it.
+memory that the processes share and use again and again (`shared_empty`): new memory for each would cost as much as reading it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from clap_ds.data.front_end import Kind
 from clap_ds.data.shard_list import deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
-from clap_ds.data.shared_memory import lock_pages, shared_empty, unlock_pages
 from clap_ds.data.supply import Supply
-from clap_ds.data.workers import Loader
+from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10
