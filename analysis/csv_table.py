@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -99,26 +98,24 @@ def _value(where: str, column: str, text: str) -> Any:
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
-    runs: dict[tuple[Row, int], Run] = {}
-    again: Counter[tuple[Row, str, str]] = Counter()
-    for row in read_table(path):
+    series_of: dict[Row, tuple[str, str]] = {}
+    runs = []
+    for number, row in enumerate(read_table(path)):
         # A scale that serves weak and strong scaling has a row in each; it was measured once. Equal rows of one are repeats.
-        identity = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
+        measured = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
                            scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
-        again[identity, row.scaling, row.variant] += 1
-        count = again[identity, row.scaling, row.variant]
+        if series_of.setdefault(measured, (row.scaling, row.variant)) != (row.scaling, row.variant):
+            continue
         rate, spread, total = row.rate, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         known: dict[str, Any] = {"time_to_target_s": None, "state": row.state or "completed"}
         if rate and total:
             # Both columns round one number: where they agree, the middle of what both allow is nearer to it than either.
-            known["samples_per_s_per_gpu"], agree = _middle(rate, total / row.gpus, row.gpus)
-            known["samples_per_s"] = total if agree else None
+            rate, agree = _middle(rate, total / row.gpus, row.gpus)
+            known |= {"samples_per_s_per_gpu": rate, "samples_per_s": total if agree else None}
         if rate and spread is not None and spread < rate:
-            rate = known.get("samples_per_s_per_gpu", rate)
             known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
-        run = Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {count} of its kind")
-        runs.setdefault((identity, count), run)
-    return list(runs.values())
+        runs.append(Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {number}"))
+    return runs
 
 
 def _middle(rate: float, of_all: float, gpus: int) -> tuple[float, bool]:

@@ -68,21 +68,15 @@ class LogStart:
     """Of `wall_clock_breakdown` (forward, backward, all-reduce, optimiser), sums over `breakdown_steps` after the warm-up."""
     breakdown_lines: int = 0
     breakdown_steps: int = 0
-    bench_windows: list[float] = field(default_factory=list)
-    """Samples/s of all ranks, as the benchmark prints them while it runs."""
     figures: dict[str, str] = field(default_factory=dict)
-    """The benchmark's final table."""
+    """Of the benchmark's final table."""
     title: dict[str, Any] = field(default_factory=dict)
     """What stands over it, by `_BENCH_TITLE`."""
 
     @property
-    def has_table(self) -> bool:
-        """Whether the final table was printed; others in the same log (of an evaluation) have no rate."""
-        return any(name.startswith("samples/s/") for name in self.figures)
-
-    @property
     def is_bench(self) -> bool:
-        return bool(self.bench_windows) or self.has_table
+        """Whether the benchmark's table was printed; others in the same log (of an evaluation) have no rate."""
+        return any(name.startswith("samples/s/") for name in self.figures)
 
     @property
     def measured(self) -> bool:
@@ -188,8 +182,17 @@ class Scan:
         groups = [text.decode(errors="replace") for text in match.groups()]
         if kind in STATES:
             self.starts[-1].end_as(kind)
-        elif kind.startswith("bench_"):
-            self._bench_line(kind, groups, match)
+        elif kind == "bench_title":
+            start = self.starts[-1] if not self.starts[-1].title else self._restart()
+            before = match.string[max(0, match.start() - 100) : match.start()].decode(errors="replace")
+            words = [
+                re.split(r"[^\w.-]", before)[-1],
+                *groups,
+            ]  # the model's name, without a label that may stand before it
+            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, words, strict=True)}
+        elif kind == "bench_figure":
+            self.starts[-1].figures[groups[0]] = groups[1]
+            self.starts[-1].end_as("completed" if self.starts[-1].is_bench else "unknown")
         else:
             self._launch_line(kind, groups[0])
 
@@ -206,25 +209,6 @@ class Scan:
             start.facts["precision"] = f"torch_autocast_{word}"
         elif word != "0":
             start.facts[kind] = _number_in(word)
-
-    def _bench_line(self, kind: str, groups: list[str], match: re.Match[bytes]) -> None:
-        start = self.starts[-1]
-        if kind == "bench_window":
-            if start.has_table or int(groups[0]) <= len(start.bench_windows):
-                start = self._restart()
-            start.bench_windows.append(float(groups[1].replace(",", "") or "0"))
-        elif kind == "bench_title":
-            start = self._restart() if start.title else start
-            before = match.string[max(0, match.start() - 100) : match.start()].decode(errors="replace")
-            words = [
-                re.split(r"[^\w.-]", before)[-1],
-                *groups,
-            ]  # the model's name, without a label that may stand before it
-            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, words, strict=True)}
-        else:
-            start.figures[groups[0]] = groups[1]
-        if start.has_table:
-            start.end_as("completed")
 
     def _progress(self, block: bytes) -> None:
         """Take in what lies between two other lines."""
