@@ -50,8 +50,6 @@ def _why_nothing(scan: Scan) -> str:
         return "empty file" + (" (truncated gzip)" if scan.truncated_gzip else "")
     if scan.left_out:
         return f"all {scan.left_out} throughput lines have a zero, negative or infinite rate, or are damaged"
-    if scan.binary:
-        return "binary file, not a log"
     return (
         'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps) and no table'
         " of the benchmark"
