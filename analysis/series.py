@@ -74,8 +74,8 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     series = []
     for values, runs in sorted(alike.items()):
         title = ", ".join(f"{_short(name)}={value[:40]}" for name, value in zip(naming, values, strict=True))
-        notes = filter(None, (runs[0].notes, also and f"series differ in {_listed(also)}, too"))
-        series.append((title, [replace(runs[0], notes="; ".join(notes)), *runs[1:]]))
+        notes = [runs[0].notes, f"series differ in {_listed(also)}, too" if also else ""]
+        series.append((title, [replace(runs[0], notes="; ".join(filter(None, notes))), *runs[1:]]))
     return series
 
 

@@ -306,7 +306,7 @@ LOSSES = {
 """By `clap.loss.kind`."""
 
 
-def build_loss(settings: LossSettings, precision: str) -> Loss:
+def build_loss(settings: LossSettings, precision: str) -> Any:
     """A run's contrastive loss; `precision` is `RunSettings.precision`."""
     by_default = "bf16" if precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
     wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.random_state import restore_random_state
 from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.changes import compare

@@ -18,7 +18,7 @@ import transformers  # isort: skip
 
 BASE = "htsat_base_roberta_base"
 FULL_SIZE = [("htsat_tiny_roberta_base", "sdpa", 0), (BASE, "sdpa", 1)]
-CASES = [*FULL_SIZE, *(("micro", attention, seed) for attention in ("sdpa", "matmul") for seed in range(3))]
+CASES = [*FULL_SIZE, *(("micro", attention, seed) for attention in ("sdpa", "matmul") for seed in range(2))]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
@@ -109,14 +109,14 @@ def test_features_of_waveforms_embed_as_these() -> None:
     stored = features.half().float()
     assert (stored - features).abs().max() <= 2**-5
     assert (model.encode_audio(stored) * expected).sum(1).min() > 0.9999
-    for shape in ((3, 100, 16), (3, 101, 64), (3, 16, 101)):
-        with pytest.raises(
-            ValueError, match=rf"features are \({shape[0]}, {shape[1]}, .* expected \(batch, 101 frames, 16 mel"
-        ):
+    for shape, expected_sizes in (
+        ((3, 100, 16), r"features are \(3, 100, 16\), expected \(batch, 101 frames, 16 mel"),
+        ((3, 16, 101), r"features are \(3, 16, 101\), expected \(batch, 101 frames, 16 mel"),
+        ((48000,), r"expected \(batch, 48000\) samples"),
+        ((3, 1, 101, 16), r"expected \(batch, 48000\) samples"),
+    ):
+        with pytest.raises(ValueError, match=expected_sizes):
             model.encode_audio(torch.zeros(shape))
-    for odd in (torch.zeros(48000), torch.zeros(3, 1, 101, 16)):
-        with pytest.raises(ValueError, match=r"expected \(batch, 48000\) samples"):
-            model.encode_audio(odd)
 
 
 def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:

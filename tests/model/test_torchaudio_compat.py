@@ -11,13 +11,9 @@ def test_the_library_is_set_aside_and_back(tmp_path: Path) -> None:
     (library.with_name("libtorchaudio.abi3.so")).touch()
     library.write_text("first")
     aside = library.with_name("_torchaudio.abi3.so.needs_cuda")
-    assert fit_to_torch(tmp_path, has_cuda=True) == []
-    assert fit_to_torch(tmp_path, has_cuda=False) == [aside]
-    assert fit_to_torch(tmp_path, has_cuda=False) == []
-    assert fit_to_torch(tmp_path, has_cuda=True) == [library]
-    fit_to_torch(tmp_path, has_cuda=False)
+    for has_cuda, renamed in ((True, []), (False, [aside]), (False, []), (True, [library]), (False, [aside])):
+        assert fit_to_torch(tmp_path, has_cuda=has_cuda) == renamed
     library.write_text("a newer one, installed since")
-    assert fit_to_torch(tmp_path, has_cuda=True) == []
-    assert library.read_text().startswith("a newer one")
-    assert fit_to_torch(tmp_path, has_cuda=False) == [aside]
+    for has_cuda, renamed in ((True, []), (False, [aside])):
+        assert fit_to_torch(tmp_path, has_cuda=has_cuda) == renamed
     assert aside.read_text().startswith("a newer one")

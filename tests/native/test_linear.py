@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,14 +23,14 @@ SHAPES = [
 """Rows, inputs and outputs."""
 
 
-def by_torch(x: Tensor, *parameters: Tensor, residual: Tensor | None = None) -> Tensor:
+def by_torch(x: Tensor, *parameters: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     layers = zip(parameters[::2], parameters[1::2], strict=True)
     y = torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
-    return y if residual is None else y + residual
+    return (y if residual is None else y + residual), x * 1.0
 
 
-def mlp_by_torch(x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor) -> Tensor:
-    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])
+def mlp_by_torch(x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])[0], x * 1.0
 
 
 def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
@@ -43,14 +42,20 @@ def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
+    """With a residual, and without one with the gradient of the input that is passed on."""
     x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
     pair = [lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0]) for f in (native_linears, by_torch)]
-    assert_as_exact_as_torch(*pair, [*first, *added], numbers(rows, outputs, seed=4))
+    passed = [numbers(rows, inputs, seed=7)] * (not residual)
+    assert_as_exact_as_torch(
+        *pair, [*first, *added], numbers(rows, outputs, seed=4), *passed, slack=0.004 * len(passed)
+    )
     second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
     added = [numbers(rows, inputs, seed=5)] * residual
-    assert_as_exact_as_torch(native_mlp, mlp_by_torch, [*first, *second, *added], numbers(rows, inputs, seed=6))
+    upstream = numbers(rows, inputs, seed=6), *passed
+    tensors, slack = [*first, *second, *added], 0.004 * len(passed)
+    assert_as_exact_as_torch(native_mlp, mlp_by_torch, tensors, *upstream, slack=slack)
 
 
 def test_leading_dimensions_layouts_no_bias_and_no_rows() -> None:
@@ -106,16 +111,6 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
             assert leaf.grad is None or (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()
 
 
-@pytest.mark.parametrize("function", [native_linears, native_mlp])
-def test_input_is_passed_on_with_its_gradient(function: Callable) -> None:
-    inputs = five()
-    upstream, passed = numbers(40, function(*inputs)[0].shape[1], seed=5), numbers(40, 64, seed=6)
-    alone = results(function, inputs, upstream)
-    both = results(function, inputs, upstream, passed)
-    assert torch.equal(both[1], inputs[0].float())
-    torch.testing.assert_close(both[2], alone[1] + passed.float(), rtol=0.02, atol=0.02)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(value: float) -> None:
     """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
@@ -129,8 +124,8 @@ def test_what_is_not_finite_shows(value: float) -> None:
         assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 96, 64), (33, 64, 96), (1, 32, 32), (200, 96, 96)])
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 96, 64), (1, 32, 32), (200, 96, 96)])
 def test_any_number_of_threads(rows: int, inputs: int, outputs: int, count: int) -> None:
     """Some have nothing to do. Results repeat to the bit."""
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
@@ -140,6 +135,7 @@ def test_any_number_of_threads(rows: int, inputs: int, outputs: int, count: int)
         assert_equal(results(native_linears, tensors, upstream), results(native_linears, tensors, upstream))
 
 
-def test_widths_that_there_are_kernels_for() -> None:
-    layers = [(nn.Linear(64, 96), nn.Linear(32, 32)), (nn.Linear(64, 96), nn.Linear(48, 32)), (nn.Linear(64, 80),)]
-    assert [fits_linears(*each) for each in layers] == [True, False, False]
+def test_what_there_are_kernels_for() -> None:
+    assert fits_linears(nn.Linear(64, 96), nn.Linear(32, 32))
+    assert not fits_linears(nn.Linear(64, 96), nn.Linear(48, 32))
+    assert not fits_linears(nn.Linear(64, 80))

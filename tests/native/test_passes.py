@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.native.passes import native_dropout, native_layer_norm
+from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
 from tests.kernels import each_implementation
 from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
@@ -75,4 +75,5 @@ def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alik
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient, y)
     assert native_dropout(x, 0.0) is x
+    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
     assert native_dropout(torch.full((64,), float("nan"), dtype=torch.bfloat16), 0.5).isnan().all()

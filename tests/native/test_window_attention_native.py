@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from clap_ds.native.window_attention import fits_windows, native_window_attention
 from tests.kernels import each_implementation
-from tests.model.window_attention_cases import TOLERANCE, Case, by, draw, eager, errors, results
+from tests.model.kernel_cases import TOLERANCE, Case, Compute, by, draw, eager, errors, results
 from tests.native.exactness import threads
 
 pytestmark = each_implementation
@@ -23,55 +22,53 @@ CASES: list[Case] = [
 """Grid, heads, head dim, shift: the stages of tiny (24) and base (32), an uneven number of windows, other dims and shifts."""
 
 
-def native(qkv: Tensor, bias: Tensor, mask: Tensor | None, shift: int) -> Tensor:
-    return native_window_attention(qkv, bias, shift)
+def native(shift: int) -> Compute:
+    return lambda q, k, v, bias: native_window_attention(torch.cat([q, k, v], dim=3), bias, shift)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_the_eager_form_as_closely_as_matmul(case: Case) -> None:
-    inputs, shift = draw(case, clips=1 if case[0] == 64 else 3), case[3]
-    expected = results(eager, inputs, shift, torch.float32)
-    matmul = errors(results(by("matmul"), inputs, shift, BF16), expected)
-    for name, error in errors(results(native, inputs, shift, BF16), expected).items():
-        assert error < min(TOLERANCE[BF16], 1.5 * matmul[name]), name
+    inputs = draw(case, clips=1 if case[0] == 64 else 3)
+    expected = results(eager(case), inputs, torch.float32)
+    matmul = errors(results(by("matmul", case), inputs, BF16), expected)
+    for error, usual in zip(errors(results(native(case[3]), inputs, BF16), expected), matmul, strict=True):
+        assert error < min(TOLERANCE[BF16], 1.5 * usual)
 
 
-@pytest.mark.parametrize("shift", [0, 4])
-@pytest.mark.parametrize("dim", [24, 32])
-def test_scores_too_large_for_their_powers(dim: int, shift: int) -> None:
+@pytest.mark.parametrize("case", [(16, 2, 24, 0), (16, 2, 32, 4)], ids=str)
+def test_scores_too_large_for_their_powers(case: Case) -> None:
     """2^score alone would overflow or vanish; what is left of a row are its largest few weights."""
-    inputs = draw((16, 2, dim, shift), clips=1, spread=12.0)
-    inputs[1][1] -= 150.0
-    expected = results(eager, inputs, shift, torch.float32)
-    for name, error in errors(results(native, inputs, shift, BF16), expected).items():
-        assert error < TOLERANCE[BF16], name
+    inputs = draw(case, clips=1, spread=12.0)
+    inputs[3][1] -= 150.0
+    expected = results(eager(case), inputs, torch.float32)
+    assert max(errors(results(native(case[3]), inputs, BF16), expected)) < TOLERANCE[BF16]
 
 
 def test_a_value_that_is_not_a_number_stays_in_its_window() -> None:
-    qkv, bias, _ = draw((16, 2, 24, 0), clips=1)
-    clean = native_window_attention(qkv, bias, 0)
-    qkv[0, 3, 3, 0] = torch.nan
-    got = native_window_attention(qkv, bias, 0)
+    q, k, v, bias, _ = draw((16, 2, 24, 0), clips=1)
+    clean = native(0)(q, k, v, bias)
+    q[0, 3, 3, 0] = torch.nan
+    got = native(0)(q, k, v, bias)
     assert got[0, 3, 3, :24].isnan().all()
     got[0, :8, :8] = clean[0, :8, :8]
     assert got.equal(clean)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_results_are_the_same_from_run_to_run_and_with_other_numbers_of_threads(count: int) -> None:
     """Only the sum of the bias gradient depends on them."""
-    inputs, before = draw((16, 3, 24, 4), clips=1), torch.get_num_threads()
-    expected = results(native, inputs, 4, BF16)
+    inputs = draw((16, 3, 24, 4), clips=1)
+    *expected, bias = results(native(4), inputs, BF16)
     with threads(count):
-        got = results(native, inputs, 4, BF16)
-    assert all(got[name].equal(expected[name]) for name in expected if name != "bias" or count == before)
-    torch.testing.assert_close(got["bias"], expected["bias"], rtol=0.01, atol=0.01)
+        (*got, other), (*_, again) = (results(native(4), inputs, BF16) for _ in range(2))
+    assert all(map(torch.equal, got, expected))
+    assert other.equal(again)
+    torch.testing.assert_close(other, bias, rtol=0.01, atol=0.01)
 
 
-def test_other_layouts_and_a_bias_of_another_dtype_or_without_gradient() -> None:
-    qkv, bias, probe = draw((16, 2, 24, 4), clips=2)
-    qkv.requires_grad_()
-    wide = bias.float().requires_grad_()
+def test_other_layouts_and_a_bias_of_another_dtype() -> None:
+    *tensors, bias, probe = draw((16, 2, 24, 4), clips=2)
+    qkv, wide = torch.cat(tensors, dim=3).requires_grad_(), bias.float().requires_grad_()
     output = native_window_attention(qkv, wide, 4)
     d_qkv, d_bias = torch.autograd.grad(output, (qkv, wide), probe)
     assert d_bias.dtype == torch.float32
@@ -82,7 +79,6 @@ def test_other_layouts_and_a_bias_of_another_dtype_or_without_gradient() -> None
     assert turned.grad.equal(d_qkv)
 
 
-def test_sizes_that_there_are_kernels_for() -> None:
-    """Window and head dim."""
+def test_what_there_are_kernels_for() -> None:
     sizes = [(8, 24), (8, 64), (4, 24), (8, 20), (8, 72)]
     assert [size for size in sizes if fits_windows(*size)] == sizes[:2]

@@ -14,9 +14,9 @@ from clap_ds.record.directory import SPARE_BYTES, RunDirectory, Tee, launcher_is
 
 
 def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
-    folders = {RunDirectory.create(tmp_path, "label").path for _ in range(3)}
+    folders = {RunDirectory.create(tmp_path / "new" / "root", "label").path for _ in range(3)}
+    assert {*(tmp_path / "new" / "root").iterdir()} == folders
     assert len(folders) == 3
-    assert all(folder.is_dir() and folder.parent == tmp_path for folder in folders)
 
 
 def test_first_ending_stays(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
 import shlex
-import subprocess
 import sys
 import threading
 import uuid
@@ -17,7 +16,6 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files
-from tests.processes import ROOT
 from tests.training.training_commands import wait_until
 from tests.weights.fake_checkpoints import make_checkpoint
 
@@ -182,32 +180,6 @@ def test_a_damaged_copy_is_passed_over(
     assert "step-00000002" in warning
     assert name in warning
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
-
-
-def test_after_one_that_failed_the_next_ones_are_tried_once_until_one_arrives(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Unreliable.failures.extend([0] * (remote.ATTEMPTS + 1) + [2, 0])
-    saved = [make_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
-    assert copy(url, *saved) == saved[:2]
-    assert capsys.readouterr().err.count("given up") == 2
-
-
-HANGING = """
-import threading
-from pathlib import Path
-from clap_ds.config.sections import CheckpointSettings
-from clap_ds.training import remote
-remote.RemoteFolder.upload = lambda self, checkpoint: threading.Event().wait()
-sync = remote.BackgroundSync("memory://there", CheckpointSettings())
-sync.submit(Path("/"))
-print(sync.close(0.1))
-"""
-
-
-def test_the_end_of_the_process_does_not_wait_for_a_copy_that_hangs() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, timeout=180, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout.splitlines()[1:]) == (0, ["[PosixPath('/')]"]), ended.stderr
 
 
 def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,140 @@
+"""Window attention and MLPs against their eager forms, whatever computes them; run by itself, Triton's under its interpreter.
+
+    TRITON_INTERPRET=1 python tests/model/kernel_cases.py
+
+The interpreter must be chosen before Triton is imported, so that those cases need a process of their own.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from clap_ds.model.window_attention import Kernel, attend_windows
+from clap_ds.model.windows import merge_windows, partition_windows, shifted_window_mask
+
+Case = tuple[int, int, int, int]
+Compute = Callable[..., Tensor]
+
+# grid, heads, head dim, shift: the stages of tiny (24) and base (32) in small, one window alone, an uneven number of windows
+CASES: list[Case] = [(16, 4, 24, 0), (16, 4, 24, 4), (16, 2, 32, 4), (8, 2, 32, 0), (24, 1, 24, 4), (16, 1, 8, 3)]
+# tokens, channels: the narrow stages of tiny and base; blocks of tokens that are full, begun, or there in part alone
+MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 192), (130, 128), (10, 256)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.003}
+"""Of the largest value; a few roundings of the dtype, at other places than the eager form's."""
+
+
+def mask_of(case: Case, device: torch.device) -> Tensor | None:
+    grid, _, _, shift = case
+    return shifted_window_mask(grid, 8, shift).to(device) if shift else None
+
+
+def eager(case: Case) -> Compute:
+    """One plain operation after the other, of q, k, v and the bias."""
+
+    def attend(*qkv_and_bias: Tensor) -> Tensor:
+        *qkv, bias_ANN = qkv_and_bias
+        mask, (grid, heads, _, shift) = mask_of(case, bias_ANN.device), case
+        shifted = (partition_windows(each.roll((-shift, -shift), dims=(1, 2)), 8) for each in qkv)
+        q, k, v = (each.unflatten(3, (heads, -1)).transpose(2, 3) for each in shifted)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
+        if mask is not None:
+            scores = scores + mask[:, None].to(scores.dtype)
+        mixed = (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
+        return merge_windows(mixed, grid).roll((shift, shift), dims=(1, 2))
+
+    return attend
+
+
+def by(kernel: Kernel, case: Case) -> Compute:
+    """By the model's own function."""
+
+    def attend(*qkv_and_bias: Tensor) -> Tensor:
+        *qkv, bias = qkv_and_bias
+        return attend_windows(torch.cat(qkv, dim=3), bias, mask_of(case, bias.device), 8, case[3], kernel)
+
+    return attend
+
+
+def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
+    """q, k, v, bias and the output's gradient in bf16."""
+    grid, heads, dim, shift = case
+    generator = torch.Generator().manual_seed(grid * 100 + dim + shift)
+    shapes = [(clips, grid, grid, heads * dim)] * 3 + [(heads, 64, 64), (clips, grid, grid, heads * dim)]
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    return [each * spread for each in tensors[:3]] + tensors[3:]
+
+
+def eager_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    """One plain operation after the other."""
+    return F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)
+
+
+def draw_mlp(tokens: int, dim: int) -> list[Tensor]:
+    """Tokens (2, T / 2, C), parameters and the output's gradient in bf16; hidden values reach into GELU's tails."""
+    generator = torch.Generator().manual_seed(tokens + dim)
+    shapes = [(2, tokens // 2, dim), (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,), (2, tokens // 2, dim)]
+    spread = [1.0, 1.5 * dim**-0.5, 1.0, (4 * dim) ** -0.5, 1.0, 1.0]
+    return [torch.randn(shape, generator=generator).bfloat16() * s for shape, s in zip(shapes, spread, strict=True)]
+
+
+def results(compute: Compute, inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Output and gradients of inputs whose last is the output's gradient, in fp64."""
+    *leaves, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
+    output = compute(*(each.requires_grad_() for each in leaves))
+    assert output.dtype == dtype
+    found = output, *torch.autograd.grad(output, leaves, probe)
+    return [each.detach().double().cpu() for each in found]
+
+
+def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Largest difference of each over its largest value."""
+    return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True)]
+
+
+def largest_error(
+    compute: Compute, exact: Compute, inputs: list[Tensor], dtype: torch.dtype, device: str = "cpu"
+) -> float:
+    """Of output and gradients, from the eager form's in fp64."""
+    return max(errors(results(compute, inputs, dtype, device), results(exact, inputs, torch.float64)))
+
+
+def check_traced(case: Case) -> None:
+    """Raises where what torch.compile is told of the kernels' results isn't what they are: here of grids and a bias that don't
+    lie in order, as the model's own bias, which is indexed, doesn't."""
+    from clap_ds.model.window_attention_triton import _backward, _forward
+
+    *qkv, bias, probe = (tensor.transpose(1, 2).contiguous().transpose(1, 2).float() for tensor in draw(case))
+    given, parts = (
+        torch.cat(qkv, dim=3).transpose(1, 2).contiguous().transpose(1, 2),
+        ("test_schema", "test_faketensor"),
+    )
+    torch.library.opcheck(_forward, (given, bias, 8, case[3]), test_utils=parts)
+    torch.library.opcheck(_backward, (given, bias, probe, 8, case[3]), test_utils=parts)
+
+
+def main() -> None:
+    """Attention in fp32, and of two cases in bf16, and MLPs in both; each case is a line."""
+    from clap_ds.model.mlp_triton import triton_mlp
+
+    check_traced(CASES[3])
+    trials = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES[1:3]]
+    found = [(case, dtype, largest_error(by("triton", case), eager(case), draw(case), dtype)) for case, dtype in trials]
+    for mlp in MLP_CASES:
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + (mlp is MLP_CASES[0])]:
+            found.append((mlp, dtype, largest_error(triton_mlp, eager_mlp, draw_mlp(*mlp), dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        *tensors, _ = (tensor.float() for tensor in draw_mlp(*MLP_CASES[0]))
+        same = torch.equal(triton_mlp(*tensors), triton_mlp(*(tensor.bfloat16() for tensor in tensors)))
+        found.append((MLP_CASES[0], torch.bfloat16, 0.0 if same else 1.0))
+    for case, dtype, error in found:
+        print("ok" if error < TOLERANCE[dtype] else "FAILED", case, dtype, error)
+
+
+if __name__ == "__main__":
+    main()
