@@ -199,7 +199,8 @@ class Scan:
         if kind in _ANNOUNCED:
             start.facts.pop("precision", "")
         if kind in ("bf16", "fp16"):
-            start.facts.setdefault("precision", kind)
+            known = start.facts.get("precision", "fp32")
+            start.facts["precision"] = kind if word == "True" and known == "fp32" else known
         elif kind == "torch_autocast":
             start.facts["precision"] = f"torch_autocast_{word}"
         elif word != "0":

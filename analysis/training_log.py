@@ -125,6 +125,5 @@ def _figure(start: LogStart, begins: str) -> list[float | None]:
 
 def _known(path: Path, start: LogStart, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Run` that a log tells of any program."""
-    precision = facts.get("precision", "fp32" if "engine" in facts else "")
-    return {"source": str(path), "kind": "log", "state": start.state, "precision": precision, "nodes": facts.get("nodes", 0),
-            "model": facts.get("model", ""), "directory": facts.get("directory", "")}  # fmt: skip
+    known = {name: facts.get(name, "") for name in ("precision", "model", "directory")}
+    return {"source": str(path), "kind": "log", "state": start.state, "nodes": facts.get("nodes", 0), **known}
