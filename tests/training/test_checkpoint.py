@@ -253,6 +253,6 @@ def test_a_place_that_cannot_be_read_is_no_empty_place(tmp_path: Path, monkeypat
         raise ConnectionError("the network is down")
 
     checkpoints = CheckpointFolder(tmp_path / "here", CheckpointSettings(sync_to="memory://anything"))
-    monkeypatch.setattr("clap_ds.training.checkpoint.RemoteFolder", down)
+    monkeypatch.setattr("clap_ds.training.restoring.RemoteFolder", down)
     with pytest.raises(ValueError, match=r"sync_to: memory://anything can't be read .*the network is down"):
         checkpoints.newest()
