@@ -28,9 +28,24 @@ _WORDS = {
     "ranks": "gpus", "device": "gpus", "devices": "gpus", "preset": "model",
 }  # fmt: skip
 """What words of headings mean here."""
-_FILLING = {"num", "number", "no", "n", "of", "anzahl", "count", "in", "all", "total", "gesamt"}
+_ALL = {"all", "total", "gesamt", "global", "overall", "aggregate"}
+_FILLING = {"num", "number", "no", "n", "of", "anzahl", "count", "in", "over", *_ALL}
 """Words that say nothing more of a count of nodes or GPUs, or of a rate."""
-_RATE = {"throughput", "samples", "per", "s", "gpus", "1", "mean", "average", "measured", "training", "rate", *_FILLING}
+_RATE = {
+    "throughput",
+    "samples",
+    "per",
+    "s",
+    "gpus",
+    "1",
+    "mean",
+    "average",
+    "avg",
+    "measured",
+    "training",
+    "rate",
+    *_FILLING,
+}
 """Words that a heading of a rate may have; any other may be another unit."""
 _ALIASES = {
     "world_size": "gpus", "mfu": "mfu_percent", "mfu_percent_published": "mfu_percent",
@@ -210,8 +225,9 @@ def _column(heading: str) -> tuple[str, float]:
     if name in ("nodes", "gpus", "gpus_per_nodes"):
         return name.replace("per_nodes", "per_node"), 1.0
     if "throughput" in words or "samples_per_s" in name:
-        is_rate = set(words) <= _RATE
-        return ("samples_per_s" + "_per_gpu" * ("per_gpus" in name) if is_rate else heading), 1.0
+        of_one = "per_gpus" in name
+        is_rate = set(words) <= _RATE and (of_one or "gpus" not in words or not _ALL.isdisjoint(words))
+        return ("samples_per_s" + "_per_gpu" * of_one if is_rate else heading), 1.0
     name = re.sub(r"(_percent|_s|_gib|_tflops)\1$", r"\1", "_".join(words))
     name = _ALIASES.get(name, name)
     for unit, (suffix, factor) in _UNITS.items():

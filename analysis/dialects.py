@@ -141,8 +141,8 @@ _LINES: dict[bytes, dict[str, bytes]] = {
     b" ..........": {
         "gpus": rb"world_size(?<![a-z_]world_size)" + _DOTS + _COUNT,
         "global_batch": rb"train_batch_size" + _DOTS + _COUNT,
-        "bf16": rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True)",
-        "fp16": rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True)",
+        "bf16": rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True|False)",
+        "fp16": rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True|False)",
         "torch_autocast": rb"torch_autocast_dtype" + _DOTS + rb"torch\.(\w+)",
     },
     b"gradient_accumulation_steps ": {"accumulation": rb"gradient_accumulation_steps" + _DOTS + _COUNT},

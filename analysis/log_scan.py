@@ -159,7 +159,6 @@ class Scan:
         """Lines of an impossible rate, of a step already seen (another rank's, or out of order), cut or overwritten."""
         self.num_bytes = 0
         self.truncated_gzip = False
-        self.binary = False
 
     def read(self, block: bytes) -> None:
         """Take in the lines of a block, in the order they stand."""
@@ -173,9 +172,8 @@ class Scan:
 
     def _restart(self) -> LogStart:
         """The next start, of the size of the one before until its own lines say otherwise."""
-        self.starts.append(
-            LogStart({name: fact for name, fact in self.starts[-1].facts.items() if name not in _ANNOUNCED})
-        )
+        facts = {name: fact for name, fact in self.starts[-1].facts.items() if name not in _ANNOUNCED}
+        self.starts.append(LogStart(facts))
         return self.starts[-1]
 
     def _line(self, kind: str, match: re.Match[bytes]) -> None:
@@ -185,11 +183,8 @@ class Scan:
         elif kind == "bench_title":
             start = self.starts[-1] if not self.starts[-1].title else self._restart()
             before = match.string[max(0, match.start() - 100) : match.start()].decode(errors="replace")
-            words = [
-                re.split(r"[^\w.-]", before)[-1],
-                *groups,
-            ]  # the model's name, without a label that may stand before it
-            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, words, strict=True)}
+            model = re.split(r"[^\w.-]", before)[-1]  # without a label that may stand before it
+            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, [model, *groups], strict=True)}
         elif kind == "bench_figure":
             self.starts[-1].figures[groups[0]] = groups[1]
             self.starts[-1].end_as("completed" if self.starts[-1].is_bench else "unknown")
@@ -204,7 +199,8 @@ class Scan:
         if kind in _ANNOUNCED:
             start.facts.pop("precision", "")
         if kind in ("bf16", "fp16"):
-            start.facts.setdefault("precision", kind)
+            known = start.facts.get("precision", "fp32")
+            start.facts["precision"] = kind if word == "True" and known == "fp32" else known
         elif kind == "torch_autocast":
             start.facts["precision"] = f"torch_autocast_{word}"
         elif word != "0":
@@ -287,7 +283,6 @@ def _blocks(file: io.BufferedReader, scan: Scan) -> Iterator[bytes]:
         except (EOFError, zlib.error, gzip.BadGzipFile):
             scan.truncated_gzip = ended = True
         if len(rest) >= BLOCK_BYTES or ended:
-            scan.binary = scan.binary or (not scan.num_bytes and b"\0" in rest[:8192])
             end = max(rest.rfind(b"\n") + 1, rest.rfind(b"\r") + 1, len(rest) - LONGEST_LINE)
             end = len(rest) if ended else end
             scan.num_bytes += end

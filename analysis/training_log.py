@@ -50,8 +50,6 @@ def _why_nothing(scan: Scan) -> str:
         return "empty file" + (" (truncated gzip)" if scan.truncated_gzip else "")
     if scan.left_out:
         return f"all {scan.left_out} throughput lines have a zero, negative or infinite rate, or are damaged"
-    if scan.binary:
-        return "binary file, not a log"
     return (
         'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps) and no table'
         " of the benchmark"
@@ -127,6 +125,5 @@ def _figure(start: LogStart, begins: str) -> list[float | None]:
 
 def _known(path: Path, start: LogStart, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Run` that a log tells of any program."""
-    precision = facts.get("precision", "fp32" if "engine" in facts else "")
-    return {"source": str(path), "kind": "log", "state": start.state, "precision": precision, "nodes": facts.get("nodes", 0),
-            "model": facts.get("model", ""), "directory": facts.get("directory", "")}  # fmt: skip
+    known = {name: facts.get(name, "") for name in ("precision", "model", "directory")}
+    return {"source": str(path), "kind": "log", "state": start.state, "nodes": facts.get("nodes", 0), **known}

@@ -224,7 +224,7 @@ def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.M
     [
         (b"", "empty"),
         (gzip.compress(b"", mtime=0)[:12], "empty file .truncated gzip"),
-        (b"\x7fELF\0\0\0\1" * 40, "binary"),
+        (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
         (b"hello\nworld\n", "no throughput lines"),
         ("┌──┬──┐\n│ retrieval, R@1 │ 12.5 % │\n└──┴──┘\n".encode(), "no table of the benchmark"),
         (running_log([1.0] * 9, batch=0).encode(), "zero, negative or infinite"),
