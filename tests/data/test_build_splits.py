@@ -56,7 +56,9 @@ def test_groups_are_never_divided(seed: int, columns: dict[str, str]) -> None:
     assert {e.more["speaker"] for e in entries if e not in found}.isdisjoint(speakers)
     assert 4 <= len(found) <= 12
     if columns:
-        assert kinds(found).keys() == {"dog", "rain", "cat", "bell"} - ({"bell"} if entries_of_one(entries, "bell") else set())
+        assert kinds(found).keys() == {"dog", "rain", "cat", "bell"} - (
+            {"bell"} if entries_of_one(entries, "bell") else set()
+        )
 
 
 def entries_of_one(entries: list[Entry], kind: str) -> bool:
