@@ -50,6 +50,8 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
     assert unknown[0].notes == "batch not stated: weak or strong scaling can't be told"
+    two = [run(nodes, 100.0, batch_per_gpu=batch // nodes) for batch in (64, 48) for nodes in (1, 2)]
+    assert {row.variant for row in scaling_table(two)} == {"global batch 256", "global batch 192"}
     alone = scaling_table([run(1, 100.0, batch_per_gpu=batch) for batch in (8, 16, None)])
     assert [row.batch_per_gpu for row in alone] == [8, 16, None]
 

@@ -108,7 +108,7 @@ m;256;1.024;544,6;557.670,4;18,4
         PLAIN.replace("mfu_percent", "MFU %").replace("nodes", " Nodes ").replace("gpus", "Num GPUs").encode(),
         (PLAIN + "Total,257,1028,,560165.2,\n").encode(),
         ("sep=,\n" + PLAIN).replace("\n", "\r\n").encode(),
-        EUROPEAN.encode(),
+        ("# gemessen\n\n" + EUROPEAN).encode(),
         EUROPEAN.encode("utf-16-be"),
         EUROPEAN.replace("MFU (%)", "MFU %;größte Last").encode("cp1252"),
     ],
