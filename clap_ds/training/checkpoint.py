@@ -30,8 +30,8 @@ from clap_ds.ranks.agreement import gather, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
-from clap_ds.training.remote import BackgroundSync, RemoteFolder
-from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
+from clap_ds.training.remote import BackgroundSync
+from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, find_newest, restore, restore_weights
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, Manifest, warn, write_file
@@ -126,14 +126,11 @@ class CheckpointFolder:
     def was_begun_by(self, run_id: str) -> bool:
         """Whether the newest checkpoint here is one of this run's. A collective; raises ValueError where that can't be told."""
 
-        def look() -> bool:
-            damaged: dict[str, str] = {}
-            runs = [manifest.run for manifest in files.read_all(self.path, damaged).values()]
-            if damaged and run_id not in runs:
-                raise ValueError(f"whether this run has begun can't be told: {'; '.join(damaged.values())}")
-            return runs[:1] == [run_id]
-
-        return on_first(look)
+        damaged: dict[str, str] = {}
+        runs, why = on_first(lambda: ([each.run for each in files.read_all(self.path, damaged).values()], damaged))
+        if why and run_id not in runs:
+            raise ValueError(f"whether this run has begun can't be told: {'; '.join(why.values())}")
+        return runs[:1] == [run_id]
 
     def whole(self) -> list[tuple[int, Path]]:
         """Steps and paths of the checkpoints that seem whole, the newest first. Looks at the disk of the rank that calls."""
@@ -275,20 +272,8 @@ class CheckpointFolder:
                     yield f"{TOKENIZER}/{path.name}", path.read_bytes()
 
     def _find_newest(self) -> Path | None:
-        sync_to, remote = self._rule.sync_to, dict[str, str]()
-        found = files.newest_good(self.path, self._damaged)
-        if found is None and sync_to is not None:
-            try:
-                found = RemoteFolder(sync_to).download_newest(self.path, remote)
-            except Exception as error:  # of whatever type the file system's package has
-                raise ValueError(
-                    f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
-                    " clap.train.resume 'never' starts without"
-                ) from error
-        if found is None and (self._damaged or remote):
-            raise ValueError(none_is_good(self.path, [*self._damaged.values(), *remote.values()]))
-        self._verified = found
-        return found
+        self._verified = find_newest(self.path, self._rule.sync_to, self._damaged)
+        return self._verified
 
     def _checked(self, path: Path) -> tuple[Path, Manifest]:
         """The checkpoint, or the newest good one in that folder."""
@@ -304,13 +289,10 @@ class CheckpointFolder:
             if manifest.run == self._run_id and name not in self._damaged and files.seems_whole(self.path / name)
         }
 
-    def _is_in_use(self, name: str) -> bool:
-        return self._sync is not None and self._sync.is_copying(self.path / name)
-
     def _delete_superfluous(self) -> None:
         try:
             for name in files.superfluous(self._own(), self._rule):
-                if not self._is_in_use(name):
+                if not (self._sync and self._sync.is_copying(self.path / name)):
                     files.remove(self.path / name)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
@@ -320,7 +302,7 @@ class CheckpointFolder:
         own = self._own()
         kept = files.best(own, self._rule.best_by)[: self._rule.keep_best]
         for name in reversed(own):
-            if len(own) > 1 and name not in kept and not self._is_in_use(name):
+            if len(own) > 1 and name not in kept and not (self._sync and self._sync.is_copying(self.path / name)):
                 warn(f"the disk is full: {name} is given up for a newer checkpoint")
                 files.remove(self.path / name)
                 return True

@@ -81,7 +81,7 @@ def test_any_number_of_ranks_finds_the_same(
 
 def mel_clips(folder: Path, number: int, front_end: FrontEnd) -> list[str]:
     """`write_clips`' first clips as features, in a folder that says by which front end."""
-    folder = folder / f"mel-{front_end.hash}"
+    folder = folder / f"mel-{hash(front_end)}"
     folder.mkdir()
     members = []
     for n in range(number):

@@ -33,7 +33,7 @@ from clap_ds.record.terminal import rows
 )
 def test_variants_of_a_name_have_the_peak_of_their_device(names: str, tflops: float) -> None:
     found = [peak_for(name) for name in names.split(", ")]
-    assert [peak and peak.tflops for peak in found] == [tflops] * len(found)
+    assert [peak and peak.bf16_tflops for peak in found] == [tflops] * len(found)
     assert all(peak and "data sheet" in peak.source for peak in found)
 
 

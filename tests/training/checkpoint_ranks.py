@@ -184,26 +184,6 @@ def fail_at_file(folder: str, number: int) -> dict[str, Any]:
     return {"failed": failed, "left": left, "warnings": warnings, "files": files}
 
 
-def save_on_a_small_disk(folder: str, fit: int, scores: list[float]) -> tuple[list[list[str]], list[str], bool]:
-    """Checkpoints of steps 1, 2, … on a disk where only `fit` have room: what is there after each, the warnings, and whether
-    the last was saved."""
-    trained, write_file, there, saved = trained_engine(), checkpoint_files.write_file, [], True
-
-    def small(path: Path, content: Any) -> Any:
-        if len([each for each in Path(folder).iterdir() if not each.name.startswith(".")]) >= fit:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_file(path, content)
-
-    rule = CheckpointSettings(keep_last=3, keep_best=1, best_by="zero_shot_top1")
-    with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-        patch.setattr(checkpoint, "write_file", small)
-        checkpoints = CheckpointFolder(folder, rule)
-        for step, score in enumerate(scores, start=1):
-            saved = checkpoints.save(trained, progress(step), metrics={"zero_shot_top1": score}).saved
-            there.append(sorted(path.name for path in Path(folder).iterdir()))
-    return there, warnings, saved
-
-
 def save_poisoned(folder: str) -> tuple[str, list[str]]:
     """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
     trained = trained_engine()
@@ -277,18 +257,3 @@ def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto")
             found.append(begun.step)
             assert checkpoints.save(trained, progress(begun.step + 1)).saved
     return found
-
-
-def rates_of_a_torch_schedule(folder: str) -> tuple[list[float], list[float]]:
-    """The learning rate after each of four steps, and after the last two where they follow on a checkpoint."""
-    run = settings("fp32", scheduler={"type": "ExponentialLR", "params": {"gamma": 0.5}})
-
-    def rates(trained: ClapEngine, start: int, steps: int) -> list[float]:
-        return [losses(trained, start + step, 1) and trained.deepspeed.get_lr()[0] for step in range(steps)]
-
-    first, second = engine(run, 1), engine(run, 99)
-    whole = rates(first, 0, 2)
-    assert CheckpointFolder(folder).save(first, progress(2)).saved
-    whole += rates(first, 2, 2)
-    CheckpointFolder(folder).load(folder, second)
-    return whole, rates(second, 2, 2)

@@ -50,12 +50,6 @@ def test_it_resumes_on_another_number_of_ranks(
         assert fresh != pytest.approx(expected, rel=2 * tolerance)
 
 
-def test_a_schedule_of_torchs_goes_on(one_rank: RankPool, tmp_path: Path) -> None:
-    ((whole, resumed),) = one_rank.run(ranks.rates_of_a_torch_schedule, str(tmp_path))
-    assert whole == pytest.approx([5e-3 * 0.5**step for step in range(1, 5)])
-    assert resumed == pytest.approx(whole[2:])
-
-
 @pytest.fixture(scope="module")
 def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 run's folder with a checkpoint after two steps."""
@@ -167,20 +161,6 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, t
     assert "No space left" in found["failed"].problem
 
 
-@pytest.mark.parametrize("fit", [2, 1])
-def test_on_a_small_disk_the_oldest_gives_way_but_for_the_best(one_rank: RankPool, tmp_path: Path, fit: int) -> None:
-    ((there, warnings, saved),) = one_rank.run(ranks.save_on_a_small_disk, str(tmp_path), fit, [0.2, 0.9, 0.3, 0.1])
-    names = [f"step-0000000{step}" for step in range(1, 5)]
-    if fit == 2:  # room for one old one beside a draft, and it is the best
-        assert there == [names[:1], names[:2], names[1:3], [names[1], names[3]]]
-        assert saved
-        assert all(any(f"{name} is given up" in text for text in warnings) for name in (names[0], names[2]))
-    else:
-        assert there == [names[:1]] * 4
-        assert not saved
-        assert "the checkpoint of step 4 could not be saved: [Errno 28]" in warnings[-1]
-
-
 def test_what_others_wrote_or_what_is_damaged_is_left_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 1, run="theirs")
     for step in range(2, 9):
@@ -246,13 +226,3 @@ def test_a_tokenizer_in_a_folder_comes_along(one_rank: RankPool, tmp_path: Path)
         assert manifest.tokenizer == recorded
         assert copy.exists() == ("tokenizer/tokenizer.json" in manifest.files) == (recorded == "tokenizer")
         assert not copy.exists() or copy.read_text() == "made up"
-
-
-def test_a_place_that_cannot_be_read_is_no_empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down(url: str) -> None:
-        raise ConnectionError("the network is down")
-
-    checkpoints = CheckpointFolder(tmp_path / "here", CheckpointSettings(sync_to="memory://anything"))
-    monkeypatch.setattr("clap_ds.training.checkpoint.RemoteFolder", down)
-    with pytest.raises(ValueError, match=r"sync_to: memory://anything can't be read .*the network is down"):
-        checkpoints.newest()

@@ -16,7 +16,6 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files
-from tests.training.training_commands import wait_until
 from tests.weights.fake_checkpoints import make_checkpoint
 
 
@@ -88,13 +87,6 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-def test_the_manifest_goes_last_and_nothing_twice(url: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 1)
-    assert copy(url, path, path) == []
-    names = [path.rsplit("/", 1)[1] for path in Unreliable.written]
-    assert names == ["uploading-", "mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json"]
-
-
 def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Unreliable.failures.extend([1, 0])
     Unreliable.short.append("weights.safetensors")
@@ -141,27 +133,6 @@ def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
     newest = RemoteFolder(url).download_newest(tmp_path / "new")
     assert newest is not None
     assert checkpoint_files.Manifest.read(newest).run == "ours"
-
-
-def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Unreliable.gate.clear()
-    sync, paths = BackgroundSync(url, CheckpointSettings()), [make_checkpoint(tmp_path, n) for n in (1, 2, 3)]
-    for path in paths:
-        sync.submit(path)
-    wait_until(lambda: sync.is_copying(paths[0]))
-    assert not sync.is_copying(paths[1])
-    late = BackgroundSync(f"{url}-2", CheckpointSettings())
-    late.submit(paths[2])
-    assert late.close(0.2) == [paths[2]]
-    printed = capsys.readouterr()
-    assert printed.out == f"copying step-00000003 to {url}-2, for 0 s at most\n"
-    assert f"within 0 s: {paths[2]}. To copy" in printed.err
-    checkpoint_files.remove(paths[1])
-    Unreliable.gate.set()
-    assert sync.close(30) == []
-    assert sorted(RemoteFolder(url).read_all()) == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut short", "gone", "no manifest to read"])
