@@ -112,8 +112,8 @@ def by_engine(runs: Sequence[Run]) -> list[Run]:
         raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
     if without:
         print(f"warning: without a rate of DeepSpeed's timer and left out: {', '.join(without)}", file=sys.stderr)
-    by_windows: dict[str, Any] = {"samples_per_s": None, "interval": None, "uncertainty_from": "", "windows": (), "window_s": (),
-                  "mfu_model_percent": None, "achieved_tflops": None}  # fmt: skip
+    by_windows: dict[str, Any] = dict.fromkeys(("samples_per_s", "interval", "mfu_model_percent", "achieved_tflops"))
+    by_windows |= {"uncertainty_from": "", "windows": (), "window_s": ()}
     return [
         replace(run, samples_per_s_per_gpu=engine, **by_windows if engine != run.rate else {})
         for run in runs
