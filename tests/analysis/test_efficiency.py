@@ -246,6 +246,8 @@ def test_scales_below_the_target_are_marked() -> None:
     assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
     assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
     assert "▼" not in render(scaling_table([run(1, 100.0), run(2, 90.0)]))
+    notes = render(scaling_table([run(1, 100.0, notes="a"), run(2, 90.0, notes="b; a")]))
+    assert ("completed [1] |" in notes, "completed [2] [1] |" in notes, "\n\n[1] a\n\n[2] b\n" in notes) == (True,) * 3
 
 
 def test_an_error_has_the_decimals_of_its_value_and_ranks_their_name() -> None:

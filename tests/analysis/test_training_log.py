@@ -232,8 +232,10 @@ def test_a_file_without_a_rate_is_refused_with_the_reason(tmp_path: Path, conten
 
 
 def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_one_its_state(tmp_path: Path) -> None:
-    (run,) = read_log(write(tmp_path / "short.log", running_log([1.0, 1.0, 2.0, 4.0], batch=12)))
-    assert (run.rate, run.windows, run.interval) == (pytest.approx(12 / 3), (), None)
+    (run,) = read_log(
+        write(tmp_path / "short.log", LAUNCHER.format(1, 4) + running_log([1.0, 1.0, 2.0, 4.0], batch=12))
+    )
+    assert (run.rate, run.windows, run.interval) == (pytest.approx(12 / 3 / 4), (), None)
     assert "too short" in run.notes
     (run,) = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
