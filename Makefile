@@ -68,7 +68,7 @@ lint: $(READY)
 PYTEST := "$(PYTHON)" -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
 
 unit: $(READY)
-	$(PYTEST) -m 'not end_to_end and not gpu' tests
+	$(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
 
 end-to-end: $(READY)
 	$(PYTEST) -m 'end_to_end and not gpu' tests

@@ -26,6 +26,10 @@ from clap_ds.record.statistics import student_t
 COVERAGE = 0.99
 """Of the interval of a ratio. What follows from repeats on a machine whose load changes covers less than it says: 99 % leaves
 room for that."""
+SINGLE_RUNS = (
+    "as single runs don't show how much runs of one configuration differ: repeat them (three of each), or say what is known "
+    "(--run_spread)"
+)
 _FACTS = {
     "samples_per_s_per_gpu": "samples/s/GPU", "samples_per_s_per_gpu_2sigma": "±", "scaling_efficiency_percent":
     "efficiency %", "mfu_percent": "MFU % (published)", "mfu_model_percent": "MFU % (model)", "step_time_s": "step s",
@@ -81,15 +85,16 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run], run_spread: float | No
             partners = [b for b in partners if getattr(a, name) == getattr(b, name)] or partners
         found += [_ratio(a, b, run_spread) for b in partners[:1]]
     if not found:
-        a_scales, b_scales = (
-            ", ".join(
-                f"{row.model or 'model not stated'} on {count_of(row.nodes, 'node')} × {row.gpus} {row.unit}"
-                for row in rows
-            )
+        scales = (
+            ", ".join(f"{row.model or 'model not stated'} on {_scale(row)}" for row in rows)
             for rows in (a_rows, b_rows)
         )
-        raise UserError(f"A has {a_scales} and B has {b_scales}: no model and scale in common")
+        raise UserError(f"A has {' and B has '.join(scales)}: no model and scale in common")
     return found
+
+
+def _scale(row: Scale) -> str:
+    return f"{count_of(row.nodes, 'node')} × {row.gpus} {row.unit}"
 
 
 def _measured(runs: Sequence[Run], name: str) -> list[Scale]:
@@ -110,27 +115,22 @@ def _ratio(a: Scale, b: Scale, run_spread: float | None) -> Comparison:
     ]
     if repeated:
         degrees = sum(degrees for _, degrees in repeated)
-        variance = sum(square * degrees for square, degrees in repeated) / degrees
-        half = student_t(COVERAGE, degrees) * math.sqrt(variance * (1 / a.repeats + 1 / b.repeats))
-        differ = f"runs of one scale differ by {100 * math.sqrt(variance):.2g} %, {degrees} degrees of freedom"
+        of_run = sum(square * degrees for square, degrees in repeated) / degrees
+        variance, doubt = of_run * (1 / a.repeats + 1 / b.repeats), ""
+        differ = f"runs of one scale differ by {100 * math.sqrt(of_run):.2g} %, {degrees} degrees of freedom"
         described = f"of {a.repeats} and {b.repeats} runs; {differ}{_in_turns(a, b)}"
-        return Comparison(a, b, ratio, _around(ratio, half), described)
-    doubt = "" if run_spread else (
-        "as single runs don't show how much runs of one configuration differ: repeat them (three of each), or say "
-        "what is known (--run_spread)"
-    )  # fmt: skip
-    if not all(degrees for _, degrees in errors):
+    else:
+        degrees = min(degrees for _, degrees in errors)
+        variance = sum(error**2 for error, _ in errors) + 2 * ((run_spread or 0) / 100) ** 2
+        stated = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
+        described = f"from {stated}" + (f"; runs are said to differ by {run_spread:g} %" if run_spread else "")
+        doubt = "" if run_spread else SINGLE_RUNS
+    if not degrees:
         return Comparison(a, b, ratio, None, "no interval: not both state one of 95 %", doubt)
-    variance = sum(error**2 for error, _ in errors) + 2 * ((run_spread or 0) / 100) ** 2
-    half = student_t(COVERAGE, min(degrees for _, degrees in errors)) * math.sqrt(variance)
-    stated = " and ".join(row.uncertainty_from.removesuffix(" of 1 run") for row in (a, b))
-    added = f"; runs are said to differ by {run_spread:g} %" if run_spread else ""
-    return Comparison(a, b, ratio, _around(ratio, half), f"from {stated}{added}", doubt)
-
-
-def _around(ratio: float, half: float) -> tuple[float, float]:
-    factor = math.exp(min(half, 300.0))  # two runs far apart say nothing at all
-    return ratio / factor, ratio * factor
+    factor = math.exp(
+        min(student_t(COVERAGE, degrees) * math.sqrt(variance), 300.0)
+    )  # two runs far apart say nothing at all
+    return Comparison(a, b, ratio, (ratio / factor, ratio * factor), described, doubt)
 
 
 def _error(row: Scale) -> tuple[float, int]:
@@ -141,14 +141,9 @@ def _error(row: Scale) -> tuple[float, int]:
 
 def _in_turns(a: Scale, b: Scale) -> str:
     """A word of warning where all runs of one side were over before the first of the other."""
-    ended = [[run.finished for run in row.runs] for row in (a, b)]
-    known = all(map(all, ended))
-    first, last = sorted(ended, key=min)
-    return (
-        "; not taken in turns, so the machine itself may have changed between"
-        if known and max(first) < min(last)
-        else ""
-    )
+    first, last = sorted(([run.finished for run in row.runs] for row in (a, b)), key=min)
+    warning = "; not taken in turns, so the machine itself may have changed between"
+    return warning if all([*first, *last]) and max(first) < min(last) else ""
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -156,7 +151,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
     parts = []
     for comparison in comparisons:
         a, b = comparison.a, comparison.b
-        titles = dict.fromkeys(f"{row.title}, {count_of(row.nodes, 'node')} × {row.gpus} {row.unit}" for row in (a, b))
+        titles = dict.fromkeys(f"{row.title}, {_scale(row)}" for row in (a, b))
         cells = ([label, a.cell(column), b.cell(column)] for column, label in _FACTS.items())
         facts = [row for row in cells if row[1] or row[2]]
         blocks = [f"### {' and '.join(titles)}", comparison.verdict, markdown_table(("", "A", "B"), facts)]
@@ -173,15 +168,10 @@ def _changes(changes: Sequence[tuple[str, float, float]]) -> list[str]:
         for part, a, b in changes
     ]  # fmt: skip
     table = markdown_table(("part of the step", "A ms", "B ms", "change ms", "change %"), body)
-    part, a, b = changes[0]
-    if a == b:
-        return [table, "No part of the step changed."]
     total = sum(b - a for _, a, b in changes)
-    text = (
-        f"Largest change: {part.replace('_', ' ')}, {1000 * (b - a):+.3f} ms a step; all parts together "
-        f"{1000 * total:+.3f} ms (from an instrumented pass, whose parts need not add up to the timed step)."
-    )
-    return [table, text]
+    instrumented = "(from an instrumented pass, whose parts need not add up to the timed step)"
+    text = f"Largest change: {body[0][0]}, {body[0][3]} ms a step; all parts together {1000 * total:+.3f} ms {instrumented}."
+    return [table, text if changes[0][1] != changes[0][2] else "No part of the step changed."]
 
 
 def main() -> None:

@@ -48,16 +48,11 @@ class Cost:
     gpu_hours: float
     money: float | None
 
-    @property
-    def uncertainty(self) -> float | None:
-        """Of hours, GPU-hours and money, as a share of them: that of the rate."""
-        half, rate = self.row.samples_per_s_per_gpu_2sigma, self.row.rate
-        return half / rate if half is not None and rate else None
-
     def around(self, value: float, digits: str = "") -> str:
-        """Hours, GPU-hours or money with their ±."""
+        """Hours, GPU-hours or money with their ±, which follows from the rate's."""
+        half, rate = self.row.samples_per_s_per_gpu_2sigma, self.row.rate
         shown = f"{value:{digits}}" if digits else significant(value)
-        return shown if self.uncertainty is None else f"{shown} ± {float(f'{value * self.uncertainty:.2g}'):g}"
+        return f"{shown} ± {float(f'{value * half / rate:.2g}'):g}" if half is not None and rate else shown
 
 
 def costs(rows: Sequence[Row], samples: float, price: Price | None = None) -> list[Cost]:
@@ -100,21 +95,23 @@ def _scales(rows: Sequence[Row]) -> str:
 
 def render(found: Sequence[Cost], deadline_hours: float | None = None, price: Price | None = None) -> str:
     """A table and a verdict per series, as Markdown, after the price they were worked out with."""
-    parts = [str(price)] if price else []
-    money = (price and price.currency) or ""
+    parts, currency = [str(price)] if price else [], (price and price.currency) or ""
     for rows in by_series([cost.row for cost in found]):
         members = [cost for cost in found if cost.row.series == rows[0].series]
-        header, body = ["nodes", rows[0].unit, "samples/s", "hours", "GPU-hours"], []
-        header += [f"cost {money}".strip()] * (members[0].money is not None) + ["in time"] * (
-            deadline_hours is not None
-        )
-        for cost in members:
-            cells = cost.row.cells("nodes", "gpus")
-            cells += [significant(cost.samples_per_s), cost.around(cost.hours), cost.around(cost.gpu_hours)]
-            cells += [cost.around(cost.money, ".2f")] if cost.money is not None else []
-            body.append(cells + ["yes" if cost.hours <= limit else "no" for limit in [deadline_hours] if limit])
-        table = markdown_table(header, body)
-        parts += [f"### {rows[0].title}", table, _verdict(members, deadline_hours, money)]
+        columns = {
+            "nodes": [str(cost.row.nodes) for cost in members],
+            rows[0].unit: [str(cost.row.gpus) for cost in members],
+            "samples/s": [significant(cost.samples_per_s) for cost in members],
+            "hours": [cost.around(cost.hours) for cost in members],
+            "GPU-hours": [cost.around(cost.gpu_hours) for cost in members],
+            f"cost {currency}".strip(): [cost.around(cost.money, ".2f") for cost in members if cost.money is not None],
+            "in time": [
+                "yes" if cost.hours <= deadline_hours else "no" for cost in members if deadline_hours is not None
+            ],
+        }
+        told = {name: cells for name, cells in columns.items() if cells}
+        table = markdown_table(list(told), list(zip(*told.values(), strict=True)))
+        parts += [f"### {rows[0].title}", table, _verdict(members, deadline_hours, currency)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -124,12 +121,12 @@ def _verdict(members: Sequence[Cost], deadline_hours: float | None, currency: st
         fastest = min(members, key=lambda cost: cost.hours)
         takes = f"the fastest, {fastest.row.gpus} {fastest.row.unit}, takes {significant(fastest.hours)} hours"
         return f"No measured scale meets {hours_text(deadline_hours or 0)}; {takes}."
-    money = f", {best.around(best.money, '.2f')} {currency}".rstrip() if best.money is not None else ""
+    row, spent = best.row, [f"{best.around(best.hours)} hours", f"{best.around(best.gpu_hours)} GPU-hours"]
+    spent += [f"{best.around(best.money, '.2f')} {currency}".rstrip()] if best.money is not None else []
+    known = row.samples_per_s_per_gpu_2sigma is not None and row.uncertainty_from
     within = f" within {hours_text(deadline_hours)}" if deadline_hours is not None else ""
-    scale = f"{best.row.scale}, global batch {best.row.global_batch or 'not known'}"
-    spent = f"{best.around(best.hours)} hours, {best.around(best.gpu_hours)} GPU-hours{money}"
-    spent += f" (±: {best.row.uncertainty_from})" if best.uncertainty is not None and best.row.uncertainty_from else ""
-    return f"Cheapest{within}: {scale}: {spent}."
+    scale = f"{row.scale}, global batch {row.global_batch or 'not known'}"
+    return f"Cheapest{within}: {scale}: {', '.join(spent)}{f' (±: {row.uncertainty_from})' if known else ''}."
 
 
 def hours_text(hours: float) -> str:

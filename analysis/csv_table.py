@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,24 @@ _WORDS = {
     "ranks": "gpus", "device": "gpus", "devices": "gpus", "preset": "model",
 }  # fmt: skip
 """What words of headings mean here."""
-_FILLING = {"num", "number", "no", "n", "of", "anzahl", "count", "in", "all", "total", "gesamt"}
+_ALL = {"all", "total", "gesamt", "global", "overall", "aggregate"}
+_FILLING = {"num", "number", "no", "n", "of", "anzahl", "count", "in", "over", *_ALL}
 """Words that say nothing more of a count of nodes or GPUs, or of a rate."""
-_RATE = {"throughput", "samples", "per", "s", "gpus", "1", "mean", "average", "measured", "training", "rate", *_FILLING}
+_RATE = {
+    "throughput",
+    "samples",
+    "per",
+    "s",
+    "gpus",
+    "1",
+    "mean",
+    "average",
+    "avg",
+    "measured",
+    "training",
+    "rate",
+    *_FILLING,
+}
 """Words that a heading of a rate may have; any other may be another unit."""
 _ALIASES = {
     "world_size": "gpus", "mfu": "mfu_percent", "mfu_percent_published": "mfu_percent",
@@ -99,26 +113,24 @@ def _value(where: str, column: str, text: str) -> Any:
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
-    runs: dict[tuple[Row, int], Run] = {}
-    again: Counter[tuple[Row, str, str]] = Counter()
-    for row in read_table(path):
+    series_of: dict[Row, tuple[str, str]] = {}
+    runs = []
+    for number, row in enumerate(read_table(path)):
         # A scale that serves weak and strong scaling has a row in each; it was measured once. Equal rows of one are repeats.
-        identity = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
+        measured = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
                            scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
-        again[identity, row.scaling, row.variant] += 1
-        count = again[identity, row.scaling, row.variant]
+        if series_of.setdefault(measured, (row.scaling, row.variant)) != (row.scaling, row.variant):
+            continue
         rate, spread, total = row.rate, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         known: dict[str, Any] = {"time_to_target_s": None, "state": row.state or "completed"}
         if rate and total:
             # Both columns round one number: where they agree, the middle of what both allow is nearer to it than either.
-            known["samples_per_s_per_gpu"], agree = _middle(rate, total / row.gpus, row.gpus)
-            known["samples_per_s"] = total if agree else None
+            rate, agree = _middle(rate, total / row.gpus, row.gpus)
+            known |= {"samples_per_s_per_gpu": rate, "samples_per_s": total if agree else None}
         if rate and spread is not None and spread < rate:
-            rate = known.get("samples_per_s_per_gpu", rate)
             known |= {"interval": (rate - spread, rate + spread), "uncertainty_from": row.uncertainty_from or "table"}
-        run = Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {count} of its kind")
-        runs.setdefault((identity, count), run)
-    return list(runs.values())
+        runs.append(Run(**{**vars(row), **known}, source=str(path), kind="table", identity=f"row {number}"))
+    return runs
 
 
 def _middle(rate: float, of_all: float, gpus: int) -> tuple[float, bool]:
@@ -213,8 +225,9 @@ def _column(heading: str) -> tuple[str, float]:
     if name in ("nodes", "gpus", "gpus_per_nodes"):
         return name.replace("per_nodes", "per_node"), 1.0
     if "throughput" in words or "samples_per_s" in name:
-        is_rate = set(words) <= _RATE
-        return ("samples_per_s" + "_per_gpu" * ("per_gpus" in name) if is_rate else heading), 1.0
+        of_one = "per_gpus" in name
+        is_rate = set(words) <= _RATE and (of_one or "gpus" not in words or not _ALL.isdisjoint(words))
+        return ("samples_per_s" + "_per_gpu" * of_one if is_rate else heading), 1.0
     name = re.sub(r"(_percent|_s|_gib|_tflops)\1$", r"\1", "_".join(words))
     name = _ALIASES.get(name, name)
     for unit, (suffix, factor) in _UNITS.items():

@@ -123,13 +123,16 @@ _DOTS = rb" [ .]*"
 _COUNT = rb"(" + WHOLE + rb")\b"
 _BAR = rb"\xe2\x94\x82"
 _LINES: dict[bytes, dict[str, bytes]] = {
-    b"samples/s": {"bench_window": rb"window (" + WHOLE + rb")/\d+: ([\d,]{1,20}\.\d) samples/s"},
     b"\xc3": {
         "bench_title": rb" on (%s) \xc3\x97 ([^\n]{1,200}?), (%s) nodes?,\s+(\w+),\s+micro-batch\s+(%s),\s+(%s)\s+text\s+tokens"
         % (4 * (WHOLE,)),
     },
     b"\xe2": {
-        "bench_figure": _BAR + rb" +(\w[^\xe2\n]{2,80}?) +" + _BAR + rb" +((?:[^\xe2\n]|\xe2\x80\x93){1,80}?) +" + _BAR,
+        "bench_figure": _BAR
+        + rb" +((?:samples/s|step time, median|95 % interval of|range of)[^\xe2\n]{0,80}?) +"
+        + _BAR
+        + rb" +((?:[^\xe2\n]|\xe2\x80\x93){1,80}?) +"
+        + _BAR,
     },
     b"run directory: ": {"directory": rb"run directory: ([^\n\r\x1b]{0,300})"},
     b"DeepSpeedEngine conf": {"engine": rb"DeepSpeedEngine configuration()"},
@@ -138,8 +141,8 @@ _LINES: dict[bytes, dict[str, bytes]] = {
     b" ..........": {
         "gpus": rb"world_size(?<![a-z_]world_size)" + _DOTS + _COUNT,
         "global_batch": rb"train_batch_size" + _DOTS + _COUNT,
-        "bf16": rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True)",
-        "fp16": rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True)",
+        "bf16": rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True|False)",
+        "fp16": rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True|False)",
         "torch_autocast": rb"torch_autocast_dtype" + _DOTS + rb"torch\.(\w+)",
     },
     b"gradient_accumulation_steps ": {"accumulation": rb"gradient_accumulation_steps" + _DOTS + _COUNT},

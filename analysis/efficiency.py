@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clap_ds.analysis.published import FORWARD_GFLOPS
@@ -67,50 +67,46 @@ def _series_rows(
 ) -> list[Scale]:
     runs = [run for members in scales for run in members]
     rows = [combine_repeats(scaling, members, spreads[members[0].device]) for members in scales]
-    baseline = _baseline(rows, baseline_nodes)
-    rows = [_with_efficiency(row, baseline) for row in rows]
-    notes = []
-    if len(rows) == 1 and rows[0].speedup:
-        notes.append("one scale only: nothing to scale against")
-    if not scaling and all(run.batch_per_gpu is None for run in runs) and len(rows) > 1:
-        notes.append("batch not stated: weak or strong scaling can't be told")
-    if differing := scaled_settings(runs):
-        notes.append(f"settings differ between scales: {differing}")
-    return [_with_notes(rows[0], notes), *rows[1:]]
-
-
-def _with_notes(row: Scale, notes: Iterable[str]) -> Scale:
-    return replace(row, notes="; ".join(filter(None, [row.notes, *notes])))
-
-
-def _baseline(rows: Sequence[Row], baseline_nodes: int | None) -> Row | None:
-    """The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs."""
+    # The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs.
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
     fewest = 1 if baseline_nodes is None else -1
-    return min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
+    baseline = min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
+    rows = [_with_efficiency(row, baseline) for row in rows]
+    differing = scaled_settings(runs)
+    return [
+        _with_notes(rows[0], {
+            "one scale only: nothing to scale against": len(rows) == 1 and rows[0].speedup,
+            "batch not stated: weak or strong scaling can't be told":
+                len(rows) > 1 and not scaling and all(run.batch_per_gpu is None for run in runs),
+            f"settings differ between scales: {differing}": differing,
+        }),
+        *rows[1:],
+    ]  # fmt: skip
 
 
-def _with_efficiency(row: Scale, baseline: Row | None) -> Scale:
+def _with_notes(row: Scale, notes: Mapping[str, object]) -> Scale:
+    return replace(row, notes="; ".join(filter(None, [row.notes, *(note for note, holds in notes.items() if holds)])))
+
+
+def _with_efficiency(row: Scale, baseline: Scale | None) -> Scale:
     if baseline is None:
-        return _with_notes(row, ["no baseline: efficiency not given"] if row.rate else [])
+        return _with_notes(row, {"no baseline: efficiency not given": row.rate})
     if not (row.rate and row.samples_per_s and baseline.rate and baseline.samples_per_s):
         return row
     errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
-    uncertainty = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
-    row = replace(
-        row, scaling_efficiency_percent=100 * row.rate / baseline.rate,
-        scaling_efficiency_2sigma_percent=uncertainty and 100 * uncertainty * (row is not baseline),
+    error = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
+    percent, error = 100 * row.rate / baseline.rate, None if error is None else 100 * error
+    doubt = "efficiency above 100 % by more than its ±: the baseline's rate is in doubt"
+    return replace(
+        _with_notes(row, {doubt: row.gpus > baseline.gpus and in_doubt(percent, error)}), scaling_efficiency_percent=percent,
+        scaling_efficiency_2sigma_percent=error and error * (row is not baseline),
         speedup=row.samples_per_s / baseline.samples_per_s,
     )  # fmt: skip
-    error = None if uncertainty is None else 100 * uncertainty
-    if row.gpus > baseline.gpus and in_doubt(row.scaling_efficiency_percent or 0.0, error):
-        row = _with_notes(row, ["efficiency above 100 % by more than its ±: the baseline's rate is in doubt"])
-    return row
 
 
 def by_engine(runs: Sequence[Run]) -> list[Run]:
-    """Runs at the rate of DeepSpeed's timer, of whose windows only a log tells; those without it are named on stderr."""
-    without = [run.name_among(runs) for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
+    """Runs at the rate of DeepSpeed's timer; those without it are named on stderr."""
+    without = [run.source for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
     if len(without) == sum(bool(run.rate) for run in runs):
         raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
     if without:

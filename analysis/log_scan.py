@@ -68,21 +68,15 @@ class LogStart:
     """Of `wall_clock_breakdown` (forward, backward, all-reduce, optimiser), sums over `breakdown_steps` after the warm-up."""
     breakdown_lines: int = 0
     breakdown_steps: int = 0
-    bench_windows: list[float] = field(default_factory=list)
-    """Samples/s of all ranks, as the benchmark prints them while it runs."""
     figures: dict[str, str] = field(default_factory=dict)
-    """The benchmark's final table."""
+    """Of the benchmark's final table."""
     title: dict[str, Any] = field(default_factory=dict)
     """What stands over it, by `_BENCH_TITLE`."""
 
     @property
-    def has_table(self) -> bool:
-        """Whether the final table was printed; others in the same log (of an evaluation) have no rate."""
-        return any(name.startswith("samples/s/") for name in self.figures)
-
-    @property
     def is_bench(self) -> bool:
-        return bool(self.bench_windows) or self.has_table
+        """Whether the benchmark's table was printed; others in the same log (of an evaluation) have no rate."""
+        return any(name.startswith("samples/s/") for name in self.figures)
 
     @property
     def measured(self) -> bool:
@@ -165,7 +159,6 @@ class Scan:
         """Lines of an impossible rate, of a step already seen (another rank's, or out of order), cut or overwritten."""
         self.num_bytes = 0
         self.truncated_gzip = False
-        self.binary = False
 
     def read(self, block: bytes) -> None:
         """Take in the lines of a block, in the order they stand."""
@@ -179,17 +172,22 @@ class Scan:
 
     def _restart(self) -> LogStart:
         """The next start, of the size of the one before until its own lines say otherwise."""
-        self.starts.append(
-            LogStart({name: fact for name, fact in self.starts[-1].facts.items() if name not in _ANNOUNCED})
-        )
+        facts = {name: fact for name, fact in self.starts[-1].facts.items() if name not in _ANNOUNCED}
+        self.starts.append(LogStart(facts))
         return self.starts[-1]
 
     def _line(self, kind: str, match: re.Match[bytes]) -> None:
         groups = [text.decode(errors="replace") for text in match.groups()]
         if kind in STATES:
             self.starts[-1].end_as(kind)
-        elif kind.startswith("bench_"):
-            self._bench_line(kind, groups, match)
+        elif kind == "bench_title":
+            start = self.starts[-1] if not self.starts[-1].title else self._restart()
+            before = match.string[max(0, match.start() - 100) : match.start()].decode(errors="replace")
+            model = re.split(r"[^\w.-]", before)[-1]  # without a label that may stand before it
+            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, [model, *groups], strict=True)}
+        elif kind == "bench_figure":
+            self.starts[-1].figures[groups[0]] = groups[1]
+            self.starts[-1].end_as("completed" if self.starts[-1].is_bench else "unknown")
         else:
             self._launch_line(kind, groups[0])
 
@@ -201,30 +199,12 @@ class Scan:
         if kind in _ANNOUNCED:
             start.facts.pop("precision", "")
         if kind in ("bf16", "fp16"):
-            start.facts.setdefault("precision", kind)
+            known = start.facts.get("precision", "fp32")
+            start.facts["precision"] = kind if word == "True" and known == "fp32" else known
         elif kind == "torch_autocast":
             start.facts["precision"] = f"torch_autocast_{word}"
         elif word != "0":
             start.facts[kind] = _number_in(word)
-
-    def _bench_line(self, kind: str, groups: list[str], match: re.Match[bytes]) -> None:
-        start = self.starts[-1]
-        if kind == "bench_window":
-            if start.has_table or int(groups[0]) <= len(start.bench_windows):
-                start = self._restart()
-            start.bench_windows.append(float(groups[1].replace(",", "") or "0"))
-        elif kind == "bench_title":
-            start = self._restart() if start.title else start
-            before = match.string[max(0, match.start() - 100) : match.start()].decode(errors="replace")
-            words = [
-                re.split(r"[^\w.-]", before)[-1],
-                *groups,
-            ]  # the model's name, without a label that may stand before it
-            start.title = {name: _number_in(word) for name, word in zip(_BENCH_TITLE, words, strict=True)}
-        else:
-            start.figures[groups[0]] = groups[1]
-        if start.has_table:
-            start.end_as("completed")
 
     def _progress(self, block: bytes) -> None:
         """Take in what lies between two other lines."""
@@ -303,7 +283,6 @@ def _blocks(file: io.BufferedReader, scan: Scan) -> Iterator[bytes]:
         except (EOFError, zlib.error, gzip.BadGzipFile):
             scan.truncated_gzip = ended = True
         if len(rest) >= BLOCK_BYTES or ended:
-            scan.binary = scan.binary or (not scan.num_bytes and b"\0" in rest[:8192])
             end = max(rest.rfind(b"\n") + 1, rest.rfind(b"\r") + 1, len(rest) - LONGEST_LINE)
             end = len(rest) if ended else end
             scan.num_bytes += end

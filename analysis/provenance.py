@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from clap_ds.analysis.series import short_commit
 from clap_ds.analysis.table import Run, markdown_table
 
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -29,7 +30,8 @@ def provenance(runs: Sequence[Run]) -> str:
             "nodes": "–".join(map(str, dict.fromkeys((min(nodes), max(nodes))))),
             "GPUs": "–".join(map(str, dict.fromkeys((min(gpus), max(gpus))))),
             "device": first.device, **{name: versions.get(name) for name in PACKAGES},
-            "Python": environment.get("python"), "driver": environment.get("driver"), "commit": _short(_commit(first)),
+            "Python": environment.get("python"), "driver": environment.get("driver"),
+            "commit": short_commit(str(environment.get("git_commit") or "")),
             "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
             "finished": first.finished[:19].replace("T", " "),
         }  # fmt: skip
@@ -40,12 +42,3 @@ def provenance(runs: Sequence[Run]) -> str:
     text = markdown_table(header, [[line[name] for name in header] for line in lines.values()])
     listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
     return f"{text}\n\nCommands:\n\n{listed}" if listed else text
-
-
-def _short(commit: str) -> str:
-    """The beginning of a commit, with the + of files that differ from it."""
-    return commit[:12] + "+" * (len(commit) > 12 and commit.endswith("+"))
-
-
-def _commit(run: Run) -> str:
-    return str(run.environment.get("git_commit") or "")

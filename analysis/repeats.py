@@ -24,13 +24,15 @@ from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, median_interval, s
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
-MOST_RATE = 1e7
-"""Samples/s of one GPU; the smallest model here would take more FLOP/s than any has."""
 EXPECTED_SPREAD, EXPECTATION_WEIGHT = 0.01, 2
 """How much runs are expected to differ before any were repeated, and how many degrees of freedom that weighs, where outliers
 are looked for: of three repeats two that happen to agree must not make the third one."""
 OUTLIER_COVERAGE = 0.95
 """Probability that no run of a table without outliers is called one."""
+
+_IDENTITY = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "micro_batch", "batch_per_gpu", "variant")
+_AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
+             "slowest_rank_step_time_s", "data_wait_percent")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def degrees_of(uncertainty_from: str) -> int | None:
 
 def counted(runs: Sequence[Run]) -> list[Run]:
     """Runs of one scale that its rate is the mean of: those that completed, or all with a rate where none did."""
-    with_rate = [run for run in runs if run.rate and run.rate <= MOST_RATE]
+    with_rate = [run for run in runs if run.rate]
     return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
 
 
@@ -89,42 +91,27 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
 def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
     first, used = runs[0], counted(runs)
-    rate, total = _mean(used, "samples_per_s_per_gpu"), used[0].samples_per_s if len(used) == 1 else None
+    known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
+    known |= {name: _mean(used, name) for name in _AVERAGED}
+    rate, total = known["samples_per_s_per_gpu"], used[0].samples_per_s if len(used) == 1 else None
     peak = next(filter(None, (run.peak_tflops for run in used)), None)
+    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
     breakdown = _mean_breakdown(used)
     exposed = breakdown.get("exposed_communication_s")
-    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
-    to_target = median_interval(targets) if targets else None
-    states = Counter(run.state for run in runs)
     half, half_from = _uncertainty(used, spread)
-    averaged = ("mfu_model_percent", "step_time_s", "slowest_rank_step_time_s", "data_wait_percent",
-                "engine_samples_per_s_per_gpu", "achieved_tflops")  # fmt: skip
-    means: dict[str, Any] = {name: _mean(used, name) for name in averaged}
-    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
-    notes = [*_notes(runs, used, spread), *doubtful_mfu(mfu, means["mfu_model_percent"])]
-    identity = [
-        "nodes",
-        "gpus",
-        "model",
-        "device",
-        "precision",
-        "text_tokens",
-        "micro_batch",
-        "batch_per_gpu",
-        "variant",
-    ]
-    means |= {name: getattr(first, name) for name in identity}
+    states = Counter(run.state for run in runs)
+    if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
+        found = median_interval(targets)
+        several = len(targets) > 1
+        known |= {"time_to_target_s": found.median, "time_to_target_low_s": found.low if several else None,
+                  "time_to_target_high_s": found.high if several else None}  # fmt: skip
+    notes = [*_notes(runs, used, spread, targets), *doubtful_mfu(mfu, known["mfu_model_percent"])]
     return Scale(
-        runs=tuple(used), **means, **breakdown, scaling=scaling,
-        samples_per_s_per_gpu=rate, samples_per_s=total or (rate * first.gpus if rate else None),
-        mfu_percent=mfu, peak_tflops=peak,
-        samples_per_s_per_gpu_2sigma=half, uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used),
-        global_batch=global_batch(first),
+        runs=tuple(used), **known, **breakdown, scaling=scaling, samples_per_s=total or (rate * first.gpus if rate else None),
+        mfu_percent=mfu, peak_tflops=peak, samples_per_s_per_gpu_2sigma=half, uncertainty_from=half_from,
+        repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
-        time_to_target_s=to_target.median if to_target else None,
-        time_to_target_low_s=to_target.low if to_target and len(targets) > 1 else None,
-        time_to_target_high_s=to_target.high if to_target and len(targets) > 1 else None,
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
         notes="; ".join(dict.fromkeys(notes)),
     )  # fmt: skip
@@ -153,19 +140,18 @@ def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
     return {f"{part}_s": fmean(breakdown[part] for breakdown in known) for part in parts}
 
 
-def _notes(runs: Sequence[Run], used: Sequence[Run], spread: RunSpread | None) -> Iterable[str]:
+def _notes(
+    runs: Sequence[Run], used: Sequence[Run], spread: RunSpread | None, targets: Sequence[float]
+) -> Iterable[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
-    for run in runs:
-        if run.rate and run.rate > MOST_RATE:
-            yield f"{run.name_among(runs)}: {run.rate:.3g} samples/s/GPU is more than any GPU can do, left out"
-    if left_out := sum(1 for run in runs if run.rate and run.rate <= MOST_RATE) - len(used):
+    if left_out := sum(bool(run.rate) for run in runs) - len(used):
         yield f"{left_out} with a rate but not completed left out of the mean"
     if spread:
         yield from _outliers(used, spread)
-    if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
+    if targets:
         found = median_interval(targets)
         between = f", {found.low:.0f} to {found.high:.0f} s ({found.label('runs')})" if len(targets) > 1 else ""
         yield f"target reached by {len(targets)} of {len(runs)} runs, after {found.median:.0f} s{between}"
@@ -188,7 +174,7 @@ def _outliers(used: Sequence[Run], spread: RunSpread) -> Iterable[str]:
         which = "the other repeats" if count > 2 else "the other repeat, and either may be the odd one"
         if abs(away) > furthest * math.sqrt(squares / degrees * count / (count - 1)) and (count > 2 or away < 0):
             yield (
-                f"outlier kept: {significant(rate, 1)} samples/s/GPU in {run.name_among(used)}, "
+                f"outlier kept: {significant(rate, 1)} samples/s/GPU in {run.source}, "
                 f"{100 * math.expm1(away):+.1f} % from {which}"
             )
 

@@ -51,32 +51,31 @@ def _batch(scaling: str, run: Run) -> str:
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart; the others are in a
     note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
-    known = [run for run in group if run.config]
-    if unknown := [run for run in group if known and not run.config]:
+    known, unknown = [run for run in group if run.config], [run for run in group if not run.config]
+    if known and unknown:
         found = split_settings(known)
         if len(found) == 1 and not any(run.rate for run in unknown):
             return [(found[0][0], list(group))]
-        return [*found, *((", ".join(filter(None, ("settings not recorded", name))), runs)
-                          for name, runs in split_settings(unknown))]  # fmt: skip
+        return [*found, ("settings not recorded", unknown)]
     facts = [_facts(run) for run in group]
     names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
     # What all have recorded says most, and how it was measured least.
     names.sort(key=lambda name: (any(name not in of_run for of_run in facts), name.startswith("clap.bench.")))
     naming: list[str] = []
     for name in names:
-        if len(set(_values(facts, [*naming, name]))) > len(set(_values(facts, naming))):
+        if len({_values(of_run, [*naming, name]) for of_run in facts}) > len(
+            {_values(of_run, naming) for of_run in facts}
+        ):
             naming.append(name)
-    found_runs: dict[tuple[str, ...], list[Run]] = defaultdict(list)
-    for run, values in zip(group, _values(facts, naming), strict=True):
-        found_runs[values].append(run)
-    note = f"series differ in {_listed(also)}, too" if (also := [name for name in names if name not in naming]) else ""
+    alike: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run, of_run in zip(group, facts, strict=True):
+        alike[_values(of_run, naming)].append(run)
+    also = [name for name in names if name not in naming]
     series = []
-    for values, runs in sorted(found_runs.items()):
-        notes = "; ".join(filter(None, (runs[0].notes, note)))
-        name = ", ".join(
-            f"{name.removeprefix('clap.')}={_shortened(value)}" for name, value in zip(naming, values, strict=True)
-        )
-        series.append((name, [replace(runs[0], notes=notes), *runs[1:]]))
+    for values, runs in sorted(alike.items()):
+        title = ", ".join(f"{_short(name)}={value[:40]}" for name, value in zip(naming, values, strict=True))
+        notes = [runs[0].notes, f"series differ in {_listed(also)}, too" if also else ""]
+        series.append((title, [replace(runs[0], notes="; ".join(filter(None, notes))), *runs[1:]]))
     return series
 
 
@@ -84,24 +83,24 @@ def _facts(run: Run) -> dict[str, str]:
     """Settings, code and hardware, as text, by their dotted names; settings first."""
     flat = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
     flat["gradient_accumulation_steps"] = run.accumulation
-    if environment := run.environment:
-        versions = environment.get("versions")
-        versions = versions if isinstance(versions, dict) else {}
-        flat |= {name: versions[name] for name in PACKAGES if versions.get(name)}
-        flat |= {"cpu_kernels": kernels} if (kernels := environment.get("cpu_kernels")) else {}
-        if commit := str(environment.get("git_commit") or ""):
-            flat["commit"] = commit[:12] + "+" * commit.endswith("+")
-        if isinstance(devices := environment.get("device_names"), list):
-            flat["devices"] = " and ".join(sorted(set(map(str, devices))))
-    return {name: _text(value) for name, value in flat.items()}
+    versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
+    found = {name: versions.get(name) for name in PACKAGES}
+    found |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
+    found["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
+    return {
+        name: _text(value) for name, value in (flat | {name: value for name, value in found.items() if value}).items()
+    }
+
+
+def short_commit(commit: str) -> str:
+    """The beginning of a commit, with the + of files that differ from it."""
+    return commit[:12] + "+" * (len(commit) > 12 and commit.endswith("+"))
 
 
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value.rstrip("/").rpartition("/")[2]
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return json.dumps(value)
+    return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
@@ -109,27 +108,24 @@ def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({of_run.get(name) for of_run in facts}) > 1]
 
 
-def _values(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [tuple(of_run.get(name) or "not recorded" for name in names) for of_run in facts]
+def _values(facts: Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(facts.get(name) or "not recorded" for name in names)
 
 
 def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str, str]]) -> bool:
     """Whether the scale says which value one of `SCALED_SETTINGS` has."""
-    if not name.startswith(SCALED_SETTINGS):
-        return False
-    found = {
-        (run.nodes, run.gpus, run.batch_per_gpu, of_run.get(name)) for run, of_run in zip(group, facts, strict=True)
-    }
-    return len(found) == len({scale[:3] for scale in found})
+    scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
+    found = {(scale, of_run.get(name)) for scale, of_run in zip(scales, facts, strict=True)}
+    return name.startswith(SCALED_SETTINGS) and len(found) == len(set(scales))
 
 
-def _shortened(value: str) -> str:
-    return value if len(value) <= 40 else f"{value[:39]}…"
+def _short(name: str) -> str:
+    return name.removeprefix("clap.")
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(name.removeprefix("clap.") for name in names[:MOST_NAMED]) + more
+    return ", ".join(map(_short, names[:MOST_NAMED])) + more
 
 
 def scaled_settings(runs: Sequence[Run]) -> str:

@@ -115,9 +115,7 @@ class Row:
     def cell(self, column: str, spread: str = "") -> str:
         """A column's text, with that of its uncertainty's column after it, to as many decimals; empty for None."""
         value, error = getattr(self, column), getattr(self, spread) if spread else None
-        if (
-            column == "samples_per_s_per_gpu_2sigma" and value and self.rate
-        ):  # two decimals more, as tables are read again
+        if column == "samples_per_s_per_gpu_2sigma" and value and self.rate:  # finer, as tables are read again
             value = round(value, 2 + len(self.cell("samples_per_s_per_gpu").partition(".")[2]))
         text = format_cell(column, value)
         decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
@@ -157,18 +155,11 @@ class Run(Row):
     directory: str = ""
     """The run directory that a log names."""
     identity: str = ""
-    """What two copies of a log, or of a table's row, have in common, beside all that is known of it."""
+    """Which row of its table it was: equal rows are repeats, and those of a copy aren't."""
 
     @property
     def name(self) -> str:
         return Path(self.source).name
-
-    def name_among(self, runs: Iterable[Run]) -> str:
-        """The last parts of its path, as many as tell it from the others'."""
-        own = Path(self.source).parts
-        others = {Path(run.source).parts for run in runs} - {own}
-        counts = (count for count in range(1, len(own)) if all(parts[-count:] != own[-count:] for parts in others))
-        return str(Path(*own[-next(counts, len(own)) :]))
 
     @property
     def interval_label(self) -> str:
@@ -207,17 +198,14 @@ def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
 def choose_series(rows: Sequence[_Row], name: str | None, where: object) -> list[_Row]:
     """The rows of the one series there is, or of the one whose model or title is, or has in it, `name`, in any case and with
     hyphens or underscores. UserError, naming `where` and the series there are, where that is none or several."""
-    series = by_series(rows)
     plain = (name or "").casefold().replace("_", "-")
-    titles = [members[0].title.casefold().replace("_", "-") for members in series]
-    exact = [members for members, title in zip(series, titles, strict=True) if plain in (title, title.split(",")[0])]
-    found = exact or [members for members, title in zip(series, titles, strict=True) if plain in title]
-    if len(found) == 1:
-        return found[0]
-    there = "; ".join(members[0].title for members in series)
-    if not name:
-        raise UserError(f"{where}: holds {len(series)} series; choose one with --series NAME: {there}")
-    raise UserError(f"{where}: --series {name} is in the titles of {len(found)} of its series; there are: {there}")
+    series = {members[0].title.casefold().replace("_", "-"): members for members in by_series(rows)}
+    exact = [members for title, members in series.items() if plain in (title, title.split(",")[0])]
+    found = exact or [members for title, members in series.items() if plain in title]
+    if len(found) != 1:
+        there = "; ".join(members[0].title for members in series.values())
+        raise UserError(f"{where}: --series {name or 'NAME'} must choose one of {len(series)} series: {there}")
+    return found[0]
 
 
 def count_of(number: int, noun: str) -> str:

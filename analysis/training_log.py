@@ -17,20 +17,10 @@ from typing import Any
 import numpy as np
 
 from clap_ds.analysis.log_scan import LogStart, Scan, scan_log
-from clap_ds.analysis.record import HOST_ALONE, interval_fields, non_negative, positive, rate_over
+from clap_ds.analysis.record import HOST_ALONE, interval_fields, positive, rate_over
 from clap_ds.analysis.table import Run
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
-from clap_ds.record.schema import STEP_PHASES
-
-_PRINTED = {
-    "samples/s/": ("samples_per_s_per_gpu", 1.0), "TFLOPS achieved per": ("achieved_tflops", 1.0),
-    "step time, median": ("step_time_s", 1e-3), "step time, slowest rank": ("slowest_rank_step_time_s", 1e-3),
-    "waiting for data": ("data_wait_percent", 1.0), "peak memory": ("memory_peak_gib", 1.0),
-    "MFU, work really done": ("mfu_model_percent", 1.0),
-    **{phase.replace("_", " "): (f"{phase}_s", 1e-3) for phase in STEP_PHASES},
-}  # fmt: skip
-"""What a line of the benchmark's table begins with → field of `Run`, and the factor that its number needs."""
 
 
 def read_log(path: Path, warmup_steps: int = 10) -> list[Run]:
@@ -60,11 +50,9 @@ def _why_nothing(scan: Scan) -> str:
         return "empty file" + (" (truncated gzip)" if scan.truncated_gzip else "")
     if scan.left_out:
         return f"all {scan.left_out} throughput lines have a zero, negative or infinite rate, or are damaged"
-    if scan.binary:
-        return "binary file, not a log"
     return (
-        'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps), no table and no'
-        " window of the benchmark"
+        'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps) and no table'
+        " of the benchmark"
     )
 
 
@@ -107,55 +95,35 @@ def _breakdown(starts: Sequence[LogStart]) -> dict[str, Any]:
 
 
 def _bench_run(path: Path, start: LogStart) -> Run:
-    """What the benchmark printed; of one that was killed before its table, the rates of its windows."""
+    """The rate that the benchmark printed in its table, with its interval and DeepSpeed's beside it."""
     facts = start.facts | start.title
-    values: dict[str, Any] = {}
-    for begins, (name, factor) in _PRINTED.items():
-        number = _figures(start, begins)[0]
-        values[name] = number and number * factor
-    (total, _), (_, peak) = _figures(start, "samples/s in all"), _figures(start, "MFU, work really done")
-    timer = next((name for name in start.figures if name.startswith("samples/s in all, by DeepSpeed")), "")
-    rate, engine = positive(values["samples_per_s_per_gpu"]), _figures(start, timer)[0]
-    gpus = facts.get("gpus") or (round(total / rate) if total and rate else 0)
+    rate, engine, step_ms = (
+        _figure(start, name)[0] for name in ("samples/s/", "samples/s in all, by DeepSpeed", "step time")
+    )
+    interval = next((name for name in start.figures if "interval of" in name or "range of" in name), "")
+    low, high = _figure(start, interval)
     fields: dict[str, Any] = {}
-    if not rate:
-        fields = interval_fields([window / (gpus or 1) for window in start.bench_windows if positive(window)])
-        rate = rate_over(fields["windows"], fields["window_s"])
-    interval = next((name for name in start.figures if re.search("% interval of|range of", name)), "")
-    low, high = _figures(start, interval)
     if rate and low and high and low <= rate <= high:
         fields = {"interval": (low, high), "uncertainty_from": f"{interval} of 1 run"}
-    micro_batch, accumulation, step_s = (
-        facts.get("micro_batch"),
-        facts.get("accumulation"),
-        positive(values["step_time_s"]),
-    )
-    if rate and step_s and micro_batch:
-        accumulation = accumulation or max(1, round(rate * step_s / micro_batch))
-    batch = micro_batch and micro_batch * (accumulation or 1)
-    noted = {
-        "no table: rates of windows, as the benchmark printed them while it ran": not start.has_table,
-        HOST_ALONE: "(the" in timer,
-    }
-    notes = [note for note, holds in noted.items() if holds]
-    notes += uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
+    gpus, micro_batch, accumulation = (facts.get(name, 0) for name in ("gpus", "micro_batch", "accumulation"))
+    if rate and step_ms and micro_batch:
+        accumulation = accumulation or round(rate * step_ms / 1000 / micro_batch)
     return Run(
-        **{name: non_negative(value) for name, value in values.items()} | fields | {"samples_per_s_per_gpu": rate},
-        **_known(path, start, facts), device=facts.get("device", ""), text_tokens=facts.get("text_tokens"),
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation or 1, peak_tflops=positive(peak),
-        engine_samples_per_s_per_gpu=engine and engine / (gpus or 1), notes="; ".join(notes),
+        **_known(path, start, facts), **fields, device=facts.get("device", ""), text_tokens=facts.get("text_tokens"), gpus=gpus,
+        batch_per_gpu=micro_batch * max(accumulation, 1) or None, accumulation=max(accumulation, 1),
+        samples_per_s_per_gpu=rate, engine_samples_per_s_per_gpu=engine and engine / (gpus or 1),
+        notes=HOST_ALONE if any("(the" in name for name in start.figures) else "",
     )  # fmt: skip
+
+
+def _figure(start: LogStart, begins: str) -> list[float | None]:
+    """The first two numbers of a line of the benchmark's table, None for those that there aren't or that can't be."""
+    text = next((text for name, text in start.figures.items() if begins and name.startswith(begins)), "")
+    numbers = [positive(float(number.replace(",", ""))) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+    return [*numbers, None, None][:2]
 
 
 def _known(path: Path, start: LogStart, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Run` that a log tells of any program."""
-    precision = facts.get("precision", "fp32" if "engine" in facts else "")
-    return {"source": str(path), "kind": "log", "state": start.state, "precision": precision, "nodes": facts.get("nodes", 0),
-            "model": facts.get("model", ""), "directory": facts.get("directory", "")}  # fmt: skip
-
-
-def _figures(start: LogStart, begins: str) -> list[float | None]:
-    """The first two numbers of a line of the benchmark's table, None for those that there aren't."""
-    text = next((text for name, text in start.figures.items() if begins and name.startswith(begins)), "")
-    numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
-    return [*numbers, None, None][:2]
+    known = {name: facts.get(name, "") for name in ("precision", "model", "directory")}
+    return {"source": str(path), "kind": "log", "state": start.state, "nodes": facts.get("nodes", 0), **known}

@@ -112,6 +112,11 @@ def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
     return peak
 
 
+def exit_on_sigterm() -> None:
+    """Have SIGTERM raise SystemExit, so that what is under way is ended or undone first."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
     """Run a command with its output in `log`, and end what it started when it or its time is over: its group's processes and,
     of a command that is stopped, its descendants. How it ended: `completed`, `exit code 3` or `stopped after 60 s`."""

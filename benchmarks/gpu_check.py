@@ -13,7 +13,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import make_parser, run_for, show, table
+from benchmarks.common import exit_on_sigterm, make_parser, run_for, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import work_folder
 from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
@@ -114,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     device = found[0].split(",")[0].strip()
     folder = work_folder() / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     deadline_s = time.monotonic() + 60 * arguments.minutes
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the step that is under way first
+    exit_on_sigterm()
     rows: list[dict[str, Any]] = []
     # A part doesn't take the place of the whole.
     output = arguments.output or folder / f"{'-'.join(arguments.only) if arguments.only else 'README'}.md"

@@ -64,8 +64,8 @@ def make_run(preset: str, attention: str, precision: str, **clap: Any) -> RunSet
 
 def second_step(run: RunSettings) -> Callable[[], object]:
     """The engine's own step on one batch, once it has taken the first."""
+    from clap_ds.engine.building import build_model
     from clap_ds.engine.engine import ClapEngine
-    from clap_ds.engine.session import build_model
 
     torch.manual_seed(0)
     device = torch.device("cpu")

@@ -60,8 +60,8 @@ class EngineSide:
     """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it, in bf16. Ranks have been initialised."""
 
     def __init__(self, arguments: argparse.Namespace, batch: Batch, *, noise: float) -> None:
+        from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
-        from clap_ds.engine.session import build_model
 
         model = {"preset": arguments.preset, "drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import in_turns, make_parser, show, table
+from benchmarks.common import exit_on_sigterm, in_turns, make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.config.places import PACKAGE
@@ -247,6 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.worker:
         _worker(arguments.compute[0], arguments.rounds)
+    exit_on_sigterm()
     with shaped_hosts() as hosts:
         runs = itertools.product(arguments.compute, arguments.rates_mbit)
         rows = [_measure(hosts, *each, arguments.rounds) for each in runs]

@@ -13,14 +13,13 @@ import argparse
 import itertools
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import make_parser, run_for, show, table
+from benchmarks.common import exit_on_sigterm, make_parser, run_for, show, table
 from clap_ds.config.changes import parse_assignment, parse_varied, read_config, with_field
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_object
@@ -111,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
     parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the run that is under way first
+    exit_on_sigterm()
     return int(all(row["state"] != "completed" for row in try_all(parser.parse_args(argv))))
 
 

@@ -15,24 +15,40 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
 
 
 def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
-    from clap_ds.config.settings import load_run
-
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
-
-    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     choose_accelerator()
-    from clap_ds.engine.session import open_session
-    from clap_ds.measuring.throughput import measure
+    measure_run(run, ranks)
 
-    with open_session(run, ranks) as session:
-        measure(session)
+
+def measure_run(run: RunSettings, ranks: Ranks) -> None:
+    """The whole run, of checked settings."""
+    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
+    import torch
+
+    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
+    from clap_ds.measuring.throughput import measure
+    from clap_ds.ranks.agreement import agreed
+
+    device = join_group(run, ranks)
+    with opened_record(run, ranks, device) as record:
+        with agreed():
+            fetch_from_hub(run, ranks)
+        with agreed():
+            torch.manual_seed(run.clap.seed)
+            model = build_model(run, device)
+        # A profiler would synchronise in every step: `measure` profiles one after those that are timed.
+        engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
+        with ready_to_step(run, ranks, device, record, engine) as session:
+            measure(session)
 
 
 def command() -> None:

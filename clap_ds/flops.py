@@ -175,11 +175,7 @@ def agreement(report: dict[str, Any], counts: Counts) -> str:
 def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
     tokens, positions, usable = report["text_tokens"], config.text.max_positions, config.text.max_tokens
     notes = [
-        "published: the STFT as a convolution and the AudioSet head, as the published figures count"
-        f" ({published_flops(config) / 1e9:.2f} at {positions} tokens); model: what this engine executes",
-        "not counted in either: element-wise work, and the loss's logits, whose cost depends on the global batch;"
-        f" training is {TRAINING_OVER_FORWARD} × forward as published, else with the backward pass that there is (none of the"
-        " spectrogram)",
+        f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; what is counted: analysis/FLOPS.md"
     ]
     if report["parameters"]:
         millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}

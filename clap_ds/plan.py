@@ -103,8 +103,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     if GLOBAL_BATCH in run.deepspeed and smallest != largest:
         given = f"{GLOBAL_BATCH} {run.deepspeed[GLOBAL_BATCH]} holds at one scale, --nodes gives {len(nodes)}"
         raise ValueError(f"{given}; expected one, or {MICRO_BATCH} (--micro_batch), which holds at all")
-    peaks = [trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest)]
-    loss_bytes = max(0, peaks[1] - peaks[0])
+    few, many = (trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest))
+    loss_bytes = max(0, many - few)
 
     def peak_gib(step: Step) -> float:
         extra = loss_bytes * step.micro_batch // run.micro_batch
@@ -114,7 +114,10 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     own = traced(run, run.micro_batch)
     found = None
     if arguments.find_micro_batch:
-        found = largest_micro_batch(lambda size: peak_gib(traced(run, size)), run.micro_batch, gpu.memory_gib)
+        peaks = {run.micro_batch: peak_gib(own)}
+        found = largest_micro_batch(
+            lambda size: peaks.get(size) or peak_gib(traced(run, size)), run.micro_batch, gpu.memory_gib
+        )
     chosen = _speed(own, gpu, run.clap.compile != "off")
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,

@@ -19,7 +19,9 @@ if __package__ in (None, ""):
 
 from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
 from clap_ds.config.errors import UserError
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
+from clap_ds.training.checks import problems_for_training
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -32,29 +34,50 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
-    from clap_ds.config.settings import load_run
-    from clap_ds.training.checks import problems_for_training
-
     run = load_run(arguments.deepspeed_config, ranks.world_size)
-    problems = problems_for_training(run, ranks.world_size)
-    if problems:
+    if problems := problems_for_training(run, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
-
-    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     choose_accelerator()
-    from clap_ds.engine.session import open_session
-    from clap_ds.training.start import Choices, TrainingStart
+    train_run(run, ranks, arguments)
+
+
+def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> None:
+    """The whole run, of checked settings."""
+    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
+    import torch
+
+    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
+    from clap_ds.ranks.agreement import agreed
+    from clap_ds.training.remote import try_target
+    from clap_ds.training.start import Choices, opened_checkpoints, resume, take_initial_weights
     from clap_ds.training.trainer import train
 
-    choices = {name: getattr(arguments, name) for name in ("restart", "from_weights", "accept_changes", "skip_steps")}
-    start = TrainingStart(run, ranks, Choices(**choices))
-    with open_session(run, ranks, start) as session:
-        train(session, start, _draw)
+    choices = Choices(**{name: getattr(arguments, name) for name in Choices.__annotations__})
+    device = join_group(run, ranks)
+    with opened_record(run, ranks, device) as record:
+        with agreed():
+            fetch_from_hub(run, ranks)
+            try_target(run.clap.checkpoint.sync_to)
+        with agreed():
+            torch.manual_seed(run.clap.seed)
+            model = build_model(run, device)
+            take_initial_weights(run, model, accept_changes=choices.accept_changes)
+        engine = build_engine(run, model, ranks, device, record)
+        with opened_checkpoints(run, ranks) as checkpoints:
+            progress = resume(run, ranks, engine, checkpoints, record, choices)
+            begun_at, state = progress.step, progress.data_of(ranks.rank)
+            with ready_to_step(
+                run, ranks, device, record, engine, data_state=state, folder=checkpoints.path
+            ) as session:
+                train(session, checkpoints, progress, choices)
+            if ranks.is_first and progress.step > begun_at:
+                draw(record.path)
 
 
-def _draw(directory: Path) -> None:
+def draw(directory: Path) -> None:
     """Curves of the run, where matplotlib is installed."""
     try:
         from clap_ds.analysis.plot_run import draw_runs

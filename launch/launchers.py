@@ -23,7 +23,7 @@ SSH = "-oBatchMode=yes -oConnectTimeout=15 -oServerAliveInterval=10 -oServerAliv
 
 
 def default_launcher() -> str:
-    return "slurm" if "SLURM_JOB_ID" in os.environ else "pdsh"
+    return "slurm" if shutil.which("srun") else "pdsh"
 
 
 def check_launcher(name: str, python: str) -> None:

@@ -33,7 +33,7 @@ from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
 from clap_ds.launch.hostfile import allocated_hosts
-from clap_ds.launch.launchers import LAUNCHERS, Launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, default_launcher
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.ranks import verdict
 from clap_ds.ranks.hostfile import format_hostfile, free_port
@@ -188,7 +188,9 @@ def check(arguments: argparse.Namespace) -> int:
     site.root().mkdir(parents=True, exist_ok=True)
     folder, broken = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), False
     try:
-        report = judge(slots, ask(slots, site, site.chosen_launcher(), arguments.megabytes, folder), folder)
+        report = judge(
+            slots, ask(slots, site, site.launcher or default_launcher(), arguments.megabytes, folder), folder
+        )
         broken = bool(report.found["problem"])
     finally:
         if not broken:

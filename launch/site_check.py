@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import PACKAGE
 from clap_ds.launch import slurm
+from clap_ds.launch.launchers import default_launcher
 
 if TYPE_CHECKING:
     from clap_ds.launch.sites import Site
@@ -53,7 +54,9 @@ def show_check(site: Site) -> None:
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
     check_scripts(["\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"])], found)
-    found.facts["launcher"] = site.chosen_launcher() + ("" if site.launcher else " (the site names none)")
+    found.facts["launcher"] = (site.launcher or default_launcher()) + (
+        "" if site.launcher else " (the site names none)"
+    )
     root = site.root()
     there = next(path for path in (root, *root.parents) if path.exists())
     if os.access(there, os.W_OK | os.X_OK):

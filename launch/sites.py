@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -63,9 +62,6 @@ class Site:
         """Time limit of a job on this many nodes."""
         bounds = sorted(self.walltimes, key=int)
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
-
-    def chosen_launcher(self) -> str:
-        return self.launcher or ("slurm" if shutil.which("srun") else "pdsh")
 
     def container(self) -> str | None:
         """What puts the ranks into a container of their own, with another Python than the job's; None where nothing does."""

@@ -54,43 +54,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(line)
 
 
-@pytest.fixture(scope="session")
-def one_rank() -> Iterator[RankPool]:
-    """A process with a gloo group of its own."""
-    with contextlib.closing(RankPool(1)) as pool:
-        yield pool
+def _pool(world_size: int, **options: Any) -> Any:
+    """A fixture: processes for the whole test run, by default with a gloo group between them."""
+
+    @pytest.fixture(scope="session")
+    def pool() -> Iterator[RankPool]:
+        if options.get("gpu") and world_size > 1:
+            import torch
+
+            if torch.cuda.device_count() < world_size:
+                pytest.skip(f"needs {world_size} GPUs")
+        with contextlib.closing(RankPool(world_size, **options)) as processes:
+            yield processes
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    """Two processes with a gloo group between them."""
-    with contextlib.closing(RankPool(2)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def eight_processes() -> Iterator[RankPool]:
-    """Eight processes to be joined in groups of any size up to that."""
-    with contextlib.closing(RankPool(8, grouped=False)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def one_gpu() -> Iterator[RankPool]:
-    """A process of its own on the first GPU."""
-    with contextlib.closing(RankPool(1, gpu=True)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def two_gpus() -> Iterator[RankPool]:
-    """Two processes with NCCL between them, on a GPU each."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with contextlib.closing(RankPool(2, gpu=True)) as pool:
-        yield pool
+one_rank, two_ranks = _pool(1), _pool(2)
+eight_processes = _pool(8, grouped=False)
+"""To be joined in groups of any size up to that."""
+one_gpu, two_gpus = _pool(1, gpu=True), _pool(2, gpu=True)
+"""A process on each GPU; two have NCCL between them."""
 
 
 @pytest.fixture(autouse=True)

@@ -49,48 +49,46 @@ def missing_packages(programs: tuple[str, ...] = tuple(PACKAGES)) -> list[str]:
 
 
 def programs(*names: str) -> None:
-    """Skip the test, or fail it, where one of these isn't installed."""
-    absent = [name for name in names if not where(name)]
-    if absent:
-        _do_without(f"{PREFIX}{', '.join(absent)}")
+    """Skip the test, or fail it, where one of these isn't installed; as the others here do for what they are named after."""
+    if absent := [name for name in names if not where(name)]:
+        _do_without(", ".join(absent))
 
 
 def no_space(path: str) -> None:
-    """Skip the test, or fail it, where DeepSpeed's launcher would hand this path to a shell in pieces."""
+    """As DeepSpeed's launcher would hand this path to a shell in pieces."""
     if " " in path:
-        _do_without(f"{PREFIX}an environment whose path has no space")
+        _do_without("an environment whose path has no space")
 
 
 def root(what: str) -> None:
-    """Skip the test, or fail it, for a user who isn't root."""
     if os.geteuid() != 0:
-        _do_without(f"{PREFIX}root: {what}")
+        _do_without(f"root: {what}")
 
 
 def namespaces() -> None:
-    """Skip the test, or fail it, where no network, process and mount namespaces can be made."""
+    """Of networks, processes and mounts."""
     root("hosts are namespaces")
     trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
     if trial.returncode:
-        _do_without(f"{PREFIX}namespaces: {trial.stderr.strip()}")
+        _do_without(f"namespaces: {trial.stderr.strip()}")
 
 
 def package_index() -> None:
-    """Skip the test, or fail it, where pip reaches no package index."""
+    """One that pip reaches."""
     with tempfile.TemporaryDirectory() as folder:
         probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
         probe += ["--no-cache-dir", "--dest", folder, "annotated-doc"]
         asked = subprocess.run(probe, capture_output=True, text=True)
     if asked.returncode:
-        _do_without(f"{PREFIX}a package index: {asked.stderr.strip().splitlines()[-1]}")
+        _do_without(f"a package index: {asked.stderr.strip().splitlines()[-1]}")
 
 
-def _do_without(reason: str) -> None:
+def _do_without(what: str) -> None:
     import pytest
 
     if os.environ.get(EVERYTHING):
-        pytest.fail(f"{reason}, and {EVERYTHING} is set", pytrace=False)
-    pytest.skip(reason)
+        pytest.fail(f"{PREFIX}{what}, and {EVERYTHING} is set", pytrace=False)
+    pytest.skip(f"{PREFIX}{what}")
 
 
 def summary(reasons: list[str]) -> list[str]:

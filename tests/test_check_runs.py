@@ -71,9 +71,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("command", ["bench", "train"])
 def test_every_package_that_a_run_imports_is_asked_for(command: str) -> None:
-    """What the rooms behind a command import at their top, of what setup.py requires."""
+    """What the rooms behind a command import at their top, of what pyproject.toml requires."""
     required = {
-        line.partition(">")[0].strip(' "') for line in (ROOT / "setup.py").read_text().splitlines() if ">=" in line
+        line.partition(">")[0].strip(' "')
+        for line in (ROOT / "pyproject.toml").read_text().splitlines()
+        if ">=" in line
     }
     rooms = ["engine", "data", "ranks", "model", "native", "record", "config", "evaluation", "weights"]
     rooms += ["measuring"] if command == "bench" else ["training"]

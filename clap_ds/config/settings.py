@@ -186,45 +186,31 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    problems = []
-    longest = clap.preset().text.max_tokens
-    if clap.text_tokens > longest:
-        problems.append(f"clap.text_tokens: {clap.model.preset} has positions for {longest}, found {clap.text_tokens}")
-    if clap.cuda_graphs and clap.compile == "off":
-        problems.append("clap.cuda_graphs: needs clap.compile 'towers', whose graphs it replays")
-    if clap.cuda_graphs and clap.train.accumulation == "cached":
-        problems.append(
-            "clap.cuda_graphs: a replay overwrites the features that clap.train.accumulation 'cached' keeps"
-        )
-    elif clap.cuda_graphs and max(accumulation_steps, *clap.train.batch_ramp.values(), 0) > 1:
-        problems.append(
-            "clap.cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
-            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else"
-        )
-    if isinstance(clap.data, SyntheticData):
-        problems += _check_caption_lengths(clap.data.caption_lengths, clap.text_tokens)
-    if clap.train.samples is not None and clap.train.epochs is not None:
-        problems.append("clap.train: give samples or epochs, not both")
-    problems += [
-        f"clap.train.batch_ramp: expected numbers of samples, at least 0, found {start!r}"
-        for start in clap.train.batch_ramp
-        if not start.isdecimal()
-    ]
-    if clap.loss.tile is not None and clap.loss.kind != "softmax":
-        problems.append(f"clap.loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null")
-    if set(clap.train.freeze) == {"audio", "text"}:
-        problems.append("clap.train.freeze: both towers frozen leaves nothing to train")
-    return problems
-
-
-def _check_caption_lengths(lengths: int | dict[str, float] | None, text_tokens: int) -> list[str]:
-    field = "clap.data.caption_lengths"
-    names = list(lengths) if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
+    longest, train, graphs, tokens = clap.preset().text.max_tokens, clap.train, clap.cuda_graphs, clap.text_tokens
+    is_cached, tile_counts = train.accumulation == "cached", clap.loss.tile is None or clap.loss.kind == "softmax"
+    lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
+    histogram = lengths if isinstance(lengths, dict) else {} if lengths is None else {str(lengths): 1.0}
+    wrong_lengths = [length for length in histogram if not (length.isdecimal() and 2 <= int(length) <= tokens)]
+    wrong_starts = [start for start in train.batch_ramp if not start.isdecimal()]
+    many_steps = max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
     problems = [
-        f"{field}: expected lengths from 2 (start and end token) to text_tokens = {text_tokens}, found {name!r}"
-        for name in names
-        if not (name.isdecimal() and 2 <= int(name) <= text_tokens)
+        (tokens > longest, f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}"),
+        (graphs and clap.compile == "off", "cuda_graphs: needs clap.compile 'towers', whose graphs it replays"),
+        (graphs and is_cached, "cuda_graphs: a replay overwrites what clap.train.accumulation 'cached' keeps"),
+        (
+            graphs and many_steps and not is_cached,
+            "cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
+            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else",
+        ),
+        (bool(train.samples and train.epochs), "train: give samples or epochs, not both"),
+        (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
+        ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
+        (not tile_counts, f"loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null"),
+        (
+            bool(wrong_lengths),
+            "data.caption_lengths: expected lengths from 2 (start and end token) to text_tokens ="
+            f" {tokens}, found {', '.join(map(repr, wrong_lengths))}",
+        ),
+        (not sum(histogram.values()) and bool(histogram), "data.caption_lengths: the weights add up to 0"),
     ]
-    if isinstance(lengths, dict) and not sum(lengths.values()) > 0:
-        problems.append(f"{field}: the weights of the histogram add up to 0")
-    return problems
+    return [f"clap.{problem}" for is_there, problem in problems if is_there]

@@ -6,9 +6,7 @@ the model's log-mel features, as NumPy files (frames, mel_bins) in float16.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from clap_ds.config.model import AudioConfig
@@ -33,12 +31,6 @@ class FrontEnd:
     def of(cls, audio: AudioConfig) -> FrontEnd:
         """A model's."""
         return cls(**{name: getattr(audio, name) for name in cls.__slots__})
-
-    @property
-    def hash(self) -> str:
-        """16 hexadecimal digits, of what matters."""
-        content = json.dumps({name: float(value) for name, value in asdict(self).items()}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def differences(self, model: FrontEnd, kind: Kind) -> list[str]:
         """How shards of a kind, prepared by this, don't fit a model: a text for each field; what the kind leaves to the model

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +145,6 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, at most 16)")
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="per number of workers (default 10)")
     add("--ranks_per_host", type=positive, default=1, metavar="R", help="(default 1)")
-    add("--json", action="store_true", help="print JSON; the table goes to the standard error")
     rate = parser.add_mutually_exclusive_group()
     above_0 = number(0.001, 1e9)
     rate.add_argument("--needed_samples_per_s", type=above_0, metavar="X", help="that one rank's step needs")
@@ -171,18 +169,12 @@ def run_measure(options: argparse.Namespace) -> None:
             speeds.append(measure(run, num_workers, seconds=options.seconds, world_size=ranks))
         except (OSError, ValueError) as error:
             raise UserError(f"{run.path}: {error}" if options.deepspeed_config else str(error)) from None
-        lines = [HEADING] * (len(speeds) == 1) + [row(speeds[-1])]
-        print("\n".join(lines), file=sys.stderr if options.json else sys.stdout, flush=True)
-    at_rates = {f"{rate:g}": workers_needed(speeds, rate) for rate in RATES}
-    if options.json:
-        found = {"speeds": [speed._asdict() for speed in speeds], "bytes_per_item": 1e6 * item_mb(speeds)}
-        print(
-            json.dumps({**found, "cores_per_gpu": at_rates, "needed_samples_per_s": needed, "cores": cores}, indent=1)
-        )
-        return
+        if len(speeds) == 1:
+            print(HEADING)
+        print(row(speeds[-1]), flush=True)
     if speeds[0].cold_mb_per_s is None:
         print("remote files: the loader's rates are with the time to fetch those that have no copy here yet")
-    at = ", ".join(f"{workers:,} at {float(rate):,.0f}" for rate, workers in at_rates.items())
+    at = ", ".join(f"{workers_needed(speeds, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if needed is not None:
         print(verdict(speeds, needed=needed, ranks_per_host=ranks, cores=cores))

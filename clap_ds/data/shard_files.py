@@ -11,11 +11,12 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import queue
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -132,35 +133,27 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
 
 def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
     """Shards in order, each with what opens it as `open_shard` does; while a remote one is read, the next is fetched."""
-    before: tuple[str, Callable[[], OpenFile]] | None = None
+    started: deque[tuple[str, Callable[[], OpenFile]]] = deque()
     for shard in shards:
-        following = shard, _start_to_open(shard, cache_bytes)
-        if before:
-            yield before
-        before = following
-    if before:
-        yield before
+        started.append((shard, _start_to_open(shard, cache_bytes)))
+        if len(started) > 1:
+            yield started.popleft()
+    yield from started
 
 
 def _start_to_open(shard: str, cache_bytes: float) -> Callable[[], OpenFile]:
     if not is_remote(shard):
         return lambda: OpenFile(shard)
-    fetched: queue.SimpleQueue[OpenFile | BaseException] = queue.SimpleQueue()
+    opened: Future[OpenFile] = Future()
 
     def fetch() -> None:
         try:
-            fetched.put(open_shard(shard, cache_bytes))
-        except BaseException as error:
-            fetched.put(error)  # whatever becomes of the thread, the reader doesn't wait for ever
+            opened.set_result(open_shard(shard, cache_bytes))
+        except BaseException as error:  # whatever becomes of the thread, the reader doesn't wait for ever
+            opened.set_exception(error)
 
-    def result() -> OpenFile:
-        found = fetched.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    threading.Thread(target=fetch, daemon=True).start()
-    return result
+    threading.Thread(target=fetch, daemon=True).start()  # of an executor, a worker's end would wait for it
+    return opened.result
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:

@@ -49,12 +49,10 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder at once or not at all."""
-    front_end = manifest.front_end
-    prepared = {"front_end": asdict(front_end), "front_end_hash": front_end.hash} if front_end else {}
+    front_end = {"front_end": asdict(manifest.front_end)} if manifest.front_end else {}
     shards = {name: asdict(record) for name, record in sorted(manifest.shards.items())}
-    write_atomically(
-        folder / MANIFEST, json.dumps({"kind": manifest.kind, **prepared, "shards": shards}, indent=1) + "\n"
-    )
+    content = {"kind": manifest.kind, **front_end, "shards": shards}
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: str) -> Manifest:

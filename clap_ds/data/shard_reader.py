@@ -43,7 +43,7 @@ START: Position = {"samples": 0, "passes": []}
 
 @dataclass(slots=True)
 class Piece:
-    """What a worker sends: some rows, and what it met on the way. The audio stays in the reader's memory."""
+    """What a worker sends: some rows, and which of its items are broken. The audio stays in the reader's memory."""
 
     worker: int
     place: int  # of the audio in that memory

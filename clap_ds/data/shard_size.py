@@ -7,12 +7,11 @@ by shards that are there. Without torch, unless such shards are looked into.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
@@ -115,7 +114,6 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=_RATE, nargs="+", default=list(RATES), metavar="R", help="samples/s of one GPU (624 3300 4500)")
     add("--gpus", type=most, default=4, metavar="N", help="in all (default 4)")
     add("--gpus_per_node", type=most, default=4, metavar="N", help="(default 4)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_size(options: argparse.Namespace) -> None:
@@ -132,16 +130,24 @@ def run_size(options: argparse.Namespace) -> None:
     if not clips:
         raise UserError("--clips: expected how many clips there are, or --like with shards that are there")
     seconds = options.seconds or (like and like.seconds and like.seconds / like.items) or 10.0
-    kinds = [kind_figures(kind, clips, seconds, like, options) for kind in options.kind]
-    about = {"clips": clips, "seconds": seconds, "preset": options.preset, "gpus": options.gpus, "kinds": kinds}
-    print(json.dumps(about, indent=2) if options.json else table(about, like, options))
+    kinds = {kind: figures(kind, clips, seconds, like, options) for kind in options.kind}
+    rows = [(f"{clips:,} clips of {digits(seconds)} s", *kinds)]
+    rows += [(label, *(found[label] for found in kinds.values())) for label in kinds[options.kind[0]]]
+    width = max(len(label) for label, *_ in rows)
+    print("\n".join(label.ljust(width) + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows))
+    gpus = f"{options.gpus:,} GPU(s) on {math.ceil(options.gpus / options.gpus_per_node):,} node(s)"
+    print(f"\nRates are what {gpus} ask of the file system: whole items, none in memory.")
+    if like:
+        print(f"{like.kind}: as in {like.items:,} items of {amount(like.bytes)} that are there")
+    if not (like and like.kind == "encoded"):
+        per_s, what = ENCODED[options.format]
+        print(f"encoded: {options.format} of {per_s:,} bytes a second ({what}); --like measures shards that are there")
+    print("Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes.")
 
 
-def kind_figures(
-    kind: Kind, clips: int, seconds: float, like: Found | None, options: argparse.Namespace
-) -> dict[str, Any]:
-    """What `clips` of a kind take, in bytes (of a clip with its headers, padding and caption) and seconds, and what a file
-    system must deliver for GPUs of each rate: items as a whole, none kept in memory."""
+def figures(kind: Kind, clips: int, seconds: float, like: Found | None, options: argparse.Namespace) -> dict[str, str]:
+    """What `clips` of a kind take: bytes (a clip's with headers, padding and caption), files, and seconds; and what a file
+    system must deliver a second for GPUs of each rate, in all and to a node."""
     if like and like.kind == kind:
         size = -(-clips * like.bytes // like.items)
         tars = min(clips, max(1, round(size / (options.shard_mb * 1e6))))
@@ -149,59 +155,21 @@ def kind_figures(
         clip = clip_bytes(kind, load_preset(options.preset).audio, seconds, options.format)
         tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
         size = set_bytes(clips, tars, item_bytes(clip))
-    share = min(options.gpus_per_node, options.gpus) / options.gpus
-    deliveries = []
-    for rate in options.rate:
-        items = rate * options.gpus
-        bytes_per_s = {"bytes_per_s": items * size / clips, "bytes_per_s_per_node": items * size / clips * share}
-        deliveries.append({"samples_per_s_per_gpu": rate, "items_per_s": items, **bytes_per_s})
-    return {
-        "kind": kind,
-        "bytes_per_clip": size / clips,
-        "bytes": size,
-        "tars": tars,
-        "inodes": 2 * tars + FOLDER_INODES,
-        "copy_s": 8 * size / (options.link * 1e9) if options.link else None,
-        "write_s": size / (options.disk_mb_per_s * 1e6),
-        "deliveries": deliveries,
+    found = {
+        "a clip, in its tar": f"{round(size / clips):,} B",
+        "all": amount(size),
+        f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
+        f"inodes ({2 * clips:,} as single files)": f"{2 * tars + FOLDER_INODES:,}",
     }
-
-
-def table(about: dict[str, Any], like: Found | None, options: argparse.Namespace) -> str:
-    """A column a kind, and what its figures rest on."""
-    clips, seconds, kinds = about["clips"], about["seconds"], about["kinds"]
-    rows = [
-        (f"{clips:,} clips of {digits(seconds)} s", *(each["kind"] for each in kinds)),
-        ("a clip, in its tar", *(f"{round(each['bytes_per_clip']):,} B" for each in kinds)),
-        ("all", *(amount(each["bytes"]) for each in kinds)),
-        (f"tars of about {digits(options.shard_mb)} MB", *(f"{each['tars']:,}" for each in kinds)),
-        (f"inodes ({2 * clips:,} as single files)", *(f"{each['inodes']:,}" for each in kinds)),
-    ]
     if options.link:
-        rows.append((f"copied at {digits(options.link)} Gbit/s in", *(duration(each["copy_s"]) for each in kinds)))
-    rows.append((f"written at {digits(options.disk_mb_per_s)} MB/s in", *(duration(each["write_s"]) for each in kinds)))
-    nodes = math.ceil(options.gpus / options.gpus_per_node)
-    rows += [("",), (f"What {options.gpus:,} GPU(s) on {nodes:,} node(s) ask of the file system",)]
-    for given in zip(*(each["deliveries"] for each in kinds), strict=True):
-        rate = digits(given[0]["samples_per_s_per_gpu"])
-        rows.append((f"at {rate} samples/s a GPU", *(f"{digits(each['items_per_s'])} items/s" for each in given)))
-        rows.append(("  all nodes", *(f"{amount(each['bytes_per_s'])}/s" for each in given)))
-        rows.append(("  a node", *(f"{amount(each['bytes_per_s_per_node'])}/s" for each in given)))
-    width = max(len(name) for name, *cells in rows if cells)
-    lines = [f"{name:<{width}}{''.join(f'{cell:>18}' for cell in cells)}".rstrip() for name, *cells in rows]
-    if like:
-        lines.append(f"\n{like.kind}: as in {like.items:,} items of {amount(like.bytes)} that are there")
-    if not (like and like.kind == "encoded"):
-        per_s, what = ENCODED[options.format]
-        typical = f"{options.format} of {per_s:,} bytes a second ({what})"
-        lines.append(f"\nencoded: {typical}; --like measures shards that are there")
-    lines.append(
-        "Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes."
-    )
-    lines.append(
-        "Times are at the full rate of link and disk; file systems are asked for whole items, none kept in memory."
-    )
-    return "\n".join(lines)
+        found[f"copied at {digits(options.link)} Gbit/s in"] = duration(8 * size / (options.link * 1e9))
+    found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
+    for rate in options.rate:
+        in_all, at = rate * options.gpus * size / clips, f"at {digits(rate)} samples/s a GPU"
+        found[at] = f"{digits(rate * options.gpus)} items/s"
+        found[f"{at}, bytes"] = f"{amount(in_all)}/s"
+        found[f"{at}, to a node"] = f"{amount(in_all * min(options.gpus_per_node, options.gpus) / options.gpus)}/s"
+    return found
 
 
 def digits(value: float) -> str:

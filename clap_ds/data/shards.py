@@ -1,11 +1,9 @@
 """Real audio and captions from WebDataset tars, decoded in worker processes.
 
-Each worker goes through its part of them again and again, in a new order each time (`shard_reader`), and sends small pieces of
-a micro-batch with news of the items it had to skip and of where it stands. A worker that finds nothing usable in a whole pass
-says so in its last piece, for an exception would reach the main process as a traceback in a string.
-
-Pieces rather than whole micro-batches: 616 ten-second clips are 1.2 GB, and each worker would hold several. Their audio lies in
-memory that the processes share and use again and again (`shared_memory`): new memory for each would cost as much as reading it.
+Each worker goes through its part again and again, in a new order each time (`shard_reader`), and sends small pieces of a
+micro-batch with news of the items it had to skip and of where it stands: 616 ten-second clips are 1.2 GB, and each worker would
+hold several. Their audio lies in memory that the processes share and use again and again (`shared_empty`): new memory for each
+would cost as much as reading it. Why a worker gave up is in its last piece, for an exception would arrive as a traceback.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.front_end import Kind
-from clap_ds.data.shard_list import deal_out, expand_sources, note, share_out
+from clap_ds.data.shard_list import Source, deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
-from clap_ds.data.shared_memory import lock_pages, shared_empty, unlock_pages
 from clap_ds.data.supply import Supply
-from clap_ds.data.workers import Loader
+from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10
@@ -60,42 +57,21 @@ class ShardPieces:
     ) -> None:
         sources = expand_sources(data.shards)
         self._kind = kind_of(sources, spec.model)
-        all_shards = [shard for source in sources for shard in source.shards]
-        samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
-        self._num_samples = sum(samples) if samples else None
-        piece_size = min(spec.micro_batch, PIECE_SIZE)
-        contents: Any = [[source.shards, source.weight] for source in sources]
-        self._has_epochs = data.has_epochs and bool(self._num_samples)
-        if self._has_epochs and samples:
-            shuffled = data.shuffle_buffer > 0
-            shares = deal_out(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
-            contents = [contents, samples]
-        else:
-            shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
-        order = {
-            "ranks": spec.world_size,
-            "workers per rank": len(shares),
-            "rows in a piece": piece_size,
-            "seed": spec.seed,
-            "clap.data.shuffle_buffer": data.shuffle_buffer,
-            "clap.data.sampling": data.sampling,
-            "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
-        }
-        self._micro_batch = spec.micro_batch
-        self._num_shards = len(all_shards)
+        self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
+        shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
         # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.
         self._state: dict[str, Any] = {"source": "shards", "order": order, "origin": 0, "samples": 0}
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
         next_worker, positions = self._state["next_worker"], self._state["positions"]
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
-        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
-        self.num_workers = len(shares) if data.num_workers else 0
+        piece_size = order["rows in a piece"]
         # Two micro-batches in all wait ahead of the one in use; each worker also keeps its part of that, and fills another.
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
         self._memory = _shared_rows(self._kind, data, spec, (len(shares), ahead + in_use, piece_size))
+        tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
+        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
@@ -116,6 +92,32 @@ class ShardPieces:
                 weakref.finalize(self, unlock_pages, self._memory).atexit = False
             else:
                 note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
+
+    def _share(
+        self, sources: list[Source], data: ShardData, spec: BatchSpec, *, needs_epochs: bool
+    ) -> tuple[list[list[Source]], dict[str, Any]]:
+        """What each worker reads, and all that the order of samples follows from."""
+        all_shards = [shard for source in sources for shard in source.shards]
+        samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
+        self._num_shards, self._num_samples = len(all_shards), sum(samples) if samples else None
+        self._has_epochs = data.has_epochs and bool(self._num_samples)
+        piece_size = min(spec.micro_batch, PIECE_SIZE)
+        contents: Any = [[source.shards, source.weight] for source in sources]
+        if self._has_epochs and samples:
+            shuffled = data.shuffle_buffer > 0
+            shares = deal_out(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
+            contents = [contents, samples]
+        else:
+            shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
+        return shares, {
+            "ranks": spec.world_size,
+            "workers per rank": len(shares),
+            "rows in a piece": piece_size,
+            "seed": spec.seed,
+            "clap.data.shuffle_buffer": data.shuffle_buffer,
+            "clap.data.sampling": data.sampling,
+            "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
+        }
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume where `state` stood; where that can't be exact, in a new order."""

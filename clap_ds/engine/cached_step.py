@@ -10,14 +10,15 @@ it takes those of each rank in data parallelism. The gradient is exact for the m
 the one that a single large batch would train. Leaves boundaries, backward passes and the update to the engine.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
-from clap_ds.engine.random_state import random_state, restore_random_state
 from clap_ds.model.clap import ClapModel
 
 REPEAT_TOLERANCE = 1e-2
@@ -92,3 +93,25 @@ class FeatureCache:
                 " so gradients would be wrong; something in the model draws random numbers that can't be drawn again (set"
                 " clap.compile off, or dropout, drop_path and spec_augment)"
             )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as plain tensors and
+    numbers that `torch.load(weights_only=True)` reads."""
+    _, keys, *others = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
+    }
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put `random_state` back. One captured without a GPU leaves the GPU's generator as it is."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    random.setstate(state["python"])
+    keys, *others = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

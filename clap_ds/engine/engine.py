@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
+from clap_ds.engine.building import wrap
 from clap_ds.engine.cached_step import FeatureCache
 from clap_ds.engine.compiled import compile_model
+from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import LOSSES, build_loss
 from clap_ds.engine.optimizer import FlatStep
-from clap_ds.engine.wrapping import wrap
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.ranks import watch
@@ -33,10 +35,6 @@ from clap_ds.record.clock import PhaseTimer
 
 MOST_SKIPPED = 40
 """Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
-
-
-class NonFiniteError(RuntimeError):
-    """The loss, its gradient or the weights became NaN or infinite."""
 
 
 class ClapEngine:
@@ -65,7 +63,7 @@ class ClapEngine:
             convert(self.model)
         self._cuda_graphs = run.clap.cuda_graphs
         compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
-        self.loss = build_loss(run.clap.loss, run.precision)
+        self.loss: Any = build_loss(run.clap.loss, run.precision)
         self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
         if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:

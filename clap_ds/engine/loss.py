@@ -30,10 +30,6 @@ from clap_ds.ranks.agreement import rank, world_size
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-Loss = Callable[..., Tensor]
-"""(audio_BD, text_BD, logit_scale, logit_bias, *, captions_B) → this rank's loss: see `SoftmaxLoss.__call__`."""
-
-
 class SoftmaxLoss:
     """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
@@ -87,13 +83,11 @@ class SoftmaxLoss:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and the mean over
             ranks of its gradients, which is what data parallelism takes, is that loss's gradient.
         """
-        audio, text = self._gather("audio", audio_BD), self._gather("text", text_BD)
+        audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
+        text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
         captions_N = gather_captions(captions_B)
         loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), captions_N, self._tile)
         return loss
-
-    def _gather(self, name: str, features_BD: Tensor) -> _Gather:
-        return self._early.pop(name) if name in self._early else _Gather(features_BD, self._wire_dtype)
 
 
 class SigmoidLoss:
@@ -205,7 +199,10 @@ class _Sigmoid(torch.autograd.Function):
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
         for distance, other_audio, other_text in _round_the_ring(audio, text):
-            positive_BB = None if captions_N is None else _same_captions(captions_N, len(audio), distance)
+            positive_BB = None
+            if captions_N is not None:
+                captions_RB = captions_N.view(world_size(), -1)
+                positive_BB = captions_RB[rank(), :, None] == captions_RB[rank() - distance]
             similarity_BB = similarities(audio, other_text, scale.dtype)
             row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0, positive_BB)
             loss += row_loss_BB.sum()
@@ -231,12 +228,6 @@ class _Sigmoid(torch.autograd.Function):
         return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
 
 
-def _same_captions(captions_N: Tensor, num_local: int, distance: int) -> Tensor:
-    """Whether captions of this rank's pairs equal those of the rank at a distance round the ring, (B, B) bool."""
-    captions_RB = captions_N.view(-1, num_local)
-    return captions_RB[rank(), :, None] == captions_RB[(rank() - distance) % len(captions_RB)]
-
-
 def _sigmoid_terms(logits_BB: Tensor, paired: bool, positive_BB: Tensor | None) -> tuple[Tensor, Tensor]:
     """-log σ(z·logit) of a block and its derivative by the logit; z is 1 where `positive_BB` says so or, without, with `paired`
     on the diagonal."""
@@ -257,11 +248,8 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
     for distance in range(size):
         requests, arriving = [], torch.empty_like(held)
         if distance < size - 1:
-            exchange = [
-                dist.P2POp(dist.isend, held, (number + 1) % size),
-                dist.P2POp(dist.irecv, arriving, (number - 1) % size),
-            ]
-            requests = dist.batch_isend_irecv(exchange)
+            onwards = dist.P2POp(dist.isend, held, (number + 1) % size)
+            requests = dist.batch_isend_irecv([onwards, dist.P2POp(dist.irecv, arriving, (number - 1) % size)])
         yield distance, held[0], held[1]
         for request in requests:
             request.wait()
@@ -287,13 +275,13 @@ class LossKind:
     """What there is to know of one `clap.loss.kind`.
 
     Attributes:
-        build: the loss, by its settings and the type in which features travel.
+        build: the loss, called as `SoftmaxLoss` is, by its settings and the type in which features travel.
         needs_bias: the model learns a logit bias for it.
         gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
-    build: Callable[[LossSettings, torch.dtype], Loss]
+    build: Callable[[LossSettings, torch.dtype], Callable[..., Tensor]]
     needs_bias: bool
     gathers_early: bool
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
@@ -306,7 +294,7 @@ LOSSES = {
 """By `clap.loss.kind`."""
 
 
-def build_loss(settings: LossSettings, precision: str) -> Loss:
+def build_loss(settings: LossSettings, precision: str) -> Any:
     """A run's contrastive loss; `precision` is `RunSettings.precision`."""
     by_default = "bf16" if precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
     wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32

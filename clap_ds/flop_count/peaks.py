@@ -17,14 +17,6 @@ TRAINING_OVER_FORWARD = 3
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Dense bf16 rate of one device in TFLOPS, and where it is stated."""
-
-    tflops: float
-    source: str
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One kind of GPU as its data sheet has it. What only plans ask for is 0 where plans aren't made for it.
 
@@ -62,9 +54,7 @@ _AMD = "AMD Instinct {} data sheet (2023)"
 _TABLE = (
     Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
     Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
-    Gpu(
-        "A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0, no bridges", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32
-    ),
+    Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32),
     Gpu("A100-PCIE-40GB", 312, _A100),
     Gpu("A800-SXM4-40GB, A800-SXM4-80GB, A800 80GB PCIe", 312, _A800),
     Gpu("A30", 165, "NVIDIA A30 data sheet"),
@@ -100,14 +90,14 @@ def _plain(device_name: str) -> str:
     return " ".join(word for word in words if word not in ("nvidia", "amd", "instinct"))
 
 
-_PEAKS = {_plain(name): Peak(gpu.bf16_tflops, gpu.source) for gpu in _TABLE for name in gpu.names.split(", ")}
+_BY_DEVICE = {_plain(name): gpu for gpu in _TABLE for name in gpu.names.split(", ")}
 
 
-def peak_for(device_name: str, override_tflops: float | None = None) -> Peak | None:
-    """The peak of a device: what `clap.hardware.peak_tflops` says, else what the table has under the whole name, else None."""
+def peak_for(device_name: str, override_tflops: float | None = None) -> Gpu | None:
+    """The device with its peak, by `clap.hardware.peak_tflops`, else by its whole name in the table; None for others."""
     if override_tflops is not None:
-        return Peak(override_tflops, "clap.hardware.peak_tflops")
-    return _PEAKS.get(_plain(device_name))
+        return Gpu(device_name, override_tflops, "clap.hardware.peak_tflops")
+    return _BY_DEVICE.get(_plain(device_name))
 
 
 def gpu_named(name: str) -> Gpu:
@@ -147,11 +137,11 @@ def utilization(
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
     return {
-        "mfu_published_percent": None if peak is None else 100 * published / peak.tflops,
-        "mfu_model_percent": None if peak is None else 100 * achieved / peak.tflops,
-        "hfu_percent": None if peak is None else 100 * hardware / peak.tflops,
+        "mfu_published_percent": None if peak is None else 100 * published / peak.bf16_tflops,
+        "mfu_model_percent": None if peak is None else 100 * achieved / peak.bf16_tflops,
+        "hfu_percent": None if peak is None else 100 * hardware / peak.bf16_tflops,
         "achieved_tflops": achieved,
         "hardware_tflops": hardware,
-        "peak_tflops": None if peak is None else peak.tflops,
+        "peak_tflops": None if peak is None else peak.bf16_tflops,
         "peak_source": missing if peak is None else peak.source,
     }

@@ -19,6 +19,7 @@ FRAGMENTATION = 0.03
 """Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
 MULTIPLE = 8
 """Micro-batches are looked for in multiples of this."""
+LEAP, MOST_TRIES = 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
@@ -40,19 +41,18 @@ def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, 
 def largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit_gib: float) -> int | None:
     """Largest multiple of 8 whose peak is within the limit; None where 8 is too much.
 
-    Peaks are taken to grow with the size, between two known ones in proportion to it: the next size tried is where the limit
-    would be met.
+    Each peak takes a recorded step, so that few are tried: next, where the line through the last two meets the limit.
     """
-    fits, too_large = 0, max(1, start // MULTIPLE)  # in multiples
-    below, above = 0.0, peak_gib(MULTIPLE * too_large)
-    while above <= limit_gib:
-        fits, below, too_large = too_large, above, 2 * too_large
-        above = peak_gib(MULTIPLE * too_large)
-    while too_large - fits > 1:
-        share = (limit_gib - below) / (above - below)
-        size = min(max(fits + int(share * (too_large - fits)), fits + 1), too_large - 1)
-        peak = peak_gib(MULTIPLE * size)
-        fits, below, too_large, above = (
-            (size, peak, too_large, above) if peak <= limit_gib else (fits, below, size, peak)
-        )
-    return MULTIPLE * fits or None
+    peaks = {start: peak_gib(start)}
+    last, share = start, limit_gib / peaks[start]
+    wanted = start * (max(share, 2) if share >= 1 else share)
+    for _ in range(MOST_TRIES):
+        size = max(int(wanted) // MULTIPLE, 1) * MULTIPLE
+        if size in peaks:
+            break
+        peaks[size] = peak_gib(size)
+        before, last = last, size
+        slope = (peaks[last] - peaks[before]) / (last - before)
+        # Small batches may need less than what the update of the weights does, which doesn't grow.
+        wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
+    return max((size // MULTIPLE * MULTIPLE for size, peak in peaks.items() if peak <= limit_gib), default=0) or None

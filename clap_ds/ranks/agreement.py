@@ -5,7 +5,8 @@ Without a process group this is the only rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -55,13 +56,20 @@ def agree(problem: str | None) -> None:
 
 def together(build: Callable[[], T]) -> T:
     """Build something on every rank; where `build` raises ValueError on any, an AgreedError on all."""
-    problem, built = None, []
+    with agreed():
+        built = build()
+    return built
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What every rank does in here; where one raises ValueError, an AgreedError on all at the end."""
+    problem = None
     try:
-        built = [build()]
+        yield
     except ValueError as error:
         problem = str(error)
     agree(problem)
-    return built[0]
 
 
 def on_first(task: Callable[[], T]) -> T:

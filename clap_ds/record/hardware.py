@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -58,7 +57,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
     tell_allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not every torch tells
     return {
         "python": platform.python_version(),
-        "versions": {"clap_ds": places.VERSION, **{name: _version(name) for name in PACKAGES}},
+        "versions": {"clap_ds": places.VERSION, **{name: places.version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "driver": _driver() if on_gpu else None,
@@ -83,12 +82,6 @@ def _command() -> list[str]:
             if sys.argv[0] in command[1:] and "deepspeed.launcher.launch" not in command:
                 return command
     return [sys.executable, *sys.argv]
-
-
-def _version(package: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _driver() -> str | None:

@@ -3,6 +3,7 @@
 Rank 0 warns of each once. Which batches a step is made of is the schedule's.
 """
 
+import random
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -50,6 +51,19 @@ def with_captions_compared(
                 if not sizes and session.ranks.is_first:
                     _report(session, float(torch.cat(compared).double().mean()))
         yield batch
+
+
+def shuffled_captions(session: Session) -> Iterator[Batch]:
+    """The session's batches with captions moved on by a random number of clips: none keeps its own, and where batches are drawn
+    at random, a caption says nothing of its clip."""
+    generator = random.Random(f"seed {session.run.clap.seed}, rank {session.ranks.rank}")
+    for batch in session.batches:
+        distance = generator.randrange(1, max(2, len(batch)))
+        input_ids, attention_mask = (ids.roll(distance, 0) for ids in (batch.input_ids, batch.attention_mask))
+        shuffled = Batch(batch.audio, input_ids, attention_mask, num_tokens=batch.num_tokens)
+        if batch.packed is not None:
+            shuffled.pack()
+        yield shuffled
 
 
 def _have_equals(captions_B: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Checkpoints of a training run: saved by all ranks together, rotated, found again and resumed from.
+"""Checkpoints of a training run: saved by all ranks together, found again, and deleted where newer and better ones make them
+superfluous or the disk is full.
 
-How they lie on the disk is left to `clap_ds.weights.checkpoint_files`, copies elsewhere to `remote`. When to save, and what a
-data position is, is the trainer's; what an engine's state is, `clap_ds.engine.state`'s.
+Only the run's own are deleted, and none that isn't whole: what another run has written, or what can't be read, is for a person
+to delete. How they lie on the disk is left to `clap_ds.weights.checkpoint_files`, copies elsewhere to `remote`, an engine's
+state to `restoring`.
 """
 
 import io
@@ -20,16 +22,16 @@ import torch
 from clap_ds.config.files import FULL
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine.engine import ClapEngine, NonFiniteError
-from clap_ds.engine.random_state import random_state
+from clap_ds.engine.cached_step import random_state
+from clap_ds.engine.ending import NonFiniteError
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
 from clap_ds.ranks.agreement import gather, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock, HeldError
-from clap_ds.training.remote import BackgroundSync, RemoteFolder
-from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, none_is_good, restore, restore_weights
-from clap_ds.training.rotation import Rotation
+from clap_ds.training.remote import BackgroundSync
+from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, find_newest, restore, restore_weights
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, Manifest, warn, write_file
@@ -47,6 +49,9 @@ class CheckpointFolder:
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
         run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
+
+    Attributes:
+        most: checkpoints that can be there at a time.
     """
 
     def __init__(
@@ -59,18 +64,15 @@ class CheckpointFolder:
         run: RunSettings | None = None,
     ) -> None:
         self.path = Path(path).absolute()
-        self._settings = settings or CheckpointSettings()
-        self._tokenizer = tokenizer
-        self._lock = lock
-        self._run = run
+        self._rule = settings or CheckpointSettings()
+        self.most = self._rule.keep_last + self._rule.keep_best + 1
+        self._tokenizer, self._lock, self._run = tokenizer, lock, run
+        self._run_id = ""
+        self._damaged: dict[str, str] = {}
         self._verified: Path | None = None
         self._sync: BackgroundSync | None = None
-        self._rotation = Rotation(
-            self.path, self._settings, lambda old: self._sync is not None and self._sync.is_copying(old)
-        )
-        sync_to = self._settings.sync_to
-        if rank() == 0 and sync_to is not None:
-            self._sync = BackgroundSync(sync_to, self._settings)
+        if rank() == 0 and self._rule.sync_to is not None:
+            self._sync = BackgroundSync(self._rule.sync_to, self._rule)
 
     @doing("saving a checkpoint")
     def save(
@@ -100,8 +102,8 @@ class CheckpointFolder:
             return SavedCheckpoint(progress.step, begin, time.time(), problem=str(error))
         if rank() == 0:
             self._verified = path
-            self._rotation.delete_superfluous()
-            rule = self._settings
+            self._delete_superfluous()
+            rule = self._rule
             if finite and rule.keep_best and rule.best_by is not None and rule.best_by not in finite:
                 warn(f"clap.checkpoint.best_by: {rule.best_by!r} is not among the metrics: {', '.join(sorted(finite))}")
             if self._sync is not None:
@@ -117,13 +119,18 @@ class CheckpointFolder:
         """
         return on_first(self._find_newest)
 
-    def begin(self, run: str) -> None:
+    def begin(self, run_id: str) -> None:
         """A new run, of this id, saves here from now on; other runs' checkpoints are left alone."""
-        self._rotation.run = run
+        self._run_id = run_id
 
-    def was_begun_by(self, run: str) -> bool:
+    def was_begun_by(self, run_id: str) -> bool:
         """Whether the newest checkpoint here is one of this run's. A collective; raises ValueError where that can't be told."""
-        return on_first(lambda: self._was_begun_by(run))
+
+        damaged: dict[str, str] = {}
+        runs, why = on_first(lambda: ([each.run for each in files.read_all(self.path, damaged).values()], damaged))
+        if why and run_id not in runs:
+            raise ValueError(f"whether this run has begun can't be told: {'; '.join(why.values())}")
+        return runs[:1] == [run_id]
 
     def whole(self) -> list[tuple[int, Path]]:
         """Steps and paths of the checkpoints that seem whole, the newest first. Looks at the disk of the rank that calls."""
@@ -136,22 +143,14 @@ class CheckpointFolder:
 
     @doing("loading a checkpoint")
     def load(self, path: str | Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
-        """Put the engine, and this rank's random number generators, in the state of a checkpoint. A collective.
-
-        The world size may be another one: ranks that the checkpoint has no generators for keep theirs. DeepSpeed unpickles its
-        file: resume only from checkpoints of your own. Of a folder of checkpoints the newest good one is taken. Settings that
-        have changed since are warned of.
-
-        Args:
-            accept_changes: of the tokenizer, the model, the precision, the optimiser or the trained towers, too; where the
-                optimiser's state doesn't fit any more, it begins anew.
+        """Put the engine, and this rank's random number generators, in the state of a checkpoint, or of the newest good one in
+        a folder. A collective; see `restore`.
 
         Raises:
-            ValueError: on all ranks: nothing there, damaged, not visible to every rank, changes that aren't accepted, or
-                weights of another model.
+            ValueError: on all ranks: nothing there, damaged, not visible to every rank, or refused by `restore`.
         """
         folder, manifest = on_first(lambda: self._checked(Path(path).absolute()))
-        self._rotation.run = manifest.run
+        self._run_id = manifest.run
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
@@ -176,7 +175,7 @@ class CheckpointFolder:
         if rank() != 0:
             return num_bytes, math.nan
         free = shutil.disk_usage(self.path).free
-        there = self._rotation.bytes_there()
+        there = sum(record.bytes for manifest in self._own().values() for record in manifest.files.values())
         if free + there < self.most * num_bytes:
             warn(
                 f"{self.path} has {free / 1e6:,.1f} MB free and {there / 1e6:,.1f} MB of this run's checkpoints; {self.most} of"
@@ -197,16 +196,16 @@ class CheckpointFolder:
         finally:
             files.clear_leftovers(self.path)
 
-    @property
-    def most(self) -> int:
-        """Checkpoints that can be there at a time."""
-        return self._settings.keep_last + self._settings.keep_best + 1
-
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
         """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
+
+    def release(self) -> None:
+        """Leave the folder to other runs."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _write(
         self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
@@ -221,7 +220,7 @@ class CheckpointFolder:
                     return self._write_once(engine, progress, states, metrics)
                 except OSError as error:
                     files.clear_leftovers(self.path)
-                    if error.errno not in FULL or not self._rotation.make_room():
+                    if error.errno not in FULL or not self._make_room():
                         raise
         except Exception as error:  # whatever it is, other ranks wait for an answer, and training can go on without
             if not isinstance(error, HeldError):
@@ -248,9 +247,9 @@ class CheckpointFolder:
             tokenizer=TOKENIZER if (draft / TOKENIZER).is_dir() else self._tokenizer,
             metrics=metrics,
             files=records,
-            run=self._rotation.run,
+            run=self._run_id,
             settings=self._run.resolved() if self._run is not None else {},
-            best_by=self._settings.best_by,
+            best_by=self._rule.best_by,
         )
         return files.publish(draft, manifest), sum(record.bytes for record in records.values())
 
@@ -272,31 +271,39 @@ class CheckpointFolder:
                 if path.is_file() and path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                     yield f"{TOKENIZER}/{path.name}", path.read_bytes()
 
-    def _was_begun_by(self, run: str) -> bool:
-        damaged: dict[str, str] = {}
-        runs = [manifest.run for manifest in files.read_all(self.path, damaged).values()]
-        if damaged and run not in runs:
-            raise ValueError(f"whether this run has begun can't be told: {'; '.join(damaged.values())}")
-        return runs[:1] == [run]
-
     def _find_newest(self) -> Path | None:
-        local, sync_to = self._rotation.damaged, self._settings.sync_to
-        found, remote = files.newest_good(self.path, local), dict[str, str]()
-        if found is None and sync_to is not None:
-            try:
-                found = RemoteFolder(sync_to).download_newest(self.path, remote)
-            except Exception as error:  # of whatever type the file system's package has
-                raise ValueError(
-                    f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
-                    " clap.train.resume 'never' starts without"
-                ) from error
-        if found is None and (local or remote):
-            raise ValueError(none_is_good(self.path, [*local.values(), *remote.values()]))
-        self._verified = found
-        return found
+        self._verified = find_newest(self.path, self._rule.sync_to, self._damaged)
+        return self._verified
 
     def _checked(self, path: Path) -> tuple[Path, Manifest]:
         """The checkpoint, or the newest good one in that folder."""
         if path != self._verified:
             self._verified = files.find_checkpoint(path)
         return self._verified, Manifest.read(self._verified)
+
+    def _own(self) -> dict[str, Manifest]:
+        """The run's whole checkpoints, the newest first, by name."""
+        return {
+            name: manifest
+            for name, manifest in files.read_all(self.path).items()
+            if manifest.run == self._run_id and name not in self._damaged and files.seems_whole(self.path / name)
+        }
+
+    def _delete_superfluous(self) -> None:
+        try:
+            for name in files.superfluous(self._own(), self._rule):
+                if not (self._sync and self._sync.is_copying(self.path / name)):
+                    files.remove(self.path / name)
+        except OSError as error:
+            warn(f"an old checkpoint can't be deleted: {error}")
+
+    def _make_room(self) -> bool:
+        """Give up the oldest checkpoint that is none of the best, as long as another is left; False where there is none."""
+        own = self._own()
+        kept = files.best(own, self._rule.best_by)[: self._rule.keep_best]
+        for name in reversed(own):
+            if len(own) > 1 and name not in kept and not (self._sync and self._sync.is_copying(self.path / name)):
+                warn(f"the disk is full: {name} is given up for a newer checkpoint")
+                files.remove(self.path / name)
+                return True
+        return False

@@ -3,16 +3,20 @@
 import shlex
 from pathlib import Path
 
+from clap_ds.config.settings import RunSettings
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
 from clap_ds.training.batches import too_few_items
-from clap_ds.training.schedule import Schedule
-from clap_ds.training.start import TrainingStart
+from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.schedule import Schedule, TrainingProgress
+from clap_ds.training.start import Choices
 
 
-def introduce(session: Session, start: TrainingStart, schedule: Schedule) -> None:
+def introduce(
+    session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule, choices: Choices
+) -> None:
     """Say what is ahead: steps, and what checkpoints will cost."""
-    run, progress, checkpoints = session.run, start.progress, start.checkpoints
+    run = session.run
     size, seconds = checkpoints.estimate(session.engine)
     if not session.ranks.is_first:
         return
@@ -38,7 +42,7 @@ def introduce(session: Session, start: TrainingStart, schedule: Schedule) -> Non
         schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples),
         too_few_items(session),
     ]
-    if (skipped := start.choices.skip_steps) is not None and not progress.step < skipped[0] <= last:
+    if (skipped := choices.skip_steps) is not None and not progress.step < skipped[0] <= last:
         ahead = f"steps {progress.step + 1} to {last} are ahead" if steps else "no step is ahead"
         warnings.append(f"--skip_steps {skipped[0]}-{skipped[1]}: there is nothing to leave out: {ahead}")
     for warning in filter(None, warnings):
@@ -51,10 +55,10 @@ def introduce(session: Session, start: TrainingStart, schedule: Schedule) -> Non
     )
 
 
-def conclude(session: Session, start: TrainingStart, schedule: Schedule) -> None:
+def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule, folder: Path) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
-    clap, progress, folder = session.run.clap, start.progress, shlex.quote(str(start.checkpoints.path))
-    if why := progress.why_over(session.run):
+    clap, quoted = run.clap, shlex.quote(str(folder))
+    if why := progress.why_over(run):
         print(why, flush=True)
     elif not schedule.is_done(progress.samples):
         return
@@ -62,25 +66,32 @@ def conclude(session: Session, start: TrainingStart, schedule: Schedule) -> None
     shards = clap.evaluation.retrieval.shards if clap.evaluation.retrieval else "SHARDS"
     print(
         f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  python clap_ds/evaluate.py {folder} --retrieval {shlex.join([shards] if isinstance(shards, str) else shards)}\n"
-        f"  python -m clap_ds.weights.export {folder} FOLDER",
+        f"  python clap_ds/evaluate.py {quoted} --retrieval {shlex.join([shards] if isinstance(shards, str) else shards)}\n"
+        f"  python -m clap_ds.weights.export {quoted} FOLDER",
         flush=True,
     )
 
 
-def how_to_go_on(session: Session, start: TrainingStart) -> str:
-    """After an error of numbers. A collective."""
-    found: list[tuple[int, Path]] = on_first(start.checkpoints.whole)
-    first, last = (found[0][0] if found else 0) + 1, session.engine.steps
-    if (skipped := start.choices.skip_steps) is not None and first <= skipped[0] <= last:
+def same_command(run: RunSettings, choices: Choices) -> str:
+    """What to type to go on from the newest checkpoint."""
+    once = [f"--{name}" for name in ("restart", "from_weights") if getattr(choices, name) not in (False, None)]
+    resume = ", with clap.train.resume 'auto'," if run.clap.train.resume == "never" else ""
+    return f"the same command{' without ' + once[0] if once else ''}{resume}"
+
+
+def how_to_go_on(run: RunSettings, checkpoints: CheckpointFolder, choices: Choices, last: int) -> str:
+    """After numbers that weren't finite in step `last` or before. A collective."""
+    found: list[tuple[int, Path]] = on_first(checkpoints.whole)
+    first, again = (found[0][0] if found else 0) + 1, same_command(run, choices)
+    if (skipped := choices.skip_steps) is not None and first <= skipped[0] <= last:
         first, last = skipped[0], skipped[1] + last - skipped[0] + 1  # the batches left out, and those trained on since
-    again = (
-        f"Nothing of it is saved: {start.same_command} goes on from step {found[0][0]}"
+    saved = (
+        f"Nothing of it is saved: {again} goes on from step {found[0][0]}"
         if found
-        else (f"Nothing has been saved: {start.same_command} begins anew")
+        else f"Nothing has been saved: {again} begins anew"
     )
     earlier = f"; go back further (clap.train.resume {str(found[1][1])!r})" if len(found) > 1 else ""
     return (
-        f"{again}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, last)}), take a lower learning"
+        f"{saved}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, last)}), take a lower learning"
         f" rate (optimizer.params.lr), a longer warm-up or gradient_clipping{earlier}"
     )

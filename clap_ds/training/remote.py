@@ -13,36 +13,40 @@ import shutil
 import sys
 import threading
 import uuid
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import SimpleQueue
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
+from clap_ds.ranks.agreement import on_first
 from clap_ds.ranks.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
-FIELD = "clap.checkpoint.sync_to"
 ATTEMPTS = 6
 """Beyond those that file systems' packages make by themselves."""
 FIRST_WAIT_S = 2.0  # doubled after each failure
-LONGEST_WAIT_S = 60.0
 TRY_S = 30.0
 """Longest that a target may take for a first file, before training."""
 
 
-def try_target(url: str) -> None:
-    """Write a small file there and delete it; ValueError where that isn't possible, or takes longer than `TRY_S`."""
+def try_target(url: str | None) -> None:
+    """Write a small file there on rank 0 and delete it; ValueError where that isn't possible, or takes longer than `TRY_S`.
+    Nothing where there is no target. A collective."""
+    if url is not None:
+        on_first(lambda: _try_target(url))
+
+
+def _try_target(url: str) -> None:
     try:
         within(TRY_S, lambda: RemoteFolder(url).try_writing())
     except Exception as error:  # of whatever type the file system's package has
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{FIELD}: {url} can't be written ({reason}); credentials come from the environment. Name a place that can be"
-            " written, or leave sync_to out"
+            f"clap.checkpoint.sync_to: {url} can't be written ({reason}); credentials come from the environment. Name a place"
+            " that can be written, or leave sync_to out"
         ) from error
 
 
@@ -143,22 +147,18 @@ def _begun_by(run: str) -> str:
 
 
 class BackgroundSync:
-    """Copies finished checkpoints to a URL from a thread, one after the other; copies are rotated by `rule`, as locally. After
-    one that failed the next ones are tried once each, until one succeeds."""
+    """Copies finished checkpoints to a URL from a thread, one after the other; copies are rotated by `rule`, as locally. A run
+    ends without waiting for threads."""
 
     def __init__(self, url: str, rule: CheckpointSettings) -> None:
         self._url, self._rule = url, rule
         self._copies: dict[Path, Future[bool]] = {}
-        self._waiting: SimpleQueue[tuple[Path, Future[bool]] | None] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "checkpoint sync")
         self._closed = threading.Event()
-        self._attempts = ATTEMPTS
-        # Not an executor's: the end of the process would wait for a copy that hangs.
-        threading.Thread(target=self._work, name="checkpoint sync", daemon=True).start()
 
     def submit(self, checkpoint: Path) -> None:
         """Copy this checkpoint when its turn comes. If it has been rotated away by then, it is left out."""
-        copy = self._copies[checkpoint] = Future()
-        self._waiting.put((checkpoint, copy))
+        self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
 
     def is_copying(self, checkpoint: Path) -> bool:
         """Whether it is being read at this moment."""
@@ -172,27 +172,19 @@ class BackgroundSync:
         late = wait(self._copies.values(), limit_s).not_done
         left = [path for path, copy in self._copies.items() if copy in late or not copy.result()]
         self._closed.set()
-        self._waiting.put(None)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
-            within = f" within {limit_s:,.0f} s" if late else ""
+            in_time = f" within {limit_s:,.0f} s" if late else ""
             warn(
-                f"{len(left)} checkpoints have not been copied to {self._url}{within}: {', '.join(map(str, left))}."
+                f"{len(left)} checkpoints have not been copied to {self._url}{in_time}: {', '.join(map(str, left))}."
                 f" To copy one by hand, its {MANIFEST} last: {copy_command(left[-1], self._url)}"
             )
         return left
 
-    def _work(self) -> None:
-        while (task := self._waiting.get()) is not None and not self._closed.is_set():
-            checkpoint, copy = task
-            copy.set_running_or_notify_cancel()
-            arrived = self._copy(checkpoint)
-            self._attempts = ATTEMPTS if arrived else 1
-            copy.set_result(arrived)
-
     def _copy(self, checkpoint: Path) -> bool:
         """Whether it is there, or needn't be."""
         wait_s = FIRST_WAIT_S
-        for attempt in range(1, self._attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 if checkpoint.exists():
                     remote = RemoteFolder(self._url)
@@ -200,19 +192,18 @@ class BackgroundSync:
                     remote.rotate(self._rule, Manifest.read(checkpoint).run)
                 return True
             except Exception as error:  # of whatever type the file system's package has
-                again = attempt < self._attempts and not self._closed.is_set()
+                again = attempt < ATTEMPTS and not self._closed.is_set()
                 next_step = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
                 problem = f"{type(error).__name__}: {error}"
                 warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
                 if not again:
                     break
             self._closed.wait(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            wait_s *= 2
         return False
 
 
 def copy_command(checkpoint: Path, url: str) -> str:
     """For a shell: copies a checkpoint there as it would have been."""
     call = f"RemoteFolder({json.dumps(url)}).upload(Path({json.dumps(str(checkpoint))}))"
-    program = f"from clap_ds.training.remote import Path, RemoteFolder; {call}"
-    return shlex.join([sys.executable, "-c", program])
+    return shlex.join([sys.executable, "-c", f"from clap_ds.training.remote import Path, RemoteFolder; {call}"])

@@ -1,4 +1,4 @@
-"""An engine in the state of a checkpoint: all of it, or the weights alone, and what to say where that can't be."""
+"""The checkpoint to go on from, and an engine in its state: all of it, or the weights alone; what to say where none is good."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.random_state import restore_random_state
 from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.changes import compare
+from clap_ds.training.remote import RemoteFolder
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
@@ -70,7 +71,24 @@ def _progress(folder: Path) -> TrainingProgress:
     return TrainingProgress()
 
 
-def none_is_good(folder: Path, reasons: list[str]) -> str:
+def find_newest(folder: Path, sync_to: str | None, damaged: dict[str, str]) -> Path | None:
+    """The newest good checkpoint in a folder, brought there from `sync_to` if there is none; `damaged` gets why others in it
+    aren't, by name. Raises ValueError: `sync_to` can't be read, or there are checkpoints and not one is good."""
+    found, remote = files.newest_good(folder, damaged), dict[str, str]()
+    if found is None and sync_to is not None:
+        try:
+            found = RemoteFolder(sync_to).download_newest(folder, remote)
+        except Exception as error:  # of whatever type the file system's package has
+            raise ValueError(
+                f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
+                " clap.train.resume 'never' starts without"
+            ) from error
+    if found is None and (damaged or remote):
+        raise ValueError(_none_is_good(folder, [*damaged.values(), *remote.values()]))
+    return found
+
+
+def _none_is_good(folder: Path, reasons: list[str]) -> str:
     """What to say where there are checkpoints, and none is whole."""
     there = files.read_all(folder)
     whole = (manifest.step for name, manifest in there.items() if files.weights_are_whole(folder / name))

@@ -160,6 +160,10 @@ class TrainingProgress:
         """Seconds of training to the evaluation that reached what is wanted; None where nothing is, or none has."""
         return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
 
+    def data_of(self, rank: int) -> dict[str, Any] | None:
+        """Where a rank's data goes on; None: at the beginning."""
+        return self.data[rank % len(self.data)] if self.data else None
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from clap_ds.engine.session import STOP_SIGNALS
+from clap_ds.engine.ending import STOP_SIGNALS
 from clap_ds.ranks.failure import STOPPED, leave_word
 
 REPEAT_S = 5.0

@@ -84,21 +84,17 @@ def locate(path: str | Path, *, best: bool = False) -> Path:
 
 
 def _best(path: Path, manifests: dict[str, Manifest]) -> Path:
-    if not manifests:
-        raise ValueError(f"{path}: the best is asked for, of a folder of checkpoints, and this isn't one")
     metrics = sorted({manifest.best_by for manifest in manifests.values() if manifest.best_by})
-    if len(metrics) != 1:
-        found = f"name different metrics ({', '.join(metrics)})" if metrics else "name no metric"
-        raise ValueError(
-            f"{path}: which checkpoint is best can't be told: they {found} to tell it by; give one's own path"
-        )
-    ranked = files.best(manifests, metrics[0])
+    ranked = files.best(manifests, metrics[0]) if len(metrics) == 1 else []
     if (good := files.first_good(path, ranked, {})) is not None:
         return good
-    why = "those that were are damaged" if ranked else f"none was evaluated by {metrics[0]}"
-    raise ValueError(
-        f"{path}: which checkpoint is best can't be told: {why}; without asking for it the newest is taken"
-    )
+    if not manifests:
+        why = "this isn't a folder of checkpoints"
+    elif len(metrics) != 1:
+        why = f"they name {' and '.join(metrics) or 'no metric'} to tell it by"
+    else:
+        why = f"none that is whole was evaluated by {metrics[0]}"
+    raise ValueError(f"{path}: which checkpoint is best can't be told: {why}; give one's own path, or take the newest")
 
 
 def taken(path: Path) -> str:

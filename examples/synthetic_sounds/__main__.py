@@ -11,11 +11,11 @@ in its json, for zero-shot evaluation. For unseen clips take another seed, for c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import random
-import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -26,6 +26,7 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.model.tokenizer import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
@@ -105,20 +106,17 @@ def write_sounds(directory: Path, num_clips: int, num_shards: int, seed: int, va
 
 def _seconds_range(text: str) -> tuple[float, float]:
     low, _, high = text.partition("-")
-    try:
+    with contextlib.suppress(ValueError):
         if 0.1 <= float(low) <= float(high or low) <= 600:
             return float(low), float(high or low)
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"expected seconds such as 10 or 1-15, from 0.1 to 600, found {text!r}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
     description = "Make audio–caption shards of synthetic sounds, and a tokenizer."
     parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=description)
     add = parser.add_argument
     wordings = "of the captions: to train on, held out for evaluation (the same words newly combined), or all (default)"
-    formats = sorted(_SUBTYPES)
     add("directory", type=Path, metavar="DIR", help="new or empty folder to write to")
     add("--clips", type=whole_number(), default=256, metavar="N", help="sounds to make (default 256)")
     add("--shards", type=whole_number(), default=4, metavar="S", help="tar files to put them in (default 4)")
@@ -126,18 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=_seconds_range, default=(1.0, 15.0), metavar="1-15", help="length of the clips")
     add("--wordings", choices=get_args(Wordings), default="all", help=wordings)
     add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="one for all clips (default: varied)")
-    add("--format", choices=formats, help="one for all clips (default: varied)")
-    return parser
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    add("--format", choices=sorted(_SUBTYPES), help="one for all clips (default: varied)")
+    options = parser.parse_args(arguments)
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        parser.error(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
+        raise UserError(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
     if options.clips < options.shards:
-        parser.error(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
+        raise UserError(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
     low, high = options.seconds
     variety = Variety(
         low,
@@ -146,10 +139,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         encodings=tuple(encoding for encoding in ENCODINGS if encoding[0] == options.format)[:1] or ENCODINGS,
         wordings=options.wordings,
     )
-    try:
-        paths = write_sounds(directory, options.clips, options.shards, options.seed, variety)
-    except (OSError, soundfile.SoundFileError) as error:
-        parser.error(f"{directory} can't be written: {error}")
+    paths = write_sounds(directory, options.clips, options.shards, options.seed, variety)
     size = sum(path.stat().st_size for path in paths) / 1e6
     made = f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s), {size:.1f} MB"
     print(f"{made}: {directory}")
@@ -160,4 +150,4 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(main)

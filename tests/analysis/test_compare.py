@@ -38,16 +38,13 @@ def measured(generator: random.Random, offset: float, count: int, correlation: f
     return of_windows([factor * rate for rate in autoregressive(generator, count, correlation)])
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 3, 5])
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.7])
-def test_runs_of_one_configuration_get_a_verdict_in_one_of_twenty_comparisons_at_most(
-    repeats: int, correlation: float
-) -> None:
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_runs_of_one_configuration_get_a_verdict_in_one_of_twenty_comparisons_at_most(repeats: int) -> None:
     """By a bootstrap over windows, 42 to 55 of 100 such comparisons of single runs had one."""
     generator = random.Random(repeats)
     told = {"repeats": 0, "spread known": 0}
     for trial in range(200):
-        count, offset = (6, 10, 30)[trial % 3], (0.0, 0.02, 0.1)[trial // 3 % 3]
+        count, offset, correlation = (6, 10, 30)[trial % 3], (0.0, 0.02, 0.1)[trial // 3 % 3], (0.0, 0.7)[trial % 2]
         a, b = ([measured(generator, offset, count, correlation) for _ in range(repeats)] for _ in range(2))
         spreads = {"repeats": None} | ({"spread known": 100 * offset or None} if repeats == 1 else {})
         for name, spread in spreads.items():
@@ -58,14 +55,15 @@ def test_runs_of_one_configuration_get_a_verdict_in_one_of_twenty_comparisons_at
 
 def test_a_real_difference_is_told() -> None:
     generator = random.Random(0)
-    for speed, found, wrong in ((1.1, "B is faster", "B is slower"), (0.9, "B is slower", "B is faster")):
-        verdicts = []
+    for speed, found in ((1.1, "B is faster"), (0.9, "B is slower")):
+        ends = {"repeats": 0, "spread known": 0, "neither": 0}
         for _ in range(20):
             a, b = ([measured(generator, 0.01, 10, 0.3, each) for _ in range(3)] for each in (1.0, speed))
-            verdicts += [compare(a, b)[0].verdict, compare(a[:1], b[:1], 1.0)[0].verdict]
-        assert sum(verdict.endswith(found) for verdict in verdicts[::2]) >= 17
-        assert sum(verdict.endswith(found) for verdict in verdicts[1::2]) >= 10
-        assert not any(verdict.endswith(wrong) for verdict in verdicts)
+            for name, compared in (("repeats", compare(a, b)), ("spread known", compare(a[:1], b[:1], 1.0))):
+                ends[name if compared[0].verdict.endswith(found) else "neither"] += 1
+                assert compared[0].verdict.endswith((found, "not told apart"))
+        assert ends["repeats"] >= 17
+        assert ends["spread known"] >= 10
 
 
 def test_what_single_runs_say_and_what_they_do_not() -> None:
@@ -144,6 +142,5 @@ def test_tables_are_compared_scale_by_scale() -> None:
 
 def test_the_command_on_two_real_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     command(monkeypatch, compare_command.main, DATA / "deepspeed_2ranks.log", DATA / "deepspeed_failed.log")
-    printed = capsys.readouterr().out
     # Steps 10 to 40 of A and 10 to 20 of B, by running averages since step 2: B's 28,860 samples/s over A's 18,308.
-    assert "B / A = 1.5764 (" in printed
+    assert "B / A = 1.5764 (" in capsys.readouterr().out

@@ -4,7 +4,6 @@ import csv
 
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.table import format_cell
 from tests.analysis.samples import BASE, TINY
 
@@ -22,8 +21,3 @@ def test_every_published_digit_is_reproduced_but_for_those_that_do_not_follow() 
             for column, text in published.items():
                 expected = NOT_FOLLOWING.get((path, published["nodes"], column), text)
                 assert format_cell(column, getattr(row, column)) == expected, (published["nodes"], column)
-
-
-def test_mfu_is_absent_for_an_unknown_gpu_or_model() -> None:
-    assert published_mfu_percent("htsat_tiny_roberta_base", 623.7, None) is None
-    assert published_mfu_percent("micro", 623.7, 989.0) is None

@@ -30,22 +30,19 @@ def test_plus_minus_is_students_t_of_the_spread_that_all_scales_share_also_where
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", [(2,) * 4, (2,) * 6, (3, 1, 2, 4, 1)])
-def test_the_headline_efficiency_holds_the_truth_in_93_of_100(counts: tuple[int, ...]) -> None:
-    """2σ of two repeats held it in 78."""
-    generator, held = random.Random(sum(counts)), 0
-    for _ in range(800):
+def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
+    """Of two repeats of four scales, and of unlike numbers of five; 2σ of two repeats held it in 78."""
+    generator, held = random.Random(8), 0
+    for trial in range(600):
+        counts = ((2,) * 4, (3, 1, 2, 4, 1))[trial % 2]
         rates = [600 * 0.97**place for place in range(len(counts))]
         *_, last = scaling_table([
             run(2**place, rates[place] * math.exp(generator.gauss(0, 0.01)))
             for place, count in enumerate(counts) for _ in range(count)
         ])  # fmt: skip
-        assert last.scaling_efficiency_percent
-        assert last.scaling_efficiency_2sigma_percent
-        wrong = abs(last.scaling_efficiency_percent - 100 * rates[-1] / rates[0])
-        held += wrong <= last.scaling_efficiency_2sigma_percent
-    assert held >= 0.93 * 800
-    assert held <= 0.975 * 800  # nor is it wider than it says
+        wrong = abs((last.scaling_efficiency_percent or 0) - 100 * rates[-1] / rates[0])
+        held += wrong <= (last.scaling_efficiency_2sigma_percent or 0)
+    assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it wider than it says
 
 
 def test_a_scale_of_weak_and_strong_scaling_and_what_does_not_count_are_not_pooled_twice() -> None:
@@ -87,20 +84,10 @@ def test_an_outlier_is_named_and_kept(rates: list[float], outlier: str | None) -
     assert degrees_of(row.uncertainty_from) == len(rates) - 1
 
 
-def test_an_outlier_is_named_by_as_much_of_its_path_as_tells_it_from_the_others() -> None:
-    (row,) = scaling_table([run(1, rate, source=f"logs/try{at}/n1.log") for at, rate in enumerate((600, 601, 569))])
-    assert "569.0 samples/s/GPU in try2/n1.log, " in row.notes
-
-
-def test_a_tables_row_without_plus_minus_has_the_spread_of_the_others() -> None:
-    rows = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR])
-    assert rows[2].samples_per_s_per_gpu_2sigma == pytest.approx(80 * 2.7764 * DEVIATION, rel=1e-4)
-
-
-@pytest.mark.parametrize(("slow", "least", "most"), [(1.0, 0, 10), (0.89, 190, 200)])
+@pytest.mark.parametrize(("slow", "least", "most"), [(1.0, 0, 5), (0.89, 95, 100)])
 def test_a_slow_node_is_found_among_three_repeats_of_four_scales(slow: float, least: int, most: int) -> None:
     generator, named = random.Random(0), 0
-    for _ in range(200):
+    for _ in range(100):
         runs = [run(nodes, 600 * math.exp(generator.gauss(0, 0.01))) for nodes in (1, 2, 4, 8) for _ in range(3)]
         runs[6] = run(4, (runs[6].rate or 0) * slow, source="slow")
         notes = [row.notes for row in scaling_table(runs)]
@@ -108,7 +95,6 @@ def test_a_slow_node_is_found_among_three_repeats_of_four_scales(slow: float, le
     assert least <= named <= most
 
 
-def test_a_rate_that_no_gpu_has_is_said_and_left_out() -> None:
-    base, row = scaling_table([run(1, 100.0), run(2, 1e12), run(2, 90.0)])
-    assert (base.rate, row.rate, row.repeats) == (100.0, 90.0, 1)
-    assert "here: 1e+12 samples/s/GPU is more than any GPU can do, left out" in row.notes
+def test_a_tables_row_without_plus_minus_has_the_spread_of_the_others() -> None:
+    rows = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR])
+    assert rows[2].samples_per_s_per_gpu_2sigma == pytest.approx(80 * 2.7764 * DEVIATION, rel=1e-4)

@@ -43,6 +43,7 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
         ("nodes,gpus,Throughput (tokens/s)\n1,2,3\n", "no column samples.* in samples/s"),
         ("nodes,gpus,samples/s/node\n1,2,3\n", "no column samples.* in samples/s"),
         ("nodes,gpus,samples/min\n1,2,3\n", "no column samples.* in samples/s"),
+        ("nodes,gpus,samples/(s·GPU)\n1,2,3\n", "no column samples.* in samples/s"),
         ("gpus_per_node,gpus,samples/s\n4,6,3\n", "line 2: gpus is 6, no multiple of 4 GPUs per node"),
         (HEADER + "1,4,fast,2,3,4\n", "line 2: samples_per_s_per_gpu is 'fast'"),
         (HEADER + "1,4,10,40,3,100\n2,8,0,0,0,0\n", "line 3: samples_per_s_per_gpu is 0"),
@@ -120,6 +121,7 @@ def test_tables_as_spreadsheets_and_people_write_them(tmp_path: Path, content: b
     "text",
     ["Knoten;GPUs;Samples/s/GPU\n2;8;61,5\n", "Anzahl Knoten;Anzahl GPUs;Durchsatz pro GPU (Samples/s)\n2;8;61,5\n",
      "GPUs je Knoten;GPUs;Durchsatz gesamt [Samples/s]\n4;8;492,0\n", "Nodes,GPUs per node,Throughput\n2,4,492.0\n",
+     "Nodes,GPUs,samples/s over all GPUs\n2,8,492\n", "Hosts,Ranks,avg clips/s/rank\n2,8,61.5\n",
      "No. of nodes,GPU count,total samples/s\n2,8,492\n", "nodes\tgpus\tSamples per second per GPU [1/s]\n2\t8\t61.5\n"],
 )  # fmt: skip
 def test_columns_as_people_name_them(tmp_path: Path, text: str) -> None:
@@ -164,8 +166,8 @@ def test_one_of_several_series_is_chosen_by_a_part_of_its_title(tmp_path: Path) 
     assert {row.model for row in choose_series(rows, "clap-a", "t.csv")} == {"clap_a"}
     assert [row.nodes for row in choose_series(rows, "OTH", "t.csv")] == [1, 2]
     assert choose_series(rows[:1], None, "t.csv") == rows[:1]
-    for name, message in ((None, "t.csv: holds 3 series; choose one with --series NAME: clap-a; clap-ab; other"),
-                          ("clap", "--series clap is in the titles of 2"), ("x", "of 0 of its series")):  # fmt: skip
+    for name, message in ((None, "t.csv: --series NAME must choose one of 3 series: clap-a; clap-ab; other"),
+                          ("clap", "--series clap must choose"), ("x", "--series x must choose")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             choose_series(rows, name, "t.csv")
 

@@ -64,7 +64,7 @@ def test_plan_s_steps_and_what_becomes_of_those_that_cannot_run(
     now = [0.0]
     monkeypatch.setattr(gpu_check, "run_step", run_step)
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[-1])
-    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "exit_on_sigterm", lambda: None)
     monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: ["NVIDIA H200, 143771 MiB, 580.65"])
     monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
     for num_gpus in (1, 8):

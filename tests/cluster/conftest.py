@@ -39,7 +39,7 @@ class Submitted:
     number: str
     folder: Path
 
-    def wait(self, timeout: float = 150, confirm_s: float = 30) -> dict[str, str]:
+    def wait(self, timeout: float = 300, confirm_s: float = 30) -> dict[str, str]:
         """Wait until it is over; its fields. It stays COMPLETING where one of its nodes can't be reached to confirm the end."""
         state = lambda: self.cluster.job(self.number)["JobState"]  # noqa: E731
         self.cluster.wait_until(lambda: state() in OVER, timeout, f"the end of job {self.number}")
@@ -72,10 +72,11 @@ class Submitted:
         return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
     def wait_for_steps(self, runs: int = 1) -> None:
-        """Wait until the run, or another start of it, has made its first steps."""
+        """Wait until the run, or another start of it, has made some steps: before, nobody knows how long one takes."""
         over = lambda: self.cluster.job(self.number)["JobState"] in OVER - {"COMPLETING"}  # noqa: E731
-        steps = lambda: len([*self.folder.glob("runs/*/metrics.jsonl")]) >= runs or over()  # noqa: E731
-        self.cluster.wait_until(steps, 120, f"steps of job {self.number}")
+        files = lambda: self.folder.glob("runs/*/metrics.jsonl")  # noqa: E731
+        stepped = lambda: sum(path.read_bytes().count(b"\n") >= 3 for path in files()) >= runs  # noqa: E731
+        self.cluster.wait_until(lambda: stepped() or over(), 300, f"steps of job {self.number}")
         assert not over(), self.output
 
     def ranks(self, host: str) -> dict[str, dict[str, str]]:

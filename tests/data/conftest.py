@@ -19,9 +19,9 @@ OpenSource = Callable[..., BatchSource]
 @pytest.fixture(autouse=True)
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of copies of remote shards; what fails is tried again at once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    return tmp_path / "cache" / "clap_ds" / "shards"
+    return tmp_path / "cache" / "shards"
 
 
 @pytest.fixture

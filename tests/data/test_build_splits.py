@@ -140,3 +140,7 @@ def test_the_report_counts_what_is_on_each_side(tmp_path: Path, capsys: pytest.C
     assert f"held_out: {held_out.total()} items in 1 shard(s)" in printed
     assert train.total() + held_out.total() == 9
     assert "1 items left out, listed with reasons in" in printed
+    names = [f"audio/clip {n:02d}.wav,x,,{n % 2 or n}\n" for n in range(1, 10)]
+    path.write_text("path,caption,split,kind\n" + "".join(names))
+    assert run(path, tmp_path / "few", *options) == 0
+    assert "nothing is held out of 4 of 5: 2, 4, 6, 8" in capsys.readouterr().out

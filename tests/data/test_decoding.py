@@ -1,6 +1,5 @@
 import io
 import itertools
-import mmap
 import random
 import struct
 
@@ -151,17 +150,6 @@ def test_int16_is_float32_rounded(subtype: str, num_channels: int) -> None:
             assert decode(content, num_samples=num_samples, dtype=torch.int16).tolist() == expected.tolist()
     if subtype == "PCM_16":
         assert expected[:70_000].tolist() == np.rint(samples.mean(axis=1)).tolist()
-
-
-def test_mapped_files_are_let_go() -> None:
-    encoded = encode(np.arange(1, 2**15, dtype=np.int16), SECOND, "WAV")
-    expected = decode(encoded, num_samples=100, dtype=torch.int16)
-    with mmap.mmap(-1, len(encoded)) as mapped:  # can't be closed while something refers to it
-        mapped[:] = encoded
-        with memoryview(mapped) as view:
-            assert decode(view, num_samples=100, dtype=torch.int16).tolist() == expected.tolist()
-        with memoryview(mapped) as view, view[40:] as damaged, pytest.raises(BrokenItemError):
-            decode(damaged)
 
 
 def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:

@@ -79,14 +79,9 @@ def _given(
     ],
 )
 def test_each_item_comes_once_an_epoch(
-    tmp_path: Path,
-    open_source: OpenSource,
-    sizes: list[int],
-    world_size: int,
-    num_workers: int,
-    micro_batch: int,
-    shuffle_buffer: int,
-) -> None:
+    tmp_path: Path, open_source: OpenSource,
+    sizes: list[int], world_size: int, num_workers: int, micro_batch: int, shuffle_buffer: int,
+) -> None:  # fmt: skip
     """After S samples each of N items has come S/N times, rounded up or down, after every step of three epochs."""
     total, seen = sum(sizes), Counter(range(sum(sizes)))
     steps = -(-3 * total // (world_size * micro_batch))

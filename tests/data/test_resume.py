@@ -34,47 +34,44 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_exact(open_source: OpenSource, stops: list[int], shards: Any, **settings: Any) -> None:
-    """Stopped after so many batches, a source gives the rest as one that was not, and ends in the same state."""
+MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "stops", "settings"),
+    [
+        ("*.tar", [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
+        ("*.tar", [1, 6], {"micro_batch": 40}),  # cuts pieces of 32
+        ("*.tar", [1, 6], {"micro_batch": 5, "shuffle_buffer": 9, "num_workers": 2}),
+        ("*.tar", [6], {"micro_batch": 40, "num_workers": 2}),
+        (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "epochs", "shuffle_buffer": 9}),
+        (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "replacement", "shuffle_buffer": 9}),
+        ("memory://resume/b.tar", [3], {"shuffle_buffer": 9}),
+        (None, [2], {"num_batches": 3}),  # synthetic data
+    ],
+)
+def test_interrupted_equals_uninterrupted(
+    shards: Path, open_source: OpenSource, names: Any, stops: list[int], settings: dict[str, Any]
+) -> None:
+    """Over several passes, with broken items and a cut tar; and it ends in the same state."""
+    put("memory://resume/b.tar", (shards / "3.tar").read_bytes())
+    if isinstance(names, dict):
+        names = {str(shards / name): weight for name, weight in names.items()}
+    elif names == "*.tar":
+        names = str(shards / names)
     settings = {"micro_batch": 20, **settings}
-    with open_source(shards, **settings) as source:
+    with open_source(names, **settings) as source:
         states, expected = [source.state()], []
         for _ in range(NUM_BATCHES):
             expected.append(next(source))
             states.append(source.state())
     assert not torch.equal(expected[0].audio, expected[1].audio)
     for stop in stops:
-        with open_source(shards, states[stop], **settings) as source:
+        with open_source(names, states[stop], **settings) as source:
             for number in range(stop, NUM_BATCHES):
                 pairs = zip(next(source).tensors(), expected[number].tensors(), strict=True)
                 assert all(torch.equal(*pair) for pair in pairs), (stop, number)
             assert source.state() == states[-1]
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "stops", "micro_batch", "buffer"),
-    [
-        *[(0, [0, 6, 13], 5, 9), (0, [1, 6], 40, 0)],
-        *[(2, [1, 6], 5, 9), (2, [6], 40, 0)],
-    ],
-)
-def test_interrupted_equals_uninterrupted(
-    shards: Path, open_source: OpenSource, num_workers: int, stops: list[int], micro_batch: int, buffer: int
-) -> None:
-    """Over several passes, with pieces that micro-batches cut (40 rows from pieces of 32), broken items and a cut tar."""
-    settings = {"num_workers": num_workers, "micro_batch": micro_batch, "shuffle_buffer": buffer}
-    check_exact(open_source, stops, str(shards / "*.tar"), **settings)
-
-
-@pytest.mark.parametrize("sampling", ["epochs", "replacement"])
-def test_mixtures_resume_exactly(shards: Path, open_source: OpenSource, sampling: str) -> None:
-    mixture = {str(shards / "{0,1}.tar"): 3.0, str(shards / "{2,3}.tar"): 1.0}
-    check_exact(open_source, [1, 7], mixture, num_workers=2, sampling=sampling, shuffle_buffer=9)
-
-
-def test_remote_tars_and_synthetic_data_resume_exactly(shards: Path, open_source: OpenSource) -> None:
-    check_exact(open_source, [3], put("memory://resume/b.tar", (shards / "3.tar").read_bytes()), shuffle_buffer=9)
-    check_exact(open_source, [2], None, num_batches=3)
 
 
 def test_passing_over_decodes_nothing(shards: Path, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,31 +28,30 @@ def tar(tmp_path: Path) -> Path:
 
 
 def test_contents_left_in_the_tar_are_fetched_later(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it is deleted; its headers are read once, and again where it has changed."""
+    """Even if it is deleted by then; long ones are mapped. It is closed with the last reference to an item."""
     before = len(os.listdir("/proc/self/fd"))
     listed = list(list_items(str(tar), pytest.fail))
+    assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
+    tar.unlink()
+    for most_read_at_once, item in zip((2**22, 100, 100), listed, strict=True):
+        monkeypatch.setattr(tar_items, "_MOST_READ_AT_ONCE", most_read_at_once)
+        fetch(item)
+    assert [type(item["wav"]) for item in listed] == [bytes, memoryview, memoryview]
+    assert [(item["wav"], item["txt"]) for item in listed] == [
+        (wav, text) for (_, wav), (_, text) in map(marked_item, range(3))
+    ]
+    assert len(os.listdir("/proc/self/fd")) > before
+    del listed, item
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_headers_are_read_once_unless_the_tar_has_changed(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, _ = items_of(tar)
     with monkeypatch.context() as patch:
         patch.setattr(tarfile, "open", Mock(side_effect=AssertionError))
-        assert [item["wav"] for item in list_items(str(tar), pytest.fail)] == [item["wav"] for item in listed]
-    assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
-    assert items_of(tar)[0][1]["wav"] == dict(marked_item(1))["0001.wav"]
+        assert items_of(tar) == (read, [])
     write_tar(tar, marked_items(range(5, 6)))
     assert [item["txt"] for item in items_of(tar)[0]] == [b"tone 5"]
-    tar.write_bytes(b"")
-    tar.unlink()
-    write_tar(tar, marked_items(range(3)))
-    listed = list(list_items(str(tar), pytest.fail))
-    tar.unlink()
-    fetch(listed[0])
-    monkeypatch.setattr(tar_items, "_MOST_READ_AT_ONCE", 100)
-    for item in listed[1:]:
-        fetch(item)  # mapped
-    assert isinstance(listed[1]["wav"], memoryview)
-    assert [item["wav"] for item in listed] == [marked_item(n)[0][1] for n in range(3)]
-    assert len(os.listdir("/proc/self/fd")) > before
-    listed.clear()
-    del item
-    assert len(os.listdir("/proc/self/fd")) == before, "closed with the last reference"
 
 
 def test_a_tar_cut_while_its_audio_waits_costs_that_audio(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:

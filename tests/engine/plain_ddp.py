@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clap_ds.data.batch import Batch
+from clap_ds.engine.building import parameter_groups
 from clap_ds.engine.loss import SoftmaxLoss
-from clap_ds.engine.wrapping import parameter_groups
 from clap_ds.model.clap import ClapModel
 
 

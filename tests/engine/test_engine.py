@@ -15,7 +15,8 @@ from torch import Tensor
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
-from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.ending import NonFiniteError
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import deepspeed_states, master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert

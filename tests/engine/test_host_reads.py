@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from clap_ds.data.sources import build_batches
 from clap_ds.engine import cached_step
+from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.session import build_model
 from clap_ds.model import packed, text
 from clap_ds.record.clock import PhaseTimer
 from tests.engine.test_engine import _settings

@@ -13,11 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clap_ds.config.sections import LossSettings
 from clap_ds.engine import tiles
-from clap_ds.engine.loss import SigmoidLoss, SoftmaxLoss
+from clap_ds.engine.loss import LOSSES, SoftmaxLoss, build_loss
 from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH, JOINT_DIM = 5, 8
+
+
+def _softmax(logits_NN: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
+    targets = positive_NN / positive_NN.sum(1, keepdim=True)
+    both = targets * logits_NN.log_softmax(1) + targets * logits_NN.T.log_softmax(1)
+    return -both.sum() / (2 * len(logits_NN))
+
+
+def _sigmoid(logits_NN: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
+    return -F.logsigmoid((2 * positive_NN - 1) * (logits_NN + bias)).sum() / len(logits_NN)
+
+
+GLOBAL = {"softmax": _softmax, "sigmoid": _sigmoid}
+"""Each kind over a whole batch: logits without the bias, bias (1,), positives → loss."""
+KINDS = pytest.mark.parametrize("kind", LOSSES)
 
 
 def _features(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -36,37 +52,22 @@ def _captions(rank: int) -> Tensor:
     return torch.tensor([1, 1, 2, 10 + rank // 2, -(2**62) - rank])
 
 
-def _global_softmax(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
-    logits = scale * audio_ND @ text_ND.T
-    targets = positive_NN / positive_NN.sum(1, keepdim=True)
-    return -((targets * logits.log_softmax(1)).sum() + (targets * logits.T.log_softmax(1)).sum()) / (2 * len(logits))
+def _build(kind: str, wire_dtype: torch.dtype, tile: int | None = 3) -> Any:
+    return LOSSES[kind].build(LossSettings(kind=kind, tile=tile if kind == "softmax" else None), wire_dtype)  # type: ignore[arg-type]
 
 
-def _global_sigmoid(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
-    sign = 2 * positive_NN - 1
-    return -F.logsigmoid(sign * (scale * audio_ND @ text_ND.T + bias)).sum() / len(audio_ND)
+def _with_gradients(kind: str, loss: Tensor, audio: Tensor, text: Tensor, *scalars: Tensor) -> list[np.ndarray]:
+    """The loss and its gradients by audio, text, scale and, where it is learned, bias."""
+    inputs = [audio, text, *scalars[: 1 + LOSSES[kind].needs_bias]]
+    return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
 
 
-GLOBAL = {"softmax": _global_softmax, "sigmoid": _global_sigmoid}
-PAIRED = torch.eye(MICRO_BATCH, dtype=torch.float64)
-
-
-LOSSES = {
-    "softmax": lambda dtype: SoftmaxLoss(dtype, tile=3),
-    "sigmoid": lambda dtype: SigmoidLoss(dtype),
-}
-
-
-def _rank_gradients(
+def _on_rank(
     kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype, same_positive: bool = False
 ) -> list[np.ndarray]:
-    """Loss and gradients by audio, text, scale and bias on this rank."""
-    audio, text = _features(dist.get_rank(), dtype)
-    scalars = _scalars(scale, dtype)
+    inputs = (*_features(dist.get_rank(), dtype), *_scalars(scale, dtype))
     captions = _captions(dist.get_rank()) if same_positive else None
-    loss = LOSSES[kind](wire_dtype)(audio, text, *scalars, captions_B=captions)
-    inputs = [audio, text, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
-    return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
+    return _with_gradients(kind, _build(kind, wire_dtype)(*inputs, captions_B=captions), *inputs)
 
 
 def _expected(
@@ -75,12 +76,11 @@ def _expected(
     """The same from one process: features' gradients of all ranks one after the other."""
     pairs = [_features(rank, dtype) for rank in range(world_size)]
     audio_ND, text_ND = (torch.cat([pair[side].detach() for pair in pairs]).requires_grad_() for side in (0, 1))
-    scalars = _scalars(scale, dtype)
+    scale_1, bias = _scalars(scale, dtype)
     captions_N = torch.cat([_captions(rank) for rank in range(world_size)])
     same_NN = captions_N[:, None] == captions_N if same_positive else torch.eye(len(captions_N))
-    loss = GLOBAL[kind](audio_ND, text_ND, *scalars, same_NN.to(dtype))
-    inputs = [audio_ND, text_ND, scalars[0]] + ([scalars[1]] if kind == "sigmoid" else [])
-    return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
+    loss = GLOBAL[kind](scale_1 * audio_ND @ text_ND.T, bias, same_NN.to(dtype))
+    return _with_gradients(kind, loss, audio_ND, text_ND, scale_1, bias)
 
 
 def _averaged(results: list[list[np.ndarray]]) -> list[np.ndarray]:
@@ -96,28 +96,27 @@ def _run(pool: RankPool, folder: Path, world_size: int, function: Any, *argument
     return pool.run(in_group_of, world_size, str(store), function, *arguments)[:world_size]
 
 
-EVERY = [(size, scale, False) for size in (1, 2, 3, 4, 8) for scale in (1.0, 14.3, 100.0)]
+EVERY = [(1, 14.3, False), (2, 1.0, False), (2, 100.0, False), (3, 14.3, False), (4, 100.0, False), (8, 14.3, False)]
 
 
 @pytest.mark.parametrize(("world_size", "scale", "same_positive"), [*EVERY, *((n, 14.3, True) for n in (1, 2, 3, 8))])
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@KINDS
 def test_gradients_are_those_of_one_process(
     eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float, same_positive: bool
 ) -> None:
     # fp32: 84 roundings; exp turns those of a logit of 100 into as many hundred of a single term (18 are found of the largest).
     # fp64: torch's softplus is linear above 20, which leaves out e⁻²⁰ = 2e-9 of a loss of 88.
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        results = _run(eight_processes, tmp_path, world_size, _rank_gradients, kind, dtype, scale, dtype, same_positive)
+        results = _run(eight_processes, tmp_path, world_size, _on_rank, kind, dtype, scale, dtype, same_positive)
         expected = _expected(kind, world_size, dtype, scale, same_positive)
         for ours, theirs in zip(_averaged(results), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max()), rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@KINDS
 def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp_path: Path, kind: str) -> None:
-    arguments = (kind, torch.float32, 14.3)
     exact, rounded = (
-        _averaged(_run(eight_processes, tmp_path, 4, _rank_gradients, *arguments, wire))
+        _averaged(_run(eight_processes, tmp_path, 4, _on_rank, kind, torch.float32, 14.3, wire))
         for wire in (torch.float32, torch.bfloat16)
     )
     for a, b in zip(exact, rounded, strict=True):
@@ -125,36 +124,45 @@ def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp
         assert 0 < np.abs(a - b).max() <= 0.03 * max(np.abs(a).max(), 0.1)
 
 
-def test_ranks_without_a_group_have_the_plain_loss() -> None:
-    audio, text = _features(0, torch.float64)
-    scalars = _scalars(5.0, torch.float64)
-    torch.testing.assert_close(
-        SoftmaxLoss(torch.float64)(audio, text, *scalars), _global_softmax(audio, text, *scalars, PAIRED)
-    )
-    torch.testing.assert_close(
-        SigmoidLoss(torch.float64)(audio, text, *scalars), _global_sigmoid(audio, text, *scalars, PAIRED)
-    )
+@KINDS
+def test_without_a_group_upstream_gradients_scale_all_and_held_out_rows_are_told(kind: str) -> None:
+    audio, text, scale, bias = *_features(0, torch.float64), *_scalars(14.3, torch.float64)
+    logits, captions = scale * audio @ text.T, _captions(0)
+    positive = (captions[:, None] == captions).double()
+    expected = GLOBAL[kind](logits, bias, positive)
+    loss = _build(kind, torch.float64)(audio, text, scale, bias, captions_B=captions)
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
+    theirs = torch.autograd.grad(expected / 2, (audio, text, scale), retain_graph=True)
+    torch.testing.assert_close(gradients, theirs, atol=1e-12, rtol=0)
+    rows, _ = LOSSES[kind].evaluate(logits + bias if LOSSES[kind].needs_bias else logits, positive)
+    assert rows.shape == (MICRO_BATCH,)
+    torch.testing.assert_close(rows.mean(), expected)
 
 
 @pytest.mark.parametrize("tile", [1, 4, 5, 7, 1000])
 def test_tiles_of_any_width_give_the_same(tile: int) -> None:
-    audio, text = _features(0, torch.float64)
-    scalars = _scalars(14.3, torch.float64)
-    inputs = (audio, text, scalars[0])
+    audio, text, scale, bias = *_features(0, torch.float64), *_scalars(14.3, torch.float64)
     captions = _captions(0)
-    for given, positive in ((None, PAIRED), (captions, (captions[:, None] == captions).double())):
-        expected = torch.autograd.grad(_global_softmax(audio, text, *scalars, positive), inputs)
-        found = torch.autograd.grad(SoftmaxLoss(torch.float64, tile)(audio, text, *scalars, captions_B=given), inputs)
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    for given, positive in ((None, torch.eye(MICRO_BATCH).double()), (captions, captions[:, None] == captions)):
+        theirs = torch.autograd.grad(_softmax(scale * audio @ text.T, bias, positive.double()), (audio, text, scale))
+        loss = _build("softmax", torch.float64, tile)(audio, text, scale, captions_B=given)
+        torch.testing.assert_close(torch.autograd.grad(loss, (audio, text, scale)), theirs, atol=1e-12, rtol=0)
 
 
-def test_upstream_gradient_scales_all() -> None:
-    audio, text = _features(0, torch.float64)
-    scalars = _scalars(14.3, torch.float64)
-    loss = SoftmaxLoss(torch.float64)(audio, text, *scalars)
-    plain = torch.autograd.grad(loss, (audio, scalars[0]), retain_graph=True)
-    halved = torch.autograd.grad(loss / 2, (audio, scalars[0]))
-    torch.testing.assert_close(halved, tuple(gradient / 2 for gradient in plain))
+@pytest.mark.parametrize(
+    ("precision", "features", "wire"),
+    [
+        ("bf16", None, torch.bfloat16),
+        ("torch_autocast_bfloat16", None, torch.bfloat16),
+        *(("fp16", None, torch.float32), ("fp32", None, torch.float32)),
+        *(("bf16", "fp32", torch.float32), ("fp32", "bf16", torch.bfloat16)),
+    ],
+)
+def test_features_travel_in_the_runs_type_unless_settings_say_otherwise(
+    precision: str, features: Any, wire: torch.dtype
+) -> None:
+    assert build_loss(LossSettings(features=features), precision)._wire_dtype == wire
 
 
 class CountedBytes(TorchDispatchMode):
@@ -167,9 +175,8 @@ class CountedBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0]
-            world_size = dist.get_world_size()
             if name == "_allgather_base_":
-                self.sent[name] += args[1].nbytes * (world_size - 1)
+                self.sent[name] += args[1].nbytes * (dist.get_world_size() - 1)
             elif name == "send":
                 self.sent[name] += sum(part.nbytes for part in args[0])
             elif name != "recv_":
@@ -178,23 +185,21 @@ class CountedBytes(TorchDispatchMode):
 
 
 def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
-    audio, text = _features(dist.get_rank(), torch.float32)
-    scalars = _scalars(14.3, torch.float32)
     with CountedBytes() as counted:
-        loss = LOSSES[kind](wire_dtype)(audio, text, *scalars)
-        loss.backward()
+        inputs = (*_features(dist.get_rank(), torch.float32), *_scalars(14.3, torch.float32))
+        _build(kind, wire_dtype)(*inputs).backward()
     return dict(counted.sent)
 
 
 def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) -> None:
     features, sums = 2 * MICRO_BATCH * JOINT_DIM, 2 * MICRO_BATCH * 4
     sent = partial(_run, eight_processes, tmp_path, 4, _sent)
-    for mine in sent("softmax", torch.float32):
-        assert mine == {"_allgather_base_": 3 * (4 * features + sums)}
-    for mine in sent("softmax", torch.bfloat16):
-        assert mine == {"_allgather_base_": 3 * (2 * features + sums)}
-    for mine in sent("sigmoid", torch.float32):
-        assert mine == {"send": 3 * 4 * features}
+    for kind, wire_dtype, expected in (
+        ("softmax", torch.float32, {"_allgather_base_": 3 * (4 * features + sums)}),
+        ("softmax", torch.bfloat16, {"_allgather_base_": 3 * (2 * features + sums)}),
+        ("sigmoid", torch.float32, {"send": 3 * 4 * features}),
+    ):
+        assert sent(kind, wire_dtype) == [expected] * 4
 
 
 def _early_and_late() -> list[np.ndarray]:

@@ -11,9 +11,9 @@ import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
 from clap_ds.config.settings import load_run
+from clap_ds.engine.building import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
-from clap_ds.engine.wrapping import takes_flat_adamw
-from clap_ds.native.adamw import native_adamw, supports
+from clap_ds.native.adamw import native_adamw
 from tests.kernels import needs_kernels
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -41,24 +41,6 @@ def test_flat_gradients_are_unscaled_and_new_weights_handed_out(scale: float | t
             torch.testing.assert_close(q, p)
             assert torch.equal(copied, q.detach().bfloat16())
             assert q.grad is None
-
-
-def test_without_a_wrapper_it_is_torchs() -> None:
-    plain, ours = masters(), masters()
-    reference, optimizer = torch.optim.AdamW(plain, **OPTIONS), FlatAdamW(ours, **OPTIONS)
-    for _ in range(3):
-        for p, q in zip(plain, ours, strict=True):
-            p.grad, q.grad = p.detach() * 2, q.detach() * 2
-        reference.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(q.grad is None for q in ours)
-    for p, q in zip(plain, ours, strict=True):
-        torch.testing.assert_close(q, p)
-    # Its state is of the same form, so that either goes on from the other's.
-    again = FlatAdamW(copy.deepcopy(ours), **OPTIONS)
-    again.load_state_dict(reference.state_dict())
-    assert float(again.state[again.param_groups[0]["params"][0]]["step"]) == 3
 
 
 class Trained:
@@ -123,23 +105,6 @@ def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPat
 
 
 @needs_kernels
-def test_groups_of_other_dtypes_go_to_torch_beside_native_ones() -> None:
-    ours, plain = masters(), masters()
-    low = [torch.zeros(100, dtype=torch.bfloat16), torch.zeros(7)]
-    optimizer = FlatAdamW([{"params": [p]} for p in ours], **OPTIONS)
-    reference = torch.optim.AdamW(plain, **OPTIONS)
-    for _ in range(3):
-        gradients = [torch.randn(100).bfloat16(), torch.randn(7)]
-        for p, gradient in zip(plain, gradients, strict=True):
-            p.grad = gradient.float()
-        reference.step()
-        optimizer.step(grads=[[g] for g in gradients], output_params=[[p] for p in low])
-    for p, q, copied in zip(ours, plain, low, strict=True):
-        torch.testing.assert_close(p, q)
-        assert torch.equal(copied, p.detach().to(copied.dtype))
-
-
-@needs_kernels
 def test_native_step_of_many_parameters_at_any_address() -> None:
     torch.manual_seed(0)
     sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]
@@ -161,19 +126,6 @@ def test_native_step_of_many_parameters_at_any_address() -> None:
     for p, q, rounded in zip(plain, held, low, strict=True):
         torch.testing.assert_close(q, p.detach(), rtol=2e-6, atol=2e-7)
         assert torch.equal(rounded, q.bfloat16())
-
-
-@needs_kernels
-def test_what_the_native_step_takes() -> None:
-    low, fp32 = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)
-    assert supports(low, low, fp32)
-    assert not supports(low.half(), low, fp32)
-    assert not supports(low, fp32, fp32)
-    assert not supports(low, low, low)
-    assert not supports(low, low[:4], fp32)
-    assert not supports(low, torch.zeros(16, dtype=torch.bfloat16)[::2], fp32)
-    with pytest.raises(ValueError, match="bf16 parameters and gradients"):
-        native_adamw(*([low, low], [low, fp32], [fp32] * 2, [fp32] * 2, [fp32] * 2), step=1, **OPTIONS)
 
 
 @pytest.mark.parametrize(

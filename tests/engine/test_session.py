@@ -1,63 +1,28 @@
-"""How a run's end is told from the exception that ended it, and what is said before it begins."""
+"""What is found and said before a run's first step, and of its loader."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.ops.op_builder import FusedAdamBuilder
 
+from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
 from clap_ds.data.supply import Supply
-from clap_ds.engine.session import (
-    Session,
-    _check_deepspeed_sections,
-    _is_connection_lost,
-    build_model,
-    is_out_of_memory,
-    times_host_alone,
-)
-from clap_ds.engine.wrapping import wrap
+from clap_ds.engine.building import build_model, fetch_from_hub, wrap
+from clap_ds.engine.session import Session, check_deepspeed_sections, times_host_alone
+from clap_ds.model import text
+from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-            True,
-        ),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True),
-        (RuntimeError("CUDA error: invalid configuration argument"), False),
-        (ValueError("the memory of this"), False),
-    ],
-)
-def test_exhausted_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) == expected
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"), True),
-        (RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation to complete"), True),
-        (RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process exiting"), True),
-        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), True),
-        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
-        (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), True),
-        (RuntimeError("NCCL error: ncclSystemError: unhandled system error"), False),
-        (ConnectionError("Connection reset by peer"), False),  # of whom data are read from
-    ],
-)
-def test_a_lost_rank_is_told_from_other_errors(error: Exception, expected: bool) -> None:
-    assert _is_connection_lost(error) == expected
+from tests.rank_pool import RankPool
+from tests.training import training_commands as commands
+from tests.training.reference_steps import CPU, settings
 
 
 def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path]) -> None:
@@ -66,13 +31,16 @@ def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path])
     assert (session.samples_per_step, run.micro_batch) == (12, 4)
 
 
-def test_an_environment_where_nothing_could_be_linked_is_told_before_compiling(
-    write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_run(clap={"model": {"preset": "micro"}, "compile": "towers"})
+def test_what_cannot_run_here_is_one_line(write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(write_run(clap={"fused_adam": "deepspeed"}))
+    failing = RuntimeError("Error building extension 'fused_adam'\nand more")
+    monkeypatch.setattr(FusedAdamBuilder, "load", mock.Mock(side_effect=failing))
+    with pytest.raises(ValueError, match=r"clap\.fused_adam: Error building extension 'fused_adam'; 'torch' needs no"):
+        wrap(build_model(run, CPU), run)
+    run = load_run(write_run(clap={"model": {"preset": "micro"}, "compile": "towers"}))
     monkeypatch.setattr(torch, "__file__", "/home/new comer/torch/__init__.py")
-    with pytest.raises(ValueError, match=rf"{path}: clap\.compile: .*path has a space"):
-        build_model(load_run(path), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"clap\.compile: .*path has a space"):
+        build_model(run, CPU)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +56,9 @@ def test_an_environment_where_nothing_could_be_linked_is_told_before_compiling(
 def test_what_one_rank_would_find_while_others_wait_is_told_before(
     write_run: Callable[..., Path], section: dict[str, Any], message: str
 ) -> None:
+    run = load_run(write_run(**section))
     with pytest.raises(ValueError, match=message):
-        _check_deepspeed_sections(load_run(write_run(**section)))
-
-
-def test_an_optimizer_that_cannot_be_compiled_is_one_line(
-    write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(self: Any, verbose: bool = True) -> None:
-        raise RuntimeError("Error building extension 'fused_adam'\nand more")
-
-    monkeypatch.setattr(FusedAdamBuilder, "load", load)
-    run = load_run(write_run(clap={"fused_adam": "deepspeed"}))
-    with pytest.raises(ValueError, match=r"clap\.fused_adam: Error building extension 'fused_adam'; 'torch' needs no"):
-        wrap(build_model(run, torch.device("cpu")), run)
+        check_deepspeed_sections(run.deepspeed, run.path)
 
 
 def test_rates_of_the_host_alone_are_deepspeeds_on_a_gpu_without_synchronising() -> None:
@@ -124,3 +81,38 @@ def test_the_loader_is_compared_with_steps_that_have_warmed_up(capsys: pytest.Ca
     session.tell_supply([200.0])
     session.tell_supply([300.0])
     assert capsys.readouterr().out.count("the step of their rank takes 200: it will wait") == 1
+
+
+def _refusal() -> tuple[str, int]:
+    """The message, and how often this rank looked."""
+    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
+    run = settings(model={"preset": "htsat_tiny_roberta_base", "text_from_hub": True})
+    with mock.patch.object(text, "load_by_name", side_effect=ValueError("not on the hub")) as load:
+        with pytest.raises(AgreedError) as refused, agreed():
+            fetch_from_hub(run, ranks)
+        return str(refused.value), load.call_count
+
+
+def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_refusal) == [("not on the hub", 1), ("not on the hub", 0)]
+
+
+@pytest.mark.end_to_end
+def test_a_run_whose_tokenizer_is_on_a_hub_that_never_answers(tmp_path: Path) -> None:
+    data = {"source": "shards", "shards": "none.tar", "tokenizer": "clap-ds-tests/none"}
+    config = commands.write_training(tmp_path, clap={"data": data, "train": {"samples": 8}})
+    with socket.create_server(("127.0.0.1", 0), backlog=32) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        # As by HF_ENDPOINT and without HF_HUB_OFFLINE, which are read once, perhaps before these ranks were forked.
+        constants = {"huggingface_hub.constants.HF_HUB_OFFLINE": False, "huggingface_hub.constants.ENDPOINT": url}
+        ranks = commands.RunningRanks(config, 2, constants=constants)
+        assert ranks.wait() == [2, 2], ranks.outputs
+        server.settimeout(0)
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()  # nobody else has asked
+    output = "".join(ranks.outputs)
+    (error,) = [line for line in output.splitlines() if "error" in line.lower()]
+    assert error.startswith("error: clap.data.tokenizer: no tokenizer 'clap-ds-tests/none'; tried: ")
+    assert f"the hub: {url} can't be reached (no answer within 4 s)" in error
+    assert commands.summaries(config)[0]["state"] == "failed"

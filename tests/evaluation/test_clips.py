@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import load_preset
+from clap_ds.data import shard_files
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.evaluation.clips import Clip, classes_of, list_clips, load_audio
@@ -35,7 +36,7 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
 def test_audio_is_that_of_the_file_wherever_it_lies(
     write_clips: WriteClips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path)
     paths, remote = write_clips(18, 3), "memory://evaluation/remote.tar"
     with fsspec.open(remote, "wb") as file:
         file.write(Path(paths[1]).read_bytes())

@@ -36,7 +36,7 @@ def odd_config() -> ClapConfig:
 
 
 MICRO = load_preset("micro")
-CASES = [(MICRO, 1), (MICRO, 66), (odd_config(), 17), (odd_config(), 40)]
+CASES = [(MICRO, 66), (odd_config(), 17)]
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
@@ -49,27 +49,17 @@ def test_counters_agree_to_the_last_flop(config: ClapConfig, tokens: int, conven
     # What was added is what each counter is known not to see, no more.
     unseen = {counters.FFT: expected["fft"]} if convention == "model" else {}
     assert by_deepspeed.unseen == by_torch.unseen == unseen
-
-
-@pytest.mark.parametrize("config", [load_preset("micro"), odd_config()], ids=["micro", "odd"])
-def test_fed_features_counters_agree_and_see_no_fft(config: ClapConfig) -> None:
-    for convention, make in MODELS.items():
-        expected = forward_flops(config, TextLengths.fixed(9), convention, front_end=False)
-        model = make(config)
-        found = [f(model, 9, front_end=False) for f in (counters.count_by_deepspeed, counters.count_by_torch)]
-        assert [(count.counted, count.unseen) for count in found] == [(expected, {})] * 2
+    fed = forward_flops(config, TextLengths.fixed(9), convention, front_end=False)
+    found = [f(model, 9, front_end=False) for f in (counters.count_by_deepspeed, counters.count_by_torch)]
+    assert [(count.counted, count.unseen) for count in found] == [(fed, {})] * 2
 
 
 @pytest.mark.parametrize(("preset", "expected"), [(TINY, 111.1958), (BASE, 130.0878)])
 def test_both_counters_give_the_published_figure_by_themselves(preset: str, expected: float) -> None:
-    config = load_preset(preset)
-    model = published_model(config)
-    for tokens in (514, 200, 77, 33):
-        closed = forward_flops(config, TextLengths.fixed(tokens), "published") / 1e9
-        assert closed == pytest.approx(expected, abs=1e-4) or tokens < 514
-        for count in (counters.count_by_deepspeed, counters.count_by_torch):
-            found = count(model, tokens)
-            assert (found.counted / 1e9, found.unseen) == (pytest.approx(closed, abs=0.002), {})
+    model = published_model(load_preset(preset))
+    for count in (counters.count_by_deepspeed, counters.count_by_torch):
+        found = count(model, 514)
+        assert (found.counted / 1e9, found.unseen) == (pytest.approx(expected, abs=1e-4), {})
 
 
 @pytest.mark.parametrize(("preset", "expected"), [(TINY, (31.98, 125.30, 157.28)), (BASE, (74.52, 125.66, 200.18))])

@@ -1,4 +1,4 @@
-"""Peaks by whole names, MFU by hand and as the final table shows it, and nothing where the peak is unknown."""
+"""The table of GPUs and peaks by whole names; MFU by hand and in the final table, and none where the peak is unknown."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from clap_ds.flop_count.peaks import peak_for, utilization
+from clap_ds.config.errors import UserError
+from clap_ds.flop_count.peaks import ALIASES, GPUS, gpu_named, peak_for, utilization
 from clap_ds.measuring.matmul_ceiling import CPU_SIZE, measure_matmul_tflops
 from clap_ds.record.statistics import rates
 from clap_ds.record.terminal import rows
@@ -32,24 +33,33 @@ from clap_ds.record.terminal import rows
 )
 def test_variants_of_a_name_have_the_peak_of_their_device(names: str, tflops: float) -> None:
     found = [peak_for(name) for name in names.split(", ")]
-    assert [peak and peak.tflops for peak in found] == [tflops] * len(found)
+    assert [peak and peak.bf16_tflops for peak in found] == [tflops] * len(found)
     assert all(peak and "data sheet" in peak.source for peak in found)
 
 
-def test_no_peak_is_guessed_from_a_part_of_a_name() -> None:
-    unlike = (
-        "H100",
-        "A100",
-        "NVIDIA H200 MIG 1g.18gb",
-        "NVIDIA H2000",
-        "NVIDIA H20 NVL",
-        "NVIDIA GH200 480GB MIG 1g.12gb",
-    )
-    for name in (*unlike, "NVIDIA", "", "Tesla V100-SXM2-16GB", "Intel(R) Xeon(R)"):
-        assert peak_for(name) is None, name
-    set_by_hand = peak_for("NVIDIA H200", 500.0)
-    assert set_by_hand is not None
-    assert (set_by_hand.tflops, set_by_hand.source) == (500.0, "clap.hardware.peak_tflops")
+@pytest.mark.parametrize(
+    "name",
+    ["H100", "A100", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H2000", "NVIDIA H20 NVL", "NVIDIA GH200 480GB MIG 1g.12gb",
+     "NVIDIA", "", "Tesla V100-SXM2-16GB", "Intel(R) Xeon(R)"],
+)  # fmt: skip
+def test_no_peak_is_guessed_from_a_part_of_a_name(name: str) -> None:
+    assert peak_for(name) is None
+
+
+def test_gpus_of_plans_are_complete_and_found_by_their_names() -> None:
+    for name, gpu in GPUS.items():
+        assert gpu.name == name
+        assert 300 < gpu.bf16_tflops < 3000, name  # dense: none of them has more
+        assert gpu.bf16_tflops / gpu.fp32_tflops > 5, name
+        assert 1 < gpu.memory_tbytes_per_s < 9
+        assert 39 < gpu.memory_gib < 192
+        assert gpu.link_gbytes_per_s < 1000 * gpu.memory_tbytes_per_s / 3
+        assert "20" in gpu.source
+    assert set(ALIASES.values()) <= set(GPUS)
+    assert gpu_named("H100_SXM") is gpu_named("h100") is GPUS["h100-sxm"]
+    for name, said in (("h100-sxn", "did you mean 'h100-sxm'"), ("tpu", r"there are a100-sxm-40gb, .*, mi300x")):
+        with pytest.raises(UserError, match=f"--gpu {name}: not in the table; {said}"):
+            gpu_named(name)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +84,7 @@ def test_each_mfu_by_hand_and_in_the_table() -> None:
     found = utilization(4e9, 5e9, 500, "NVIDIA H200", 10.0, recomputed_flops=1.5e9)
     names = ("mfu_published_percent", "mfu_model_percent", "hfu_percent", "achieved_tflops", "hardware_tflops")
     assert [found[name] for name in names] == pytest.approx([60, 25, 32.5, 2.5, 3.25])
+    assert (found["peak_tflops"], found["peak_source"]) == (10.0, "clap.hardware.peak_tflops")
     flops = {"published_gflops": 4.0, "model_gflops": 2.0, "training_gflops": 5.0, "recomputed_gflops": 1.5}
     flops["deepspeed_gflops"] = 2.1
     summary: Any = {

@@ -78,8 +78,8 @@ def test_only_pdsh_writes_variables_to_a_file(tmp_path: Path, monkeypatch: pytes
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
 
 
-def test_default_is_slurm_inside_a_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+def test_default_is_slurm_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert default_launcher() == "pdsh"
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "srun").touch(0o755)
     assert default_launcher() == "slurm"

@@ -74,17 +74,13 @@ def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_launchers(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"]}')
     assert load_site(str(path)).container() == "apptainer"
     with pytest.raises(UserError, match="needs launcher torchrun"):
         load_site(str(path), "pdsh")
     assert Site(srun=["--mpi=none"]).container() is None
-    monkeypatch.setenv("PATH", str(slurm.folder))
-    assert Site().chosen_launcher() == "pdsh"
-    (slurm.folder / "srun").touch(0o755)
-    assert Site().chosen_launcher() == "slurm"
 
 
 @pytest.mark.parametrize("name", ["hostfile", "sites", "submit", "sweep"])

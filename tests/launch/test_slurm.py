@@ -56,36 +56,38 @@ def test_what_gets_no_answer_is_asked_three_times(slurm: FakeSlurm, said: str, a
     with pytest.raises(UserError, match=f"squeue -h: {said[:20] or 'failed without a word'}"):
         ask(["squeue", "-h"])
     assert (slurm.folder / "asked").read_text() == "\n" * asked
-    with pytest.raises(UserError, match="no_such_program: No such file"):
-        ask(["no_such_program"])
-
-
-def test_one_answer_of_three_will_do(slurm: FakeSlurm) -> None:
+    # One answer of three will do.
     slurm.write(
-        "squeue", f"#!/bin/sh\ncd '{slurm.folder}'\nrm late && {{ echo '{BUSY}' >&2; exit 1; }}\necho 7 RUNNING\n"
+        "squeue", f"#!/bin/sh\ncd '{slurm.folder}'\nrm asked && {{ echo '{BUSY}' >&2; exit 1; }}\necho 7 RUNNING\n"
     )
-    slurm.write("late")
     assert states_of([]) == {"7": "RUNNING"}
 
 
 def test_an_answer_that_never_comes(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clap_ds.launch.slurm.ANSWER_S", 0.1)
-    for name in ("squeue", "sbatch"):
-        slurm.write(name, "#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(UserError, match="squeue: no answer in 0 s"):
-        ask(["squeue"])
+    slurm.write("sbatch", "#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(UserError, match="no answer in 0 s"):
         refusal("")
+    with pytest.raises(UserError, match="no_such_program: No such file"):
+        ask(["no_such_program"])
 
 
-def test_what_sbatch_would_refuse(slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "sbatch: unrecognized option '--exclsive'\nTry \"sbatch --help\" for more",
+            "unrecognized option '--exclsive'",
+        ),
+        ("sbatch: error: one\nallocation failure: Invalid qos specification", "one; Invalid qos specification"),
+    ],
+)
+def test_what_sbatch_would_refuse(slurm: FakeSlurm, said: str, reason: str) -> None:
     assert refusal("#!/bin/bash\n#SBATCH --nodes=2\n") is None
     assert slurm.tested == ["#SBATCH --nodes=2"]
-    slurm.write("refuse_test", "sbatch: unrecognized option '--exclsive'\nTry \"sbatch --help\" for more information\n")
-    assert refusal("") == "unrecognized option '--exclsive'"
-    slurm.write("refuse_test", "sbatch: error: one\nallocation failure: Invalid qos specification\n")
-    assert refusal("") == "one; Invalid qos specification"
-    slurm.write("refuse_test", "allocation failure: Unable to contact slurm controller (connect failure)\n")
+    slurm.write("refuse_test", f"{said}\n")
+    assert refusal("") == reason
+    slurm.write("refuse_test", f"allocation failure: {BUSY}\n")
     with pytest.raises(UserError, match="Unable to contact"):
         refusal("")
 

@@ -17,7 +17,14 @@ from clap_ds.planning.trace import Recorded
     + [(lambda size: 0.1 * size + 1e-5 * size**2, 64, 80, 744)],
 )
 def test_largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit: float, expected: int | None) -> None:
-    assert largest_micro_batch(peak_gib, start, limit) == expected
+    tried: list[int] = []
+
+    def counted(size: int) -> float:
+        tried.append(size)
+        return peak_gib(size)
+
+    assert largest_micro_batch(counted, start, limit) == expected
+    assert len(tried) <= 7  # each takes a while
 
 
 def test_parts_of_memory_add_up() -> None:

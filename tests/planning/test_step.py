@@ -131,10 +131,17 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Ca
 
 def test_a_loss_of_more_ranks_takes_more(write_run: WriteRun) -> None:
     run = load_run(write_run())
-    few, many = (trace_loss(run, 8, ranks).peak_bytes for ranks in (2, 64))
-    assert many - few >= 2 * 62 * 8 * 32 * 2  # features of both towers, in bf16
+    few, many = (trace_loss(run, 8, ranks) for ranks in (2, 64))
+    assert many.peak_bytes - few.peak_bytes >= 2 * 62 * 8 * 32 * 2  # features of both towers, in bf16
+    gathered = [sum(size for _, size in op.written) for op in many.operations if op.is_collective]
+    assert gathered == [64 * 8 * 32 * 2, 64 * 8 * 32 * 2, 64 * 8 * 2 * 4]
+    # Log-sum-exps, similarities again and gradients: three products with all features for each tower.
+    assert many.total("flops") == 6 * 2 * 8 * 64 * 8 * 32
+    assert {(op.name, op.dtype) for op in many.operations if op.flops} == {("aten.mm", torch.bfloat16)}  # of the inputs
     sigmoid = trace_loss(load_run(write_run(clap={"loss": {"kind": "sigmoid"}})), 8, 4)
     assert sum(op.name == "c10d.send" for op in sigmoid.operations) == 3
+    assert not torch.distributed.is_initialized()  # nothing of it stays
+    assert not torch.empty(1).is_cuda
 
 
 @pytest.mark.parametrize(
@@ -148,8 +155,3 @@ def test_what_cannot_be_planned_is_said(write_run: WriteRun, changes: dict[str, 
     loaded = load_run(write_run())
     with pytest.raises(UserError, match=message):
         check_plannable(RunSettings(loaded.path, loaded.clap, loaded.deepspeed | changes))
-
-
-def test_nothing_of_it_stays() -> None:
-    assert not torch.distributed.is_initialized()
-    assert not torch.empty(1).is_cuda

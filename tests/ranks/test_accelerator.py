@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +23,45 @@ PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: gcc 11.4.0\n"
 )
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (dvs-builder)  Sat May 24\n"
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 
 
-class Machine:
-    """The files and programs by which a machine shows its GPUs; at first it has none."""
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What is chosen on a machine with such files, programs and variables; without a GPU where nothing is said."""
+    places = {"DEVICE_FILES": str(tmp_path / "nvidia[0-9]*"), "DRIVER_FILE": tmp_path / "version"}
+    for name, place in {**places, "PCI_DEVICES": tmp_path / "pci"}.items():
+        monkeypatch.setattr(accelerator, name, place)
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", *OF_SLURM):
+        monkeypatch.setenv(name, "")  # so that it is restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.monkeypatch, self.programs = folder, monkeypatch, folder / "bin"
-        self.programs.mkdir()
-        places = {"DEVICE_FILES": str(folder / "nvidia[0-9]*"), "DRIVER_FILE": folder / "version"}
-        for name, place in {**places, "PCI_DEVICES": folder / "pci"}.items():
-            monkeypatch.setattr(accelerator, name, place)
-        monkeypatch.setenv("PATH", str(self.programs))
-        of_slurm = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
-        for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", *of_slurm):
-            monkeypatch.setenv(name, "")  # so that it is restored after the test
-            monkeypatch.delenv(name)
-        self.torch(cuda="13.0")
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old.\nsecond line")
 
-    def torch(self, cuda: str | None, is_available: bool = False) -> None:
-        def init() -> None:
-            raise RuntimeError(f"{TOO_OLD}\nsecond line")
-
-        self.monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-        self.monkeypatch.setattr(torch.cuda, "init", init)
-        self.monkeypatch.setattr(torch.version, "cuda", cuda)
-        self.monkeypatch.setattr(torch, "__version__", "2.13.0")
-
-    def choice(self) -> str:
-        """As by a process that hasn't chosen yet."""
-        self.monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    def choice(
+        *, device: bool = False, driver: str = "", smi: str | None = None, bus: str = "", cuda: str | None = "13.0",
+        works: bool = False, **variables: str,
+    ) -> str:  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch, "__version__", "2.13.0")
+        if device:
+            (tmp_path / "nvidia0").touch()
+        if driver:
+            (tmp_path / "version").write_text(driver)
+        if smi is not None:
+            write_program(tmp_path / "nvidia-smi", f"echo '{smi or 'NVIDIA-SMI has failed'}'; exit {0 if smi else 9}")
+        if bus:
+            (tmp_path / "pci" / "0000:01").mkdir(parents=True)
+            (tmp_path / "pci" / "0000:01" / "vendor").write_text(f"{bus}\n")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         return choose_accelerator()
 
-    def nvidia_smi(self, says: str, code: int = 0) -> None:
-        write_program(self.programs / "nvidia-smi", f"echo '{says}'; exit {code}")
-
-    def pci(self, vendor: str) -> None:
-        device = self.folder / "pci" / f"0000:{vendor}"
-        device.mkdir(parents=True)
-        (device / "vendor").write_text(f"{vendor}\n")
+    return choice
 
 
 def write_program(path: Path, script: str) -> None:
@@ -69,34 +69,45 @@ def write_program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch)
+CANT = "this machine has a GPU that torch can't use: the driver is"
+NVIDIA, TOO_OLD = (
+    "0x10de",
+    "torch 2.13.0 is built for CUDA 13.0; torch says: The NVIDIA driver on your system is too old.",
+)
 
 
-def test_without_a_gpu_it_is_the_cpu(machine: Machine) -> None:
-    assert machine.choice() == "cpu"
-    machine.pci("0x8086")
-    machine.nvidia_smi("NVIDIA-SMI has failed", code=9)
-    assert machine.choice() == "cpu"
-    (machine.programs / "nvidia-smi").unlink()
-    machine.pci("0x10de")  # of a container's host, perhaps
-    assert machine.choice() == "cpu"
-    assert os.environ["DS_ACCELERATOR"] == "cpu"  # for DeepSpeed
-
-
-def test_a_gpu_that_works_is_taken_unless_the_cpus_are_asked_for(machine: Machine) -> None:
-    (machine.folder / "nvidia0").touch()
-    for hidden in ("", "-1", "NoDevFiles"):
-        machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert machine.choice() == "cpu"
-    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match="DS_ACCELERATOR=cpu runs on the CPUs all the same"):
-        machine.choice()
-    machine.torch(cuda="13.0", is_available=True)
-    assert machine.choice() == "cuda"
-    machine.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert choose_accelerator() == "cpu"
+@pytest.mark.parametrize(
+    ("has", "expected"),
+    [
+        ({}, "cpu"),
+        ({"bus": NVIDIA}, "cpu"),  # of a container's host, perhaps
+        ({"bus": "0x8086", "smi": ""}, "cpu"),
+        ({"device": True, "works": True}, "cuda"),
+        ({"device": True, "works": True, "DS_ACCELERATOR": "cpu"}, "cpu"),
+        ({"device": True, "DS_ACCELERATOR": "cpu", "SLURM_JOB_GPUS": "0"}, "cpu"),
+        *(({"device": True, "CUDA_VISIBLE_DEVICES": hidden}, "cpu") for hidden in ("", "-1", "NoDevFiles")),
+        *(({name: nothing}, "cpu") for name, nothing in zip(OF_SLURM, ("", "", "0"), strict=True)),
+        ({"SLURM_STEP_GPUS": "0,1"}, "SLURM has granted this process GPUs (SLURM_STEP_GPUS=0,1), and it sees none"),
+        ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}, "GPUs (SLURM_JOB_GPUS=0), and it sees none"),
+        (
+            {"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""},
+            "(SLURM_GPUS_ON_NODE=4), and it sees",
+        ),
+        ({"device": True, "CUDA_VISIBLE_DEVICES": "0"}, "DS_ACCELERATOR=cpu runs on the CPUs all the same"),
+        ({"device": True, "driver": PROPRIETARY}, f"{CANT} 550.54.15, {TOO_OLD} docs/cluster.md"),
+        ({"device": True, "driver": OPEN}, f"{CANT} 575.57.08, torch"),
+        ({"bus": NVIDIA, "smi": ""}, f"{CANT} not running, torch"),
+        ({"smi": "NVIDIA GB10, [N/A], 570.86.10"}, f"{CANT} 570.86.10, torch"),
+        ({"device": True, "driver": OPEN, "cuda": None}, f"{CANT} 575.57.08, torch 2.13.0 is built without CUDA;"),
+    ],
+)
+def test_choice(machine: Callable[..., str], has: dict[str, Any], expected: str) -> None:
+    if expected in ("cpu", "cuda"):
+        assert machine(**has) == expected
+        assert (os.environ.get("DS_ACCELERATOR") == "cpu") == (expected == "cpu")  # for DeepSpeed
+    else:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            machine(**has)
 
 
 @pytest.mark.parametrize(
@@ -152,22 +163,6 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
             choose_device(7, local_rank, cuda_graphs=True)
 
 
-@pytest.mark.parametrize("variable", ["SLURM_STEP_GPUS=0,1", "SLURM_JOB_GPUS=0", "SLURM_GPUS_ON_NODE=4"])
-@pytest.mark.parametrize("is_hidden", [False, True])
-def test_gpus_that_slurm_grants_and_nobody_sees_end_the_run(machine: Machine, variable: str, is_hidden: bool) -> None:
-    name, _, value = variable.partition("=")
-    machine.monkeypatch.setenv(name, value)
-    if is_hidden:
-        machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=f"SLURM has granted this process GPUs \\({variable}\\), and it sees none"):
-        machine.choice()
-    machine.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert choose_accelerator() == "cpu"
-    for nothing in ("", "0") if name == "SLURM_GPUS_ON_NODE" else ("",):
-        machine.monkeypatch.setenv(name, nothing)
-        assert machine.choice() == "cpu"
-
-
 @pytest.mark.parametrize(("device", "world_size", "bound"), [("cuda:1", 2, True), ("cuda:0", 1, False)])
 def test_nccl_is_bound_to_the_rank_s_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, world_size: int, bound: bool
@@ -181,34 +176,6 @@ def test_nccl_is_bound_to_the_rank_s_gpu(
     ranks = distributed.Ranks(0, world_size, 0, world_size)
     assert distributed.initialize(ranks, compile_cpu_collective=False) == torch.device(device)
     assert met[2:5] == ["nccl", (), torch.device(device) if bound else None]
-
-
-@pytest.mark.parametrize(
-    ("driver", "smi", "cuda", "reason"),
-    [
-        (
-            PROPRIETARY,
-            "",
-            "13.0",
-            "the driver is 550.54.15, torch 2.13.0 is built for CUDA 13.0; torch says: The NVIDIA dr",
-        ),
-        (OPEN, "", "13.0", "the driver is 575.57.08, torch"),
-        ("", "", "13.0", "the driver is not running, torch"),
-        ("", "NVIDIA GB10, [N/A], 570.86.10", "13.0", "the driver is 570.86.10, torch"),
-        (PROPRIETARY, "", None, "the driver is 550.54.15, torch 2.13.0 is built without CUDA;"),
-    ],
-)
-def test_a_gpu_that_cannot_be_used_ends_with_the_reason(
-    machine: Machine, driver: str, smi: str, cuda: str | None, reason: str
-) -> None:
-    machine.pci("0x10de")
-    machine.nvidia_smi(smi or "NVIDIA-SMI has failed", code=0 if smi else 9)
-    if driver:
-        (machine.folder / "nvidia0").touch()
-        (machine.folder / "version").write_text(driver)
-    machine.torch(cuda)
-    with pytest.raises(UserError, match=re.escape(f"this machine has a GPU that torch can't use: {reason}")):
-        machine.choice()
 
 
 @pytest.fixture

@@ -46,10 +46,6 @@ def rest():
 def wait_for_nobody():
     threading.Event().wait()
 
-def give_up():
-    threading.Event().wait(2.7)
-    leave(1)
-
 def receive_signals():
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     print("ready", flush=True)
@@ -120,18 +116,12 @@ def test_a_pause_that_is_announced_or_everybodys_ends_no_run(tmp_path: Path, wha
     assert list((tmp_path / "stacks").iterdir()) == []
 
 
-def test_a_rank_that_ends_when_it_has_stood_still_leaves_its_stacks(tmp_path: Path) -> None:
-    """As one does whose peers have left."""
-    (only,) = _run(tmp_path, "give_up", 1)
-    assert only.wait() == 1
-    assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
-
-
 def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
     (alone,) = _run(tmp_path, "wait_for_nobody", 1)
     assert alone.wait() == 1
     state, error = _recorded(tmp_path)
     assert (state, error.partition(" (")[0]) == ("failed", "no step for 2 s: rank 0 on node in wait")
+    assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
 
 
 def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path) -> None:
@@ -206,6 +196,14 @@ def test_limits_by_what_is_done(armed: Armed) -> None:
     assert armed.told() == ("ending", 8, math.inf)
     watch.stop()
     assert list((armed.folder / "stacks").iterdir()) == []
+
+
+def test_stacks_of_a_rank_that_ends_stay(armed: Armed) -> None:
+    """As of one that stood still, and ends as its peers have left."""
+    with (armed.folder / "stacks" / "rank3.txt").open("a") as file:
+        file.write("Timeout")
+    watch.stop()
+    assert read_stacks(armed.folder)[0].text == "Timeout"
 
 
 def test_compiling_is_said_whenever_it_is_done(armed: Armed) -> None:

@@ -4,11 +4,10 @@ import errno
 import io
 import itertools
 import random
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,21 @@ from torch.distributed import get_world_size as world_size
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.building import freeze
+from clap_ds.engine.ending import NonFiniteError
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.session import freeze
+from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.ranks.agreement import gather_tensor
-from clap_ds.record.lock import FILE, FolderLock
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.record.directory import RunDirectory
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
+from clap_ds.training.start import Choices, opened_checkpoints, resume
 from clap_ds.weights import checkpoint_files
+from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
@@ -60,14 +64,8 @@ def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     """A fresh engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
     torch.manual_seed(seed)
-    rate = 0.3 if noisy else 0.0
-    model = ClapModel(
-        run.clap.preset(),
-        drop_path=rate,
-        text_dropout=rate,
-        spec_augment=noisy,
-        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
-    )
+    noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
+    model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
     freeze(model, run.clap.train.freeze)
     built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
@@ -93,6 +91,13 @@ def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
     """Of the global batch, step by step."""
     source = batches(start)
     return [float(gather_tensor(engine.step(source, TIMER)).mean()) for _ in range(number)]
+
+
+def trained_engine(steps: int = 1) -> ClapEngine:
+    """Of a bf16 run."""
+    trained = engine(settings(), 1)
+    losses(trained, 0, steps)
+    return trained
 
 
 def progress(step: int) -> TrainingProgress:
@@ -139,44 +144,13 @@ def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
-def fail_at_file(folder: str, numbers: list[int]) -> list[dict[str, Any]]:
-    """Save, then again on a disk that is full from the `number`th file on, for each of them; last, train on and save."""
-    trained = engine(settings(), 1)
-    losses(trained, 0, 1)
-    checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2))
-    first = checkpoints.save(trained, progress(1))
-    files, write_file, found = 0, checkpoint_files.write_file, []
-    for number in numbers:
-        files = 0
-
-        def full(path: Path, content: Any, number: int = number) -> Any:
-            nonlocal files
-            files += 1
-            if files >= number:
-                path.write_bytes(content[:9])
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return write_file(path, content)
-
-        with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-            for module in (checkpoint, checkpoint_files):
-                patch.setattr(module, "write_file", full)
-            failed = checkpoints.save(trained, progress(2))
-        left = sorted(path.name for path in Path(folder).iterdir()) if rank() == 0 else []
-        found.append({"failed": failed, "left": left, "warnings": warnings, "files": files})
-        assert checkpoints.newest() == first.path
-    assert losses(trained, 1, 1)[0] < 10
-    assert checkpoints.save(trained, progress(3)).saved
-    return found
-
-
 def save(
     folder: str, scores: tuple[float | None, ...] = (None,), tokenizer: str | None = None, **options: Any
 ) -> tuple[list[SavedCheckpoint], list[str]]:
     """Checkpoints of a bf16 run after two steps, one for each score, and the warnings."""
-    trained = engine(settings(), 1)
-    losses(trained, 0, 2)
+    trained = trained_engine(2)
     with warned() as warnings:
-        checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer)
+        checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer, run=settings())
         saved = [
             checkpoints.save(trained, progress(step), metrics=None if score is None else {"zero_shot_top1": score})
             for step, score in enumerate(scores, start=1)
@@ -185,36 +159,34 @@ def save(
     return saved, warnings
 
 
-def save_after_a_takeover(folder: str) -> tuple[SavedCheckpoint, list[str]]:
-    """What comes of a checkpoint of a run whose folder another has taken over."""
-    lock = FolderLock(Path(folder))
-    if rank() == 0:
-        lock.acquire()
-        Path(folder, FILE).write_text('{"token": "x", "beat": 0, "host": "tux7"}')
-        Path(folder, ".step-00000009.partial").mkdir()
-    trained = engine(settings(), 1)
-    losses(trained, 0, 1)
-    with warned() as warnings:
-        saved = CheckpointFolder(folder, lock=lock).save(trained, progress(1))
-    lock.release()
-    return saved, warnings
+def fail_at_file(folder: str, number: int) -> dict[str, Any]:
+    """Save, then again on a disk that is full from the `number`th file on; last, train on and save."""
+    trained, write_file, files = trained_engine(), checkpoint_files.write_file, 0
+    checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2))
+    first = checkpoints.save(trained, progress(1))
 
+    def full(path: Path, content: Any) -> Any:
+        nonlocal files
+        files += 1
+        if files >= number:
+            path.write_bytes(content[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_file(path, content)
 
-def estimates(folder: str) -> tuple[tuple[int, float], list[str], list[str]]:
-    """Bytes and seconds of a checkpoint, the warnings of it, and those where the disk has less room."""
-    trained, checkpoints = engine(settings(), 1), CheckpointFolder(folder)
-    with warned() as warnings:
-        estimate = checkpoints.estimate(trained)
-    with pytest.MonkeyPatch.context() as patch, warned() as of_little_room:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=estimate[0]))
-        checkpoints.estimate(trained)
-    return estimate, warnings, of_little_room
+    with pytest.MonkeyPatch.context() as patch, warned() as warnings:
+        for module in (checkpoint, checkpoint_files):
+            patch.setattr(module, "write_file", full)
+        failed = checkpoints.save(trained, progress(2))
+    left = sorted(path.name for path in Path(folder).iterdir())
+    assert checkpoints.newest() == first.path
+    assert losses(trained, 1, 1)[0] < 10
+    assert checkpoints.save(trained, progress(3)).saved
+    return {"failed": failed, "left": left, "warnings": warnings, "files": files}
 
 
 def save_poisoned(folder: str) -> tuple[str, list[str]]:
     """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
-    trained = engine(settings(), 1)
-    losses(trained, 0, 1)
+    trained = trained_engine()
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
     with pytest.raises(NonFiniteError) as refusal:
@@ -222,41 +194,22 @@ def save_poisoned(folder: str) -> tuple[str, list[str]]:
     return str(refusal.value), [path.name for path in Path(folder).iterdir()]
 
 
-def save_on_a_small_disk(folder: str, fit: int, scores: list[float]) -> tuple[list[list[str]], list[str], bool]:
-    """Checkpoints of steps 1, 2, … on a disk where only `fit` have room: what is there after each, the warnings, and whether
-    the last was saved."""
-    trained = engine(settings(), 1)
-    losses(trained, 0, 1)
-    write_file, there, saved = checkpoint_files.write_file, [], True
-
-    def small(path: Path, content: Any) -> Any:
-        if len([each for each in Path(folder).iterdir() if not each.name.startswith(".")]) >= fit:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_file(path, content)
-
-    rule = CheckpointSettings(keep_last=3, keep_best=1, best_by="zero_shot_top1")
+def estimate(folder: str, free: int | None = None) -> tuple[tuple[int, float], list[str]]:
+    """Bytes and seconds of a checkpoint, and the warnings, where so much of the disk is free."""
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-        patch.setattr(checkpoint, "write_file", small)
-        checkpoints = CheckpointFolder(folder, rule)
-        for step, score in enumerate(scores, start=1):
-            saved = checkpoints.save(trained, progress(step), metrics={"zero_shot_top1": score}).saved
-            there.append(sorted(path.name for path in Path(folder).iterdir()))
-    return there, warnings, saved
+        if free is not None:
+            patch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+        return CheckpointFolder(folder).estimate(trained_engine()), warnings
 
 
-def refusal(folder: str) -> str:
-    """Why a folder can't be used for checkpoints."""
-    other = engine(settings(), 1)
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        CheckpointFolder(folder).load(folder, other)
-    return str(refusal.value)
-
-
-def refusal_when_unseen(folder: str) -> str:
-    """Why a checkpoint isn't loaded that rank 1 doesn't see, as on a host without the file system."""
+def refusal(folder: str, unseen_by: int | None = None) -> str:
+    """Why a folder can't be resumed from, one whose files a rank doesn't see, perhaps."""
+    fresh = engine(settings(), 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "PROGRESS", "not seen" if rank() else checkpoint.PROGRESS)
-        return refusal(folder)
+        patch.setattr(checkpoint, "PROGRESS", "not seen" if rank() == unseen_by else checkpoint.PROGRESS)
+        with pytest.raises(ValueError) as refused:  # noqa: PT011
+            CheckpointFolder(folder).load(folder, fresh)
+    return str(refused.value)
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:
@@ -266,3 +219,41 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
     assert loaded is not None
     assert client_state["clap_ds"]["step"] == 1
     return {name: parameter.detach() for name, parameter in second.model.named_parameters()}
+
+
+def resume_otherwise(
+    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
+) -> tuple[str, list[str], Any]:
+    """A run with other settings than the checkpoint's resumes from it: why it is refused, else ""; the warnings; and its
+    learning rate, its first loss, whether its fp32 weights were the checkpoint's to the bit, and its next learning rate."""
+    run = settings(precision, **changes)
+    other = engine(run, 99)
+    with warned() as warnings:
+        try:
+            CheckpointFolder(folder, run=run).load(folder, other, accept_changes=accept)
+        except ValueError as error:
+            return str(error), warnings, None
+    saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
+    trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
+    same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
+    rates = other.deepspeed.get_lr()
+    return "", warnings, (rates[0], losses(other, other.steps, 1)[0], same, other.deepspeed.get_lr()[0])
+
+
+def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto") -> list[int]:
+    """Steps at which starts of one command begin in a folder that holds step 5 of another run, by the attempts of jobs that
+    they are; each saves a step more."""
+    trained = trained_engine()
+    theirs = CheckpointFolder(folder)
+    theirs.begin("theirs")
+    theirs.save(trained, progress(5))
+    train = {"samples": 99, "resume": wanted.format(folder)}
+    run = settings(clap={"checkpoint": {"folder": folder, "keep_last": 9}, "train": train})
+    found = []
+    for job in jobs:
+        ranks = Ranks(0, 1, 0, 1, job_folder=Path(job) if job else None)
+        with tempfile.TemporaryDirectory() as record, opened_checkpoints(run, ranks) as checkpoints:
+            begun = resume(run, ranks, trained, checkpoints, RunDirectory(Path(record)), choices)
+            found.append(begun.step)
+            assert checkpoints.save(trained, progress(begun.step + 1)).saved
+    return found

@@ -1,8 +1,9 @@
-"""An interrupted run resumes as if it had not been, on as many ranks as there are then; a failing disk costs no more than the
-checkpoint."""
+"""An interrupted run resumes as if it had not been, on as many ranks as there are then; one that has changed says so; a failing
+disk costs no more than the checkpoint; a run deletes its own checkpoints and no others."""
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ import torch
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote import RemoteFolder
+from clap_ds.training.start import Choices
 from clap_ds.weights import formats as weights
 from clap_ds.weights.checkpoint_files import Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
-from tests.weights.fake_checkpoints import flip_bit
+from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
+
+STATES = "deepspeed/mp_rank_00_model_states.pt"
 
 
 @pytest.mark.parametrize(("precision", "frozen"), [("bf16", ()), ("autocast", ()), ("bf16", ("text",))])
@@ -25,7 +29,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert found["resumed"] == found["uninterrupted"]
         assert found["steps"] == (6, 6, 0)
         progress, saved = found["progress"], found["saved"]
-        assert progress.data[rank] == {"rank": rank, "step": 3}
+        assert progress.data_of(rank) == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
         assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
         assert saved.path == tmp_path / "step-00000003"
@@ -46,60 +50,129 @@ def test_it_resumes_on_another_number_of_ranks(
         assert fresh != pytest.approx(expected, rel=2 * tolerance)
 
 
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(two_ranks: RankPool, tmp_path: Path) -> None:
-    numbers = [1, 2, 4, 6]
-    by_rank = two_ranks.run(ranks.fail_at_file, str(tmp_path), numbers)
-    for number, found in zip(numbers, by_rank[0], strict=True):
-        assert (found["files"], found["left"]) == (number, ["step-00000001"])
-        (warning,) = found["warnings"]
-        assert "the checkpoint of step 2 could not be saved: [Errno 28] No space left" in warning
-        assert "training goes on" in warning
-    for failed in (found["failed"] for found in (*by_rank[0], *by_rank[1])):
-        assert (failed.saved, failed.bytes) == (False, 0)
-        assert "No space left" in failed.problem
+@pytest.fixture(scope="module")
+def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 run's folder with a checkpoint after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    one_rank.run(ranks.save, str(folder))
+    return folder
 
 
-def test_a_run_whose_folder_was_taken_over_leaves_it_to_the_other(two_ranks: RankPool, tmp_path: Path) -> None:
-    found = two_ranks.run(ranks.save_after_a_takeover, str(tmp_path))
-    for saved, _ in found:
-        assert not saved.saved
-        assert saved.problem.startswith(f"{tmp_path} was taken over by host tux7, ")
-    assert "the checkpoint of step 1 could not be saved" in found[0][1][0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-00000009.partial", "writer.json"]
+@pytest.mark.parametrize(
+    ("precision", "changes", "reason"),
+    [
+        ("fp32", {}, "the precision is bf16 there, fp32 here"),
+        (
+            "bf16",
+            {"clap": {"train": {"freeze": ["text"]}}},
+            "trained_towers is ['audio', 'text'] there, ['audio'] here",
+        ),
+        ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
+        ("bf16", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "there, 'FP16_UnfusedOptimizer over SGD' here"),
+    ],
+    ids=["precision", "towers", "loss", "optimizer"],
+)
+def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
+    one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
+) -> None:
+    ((refusal, _, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
+    assert all(part in refusal for part in (reason, "--accept_changes goes on", "the optimizer's state begins anew"))
+    ((refusal, warnings, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
+    assert refusal == ""
+    assert reason in warnings[0]
+    assert "its weights alone" in warnings[1]
+    _, loss, same, _ = found
+    assert same
+    assert loss < 10
 
 
-def test_the_estimate_is_near_what_is_written(one_rank: RankPool, tmp_path: Path) -> None:
-    (((saved,), _),) = one_rank.run(ranks.save, str(tmp_path))
-    (((num_bytes, seconds), warnings, of_little_room),) = one_rank.run(ranks.estimates, str(tmp_path))
-    assert num_bytes == pytest.approx(saved.bytes, rel=0.15)
-    assert 0 < seconds < 60
-    assert not warnings
-    assert "5 of 1.2 MB each can be there at a time" in of_little_room[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]  # no probe is left
+def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> None:
+    def resume(changes: dict[str, Any]) -> Any:
+        ((refusal, warnings, found),) = one_rank.run(ranks.resume_otherwise, str(saved), "bf16", changes)
+        assert refusal == ""
+        return "".join(warnings), found
+
+    other_rate = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    warning, found = resume({**other_rate, "clap": {"train": {"samples": 999}}})
+    assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
+    assert "clap.train.samples: None there, 999 here" in warning
+    assert found[0] == 1e-4
+    # A schedule that is new goes on at the step where the run stands: the second of four of its warm-up.
+    warning, found = resume({"scheduler": ranks.SCHEDULER})
+    assert "scheduler is None there, 'WarmupCosineLR' here" in warning
+    assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
+    assert resume({})[0] == ""
 
 
-def test_the_exported_weights_are_the_fp32_masters(one_rank: RankPool, tmp_path: Path) -> None:
-    (((saved,), _),) = one_rank.run(ranks.save, str(tmp_path))
-    exported = weights.load_safetensors(saved.path / "weights.safetensors").state
-    (in_bf16,) = one_rank.run(ranks.weights_of, str(saved.path))
-    for name, parameter in in_bf16.items():
-        assert exported[name].dtype == torch.float32
-        assert torch.equal(exported[name].to(parameter.dtype), parameter), name
-    assert sum(not torch.equal(exported[name], parameter.float()) for name, parameter in in_bf16.items()) > 20
+@pytest.mark.parametrize(
+    ("choices", "resume", "jobs", "begun_at"),
+    [
+        (Choices(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
+        (Choices(from_weights=5), "auto", ["7.ab/0", "7.ab/1", "8.cd/0"], [5, 6, 5]),
+        (Choices(restart=True), "auto", ["", ""], [0, 0]),  # typed twice, it is meant twice
+        (Choices(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
+        (Choices(), "auto", ["", ""], [5, 6]),
+    ],
+    ids=["restart", "from_weights", "restart, no job", "path", "auto"],
+)
+def test_a_job_does_once_what_its_command_says_of_the_beginning(
+    one_rank: RankPool, tmp_path: Path, choices: Choices, resume: str, jobs: list[str], begun_at: list[int]
+) -> None:
+    assert one_rank.run(ranks.starts, str(tmp_path / "here"), jobs, choices, resume) == [begun_at]
 
 
-@pytest.mark.parametrize("fit", [2, 1])
-def test_on_a_small_disk_the_oldest_gives_way_but_for_the_best(one_rank: RankPool, tmp_path: Path, fit: int) -> None:
-    ((there, warnings, saved),) = one_rank.run(ranks.save_on_a_small_disk, str(tmp_path), fit, [0.2, 0.9, 0.3, 0.1])
-    names = [f"step-0000000{step}" for step in range(1, 5)]
-    if fit == 2:  # room for one old one beside a draft, and it is the best
-        assert there == [names[:1], names[:2], names[1:3], [names[1], names[3]]]
-        assert saved
-        assert all(any(f"{name} is given up" in text for text in warnings) for name in (names[0], names[2]))
-    else:
-        assert there == [names[:1]] * 4
-        assert not saved
-        assert "the checkpoint of step 4 could not be saved: [Errno 28]" in warnings[-1]
+def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    flip_bit(tmp_path / "step-00000002" / STATES, 9)
+    flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
+        CheckpointFolder(tmp_path).newest()
+    for reason in (
+        *("step-00000001: no checkpoint", "model_states.pt has changed", "weights.safetensors has changed"),
+        *("; --from_weights 2 goes on from weights that are whole", "--restart moves them aside"),
+    ):
+        assert reason in str(refusal.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_damaged_missing_or_unseen_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    ((saved,), _), _ = two_ranks.run(ranks.save, str(tmp_path))
+    assert all("rank 1 can't see" in found for found in two_ranks.run(ranks.refusal, str(tmp_path), 1))
+    flip_bit(saved.path / STATES, 5000)
+    for place, reason in (
+        (saved.path, "mp_rank_00_model_states.pt has changed since it was written"),
+        (tmp_path / "nowhere", "no good checkpoint here"),
+    ):
+        assert all(reason in refusal for refusal in two_ranks.run(ranks.refusal, str(place)))
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path, number: int) -> None:
+    (found,) = one_rank.run(ranks.fail_at_file, str(tmp_path), number)
+    assert (found["files"], found["left"]) == (number, ["step-00000001"])
+    (warning,) = found["warnings"]
+    assert (
+        "the checkpoint of step 2 could not be saved: [Errno 28] No space left on device; training goes on" in warning
+    )
+    assert (found["failed"].saved, found["failed"].bytes) == (False, 0)
+    assert "No space left" in found["failed"].problem
+
+
+def test_what_others_wrote_or_what_is_damaged_is_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, run="theirs")
+    for step in range(2, 9):
+        make_checkpoint(tmp_path, step, run="ours")
+    (tmp_path / "step-00000002" / "weights.safetensors").unlink()
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    flip_bit(tmp_path / "step-00000008" / STATES, 9)
+    checkpoints = CheckpointFolder(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
+    checkpoints.begin("ours")
+    assert checkpoints.newest() == tmp_path / "step-00000007"
+    checkpoints._delete_superfluous()
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "2", "3", "7", "8"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -109,25 +182,31 @@ def test_weights_that_are_not_finite_are_not_saved(two_ranks: RankPool, tmp_path
         assert left == []
 
 
-def test_what_is_damaged_missing_or_unseen_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    ((saved,), _), _ = two_ranks.run(ranks.save, str(tmp_path))
-    for refusal in two_ranks.run(ranks.refusal_when_unseen, str(tmp_path)):
-        assert "rank 1 can't see" in refusal
-        assert "where every host sees them" in refusal
-    flip_bit(saved.path / "deepspeed" / "mp_rank_00_model_states.pt", 5000)
-    for place, reason in (
-        (tmp_path, "mp_rank_00_model_states.pt has changed since it was written"),
-        (saved.path, "mp_rank_00_model_states.pt has changed since it was written"),
-        (tmp_path / "nowhere", "no good checkpoint here"),
-    ):
-        assert all(reason in refusal for refusal in two_ranks.run(ranks.refusal, str(place)))
+def test_the_estimate_is_near_what_is_written(one_rank: RankPool, tmp_path: Path) -> None:
+    (((saved,), _),) = one_rank.run(ranks.save, str(tmp_path))
+    (((num_bytes, seconds), warnings),) = one_rank.run(ranks.estimate, str(tmp_path))
+    assert num_bytes == pytest.approx(saved.bytes, rel=0.15)
+    assert 0 < seconds < 60
+    assert not warnings
+    ((_, (warning,)),) = one_rank.run(ranks.estimate, str(tmp_path), num_bytes)
+    assert "5 of 1.2 MB each can be there at a time" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]  # no probe is left
+
+
+def test_the_exported_weights_are_the_fp32_masters(one_rank: RankPool, saved: Path) -> None:
+    exported = weights.load_safetensors(saved / "step-00000001" / "weights.safetensors").state
+    (in_bf16,) = one_rank.run(ranks.weights_of, str(saved / "step-00000001"))
+    for name, parameter in in_bf16.items():
+        assert exported[name].dtype == torch.float32
+        assert torch.equal(exported[name].to(parameter.dtype), parameter), name
+    assert sum(not torch.equal(exported[name], parameter.float()) for name, parameter in in_bf16.items()) > 20
 
 
 @pytest.mark.parametrize("best_by", ["zero_shot_top1", "zero_shot_top2"])
 def test_last_and_best_are_kept_and_copied(one_rank: RankPool, tmp_path: Path, best_by: str) -> None:
-    there = str(tmp_path / "there")
+    there, scores = str(tmp_path / "there"), (0.1, 0.9, float("nan"), 0.3, 0.2)
     save = partial(ranks.save, keep_last=2, keep_best=1, best_by=best_by, sync_to=there)
-    ((_, warnings),) = one_rank.run(save, str(tmp_path / "here"), (0.1, 0.9, float("nan"), 0.3, 0.2))
+    ((_, warnings),) = one_rank.run(save, str(tmp_path / "here"), scores)
     best = ["step-00000002"] if best_by == "zero_shot_top1" else []
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [*best, "step-00000004", "step-00000005"]
     assert bool(warnings) == (not best)
@@ -147,13 +226,3 @@ def test_a_tokenizer_in_a_folder_comes_along(one_rank: RankPool, tmp_path: Path)
         assert manifest.tokenizer == recorded
         assert copy.exists() == ("tokenizer/tokenizer.json" in manifest.files) == (recorded == "tokenizer")
         assert not copy.exists() or copy.read_text() == "made up"
-
-
-def test_a_place_that_cannot_be_read_is_no_empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down(url: str) -> None:
-        raise ConnectionError("the network is down")
-
-    checkpoints = CheckpointFolder(tmp_path / "here", CheckpointSettings(sync_to="memory://anything"))
-    monkeypatch.setattr("clap_ds.training.checkpoint.RemoteFolder", down)
-    with pytest.raises(ValueError, match=r"sync_to: memory://anything can't be read .*the network is down"):
-        checkpoints.newest()

@@ -13,52 +13,56 @@ from tests.processes import ROOT
 from tests.training.reference_steps import settings
 
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
+ONCE = ZERO_SHOT | {"every_steps": None}
 STOP = {"samples": 9, "stop_at": {"zero_shot_top1": 0.9}}
+PLATEAU: dict[str, Any] = {"samples": 9, "stop_on_plateau": {"evaluations": 2}}
 SHARDS = {"source": "shards", "shards": "a.tar", "tokenizer": "x"}
 NO_EPOCHS = "clap.train.epochs: synthetic data, mixtures and clap.data.sampling 'replacement' have no epochs"
 NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, zero_shot_map"
+CASES: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "clap.train: missing samples or epochs"),
+    ({"train": {"epochs": 1.0}}, NO_EPOCHS),
+    ({"train": {"epochs": 1.0}, "data": {**SHARDS, "shards": {"a.tar": 1.0, "b.tar": 2.0}}}, NO_EPOCHS),
+    ({"train": {"epochs": 1.0}, "data": {**SHARDS, "sampling": "replacement"}}, NO_EPOCHS),
+    ({"train": STOP, "evaluation": {"every_steps": 1}}, "no evaluation gives 'zero_shot_top1'"),
+    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, NAMES),
+    ({"train": STOP, "evaluation": ONCE}, "clap.train.stop_at: clap.evaluation.every_steps is missing"),
+    ({"train": STOP, "evaluation": ZERO_SHOT}, None),
+    ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
+    ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: wandb is not installed; pip install"),
+    ({"train": PLATEAU, "evaluation": {"every_steps": 1}}, "clap.train.stop_on_plateau: no evaluation gives"),
+    (
+        {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2, "metric": "top1"}}, "evaluation": ZERO_SHOT},
+        f"clap.train.stop_on_plateau: {NAMES}",
+    ),
+    ({"train": PLATEAU, "evaluation": ONCE}, "clap.train.stop_on_plateau: clap.evaluation.every_steps is missing"),
+    *(
+        (
+            {"train": {"samples": 9}, "checkpoint": {"folder": "/checkpoints", "sync_to": url}},
+            f"clap.checkpoint.sync_to: {reason}",
+        )
+        for url, reason in (
+            ("s3://key:hush@bucket/run", "the s3 URL of bucket carries credentials"),
+            ("simplecache::sftp://me:hush@host/run", "the sftp URL of host carries credentials"),
+            ("gopher://host/run", "gopher://host/run: there is no protocol 'gopher'"),
+            ("/checkpoints", "/checkpoints is the folder of the checkpoints itself"),
+            ("file:///checkpoints", "file:///checkpoints is the folder of the checkpoints itself"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "clap.train: missing samples or epochs"),
-        ({"train": {"epochs": 1.0}}, NO_EPOCHS),
-        ({"train": {"epochs": 1.0}, "data": {**SHARDS, "shards": {"a.tar": 1.0, "b.tar": 2.0}}}, NO_EPOCHS),
-        ({"train": {"epochs": 1.0}, "data": {**SHARDS, "sampling": "replacement"}}, NO_EPOCHS),
-        ({"train": STOP, "evaluation": {"every_steps": 1}}, "no evaluation gives 'zero_shot_top1'"),
-        ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, NAMES),
-        ({"train": STOP, "evaluation": {**ZERO_SHOT, "every_steps": None}}, "clap.evaluation.every_steps is missing"),
-        ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
-        ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: wandb is not installed; pip install"),
-        (
-            {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2}}, "evaluation": {"every_steps": 1}},
-            "clap.train.stop_on_plateau: no evaluation gives",
-        ),
-        (
-            {"train": {"samples": 9, "stop_on_plateau": {"evaluations": 2, "metric": "top1"}}, "evaluation": ZERO_SHOT},
-            f"clap.train.stop_on_plateau: {NAMES}",
-        ),
-        (
-            {
-                "train": {"samples": 9, "stop_on_plateau": {"evaluations": 2}},
-                "evaluation": ZERO_SHOT | {"every_steps": None},
-            },
-            "clap.train.stop_on_plateau: clap.evaluation.every_steps is missing",
-        ),
-        ({"train": STOP, "evaluation": ZERO_SHOT}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), CASES)
 def test_problems_name_the_field(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
 ) -> None:
-    run = settings(**changes)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = problems_for_training(run)
+    found = problems_for_training(settings(**changes))
     assert len(found) == (expected is not None)
     assert (expected or "") in "".join(found)
+    assert "hush" not in "".join(found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert not any("wandb" in problem for problem in problems_for_training(run))
+    assert not any("wandb" in problem for problem in problems_for_training(settings(**changes)))
 
 
 def test_a_protocol_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +73,8 @@ def test_a_protocol_whose_package_is_missing_is_named(monkeypatch: pytest.Monkey
     data = {"source": "shards", "shards": {"s3://bucket/train-{0..9}.tar": 1.0, "here.tar": 2.0}, "tokenizer": "x"}
     places = {"data": data, "checkpoint": {"sync_to": "gs://bucket/run"}}
     evaluation = {"retrieval": {"shards": ["hf://x/a.tar"]}}
-    found = problems_for_training(settings(train={"samples": 9}, evaluation=evaluation, **places))
     package = "the package for {0}:// is not installed: Install {0}fs"
-    assert found == [
+    assert problems_for_training(settings(train={"samples": 9}, evaluation=evaluation, **places)) == [
         f"clap.checkpoint.sync_to: gs://bucket/run: {package.format('gs')}",
         f"clap.data.shards: s3://bucket/train-{{0..9}}.tar: {package.format('s3')}",
         f"clap.evaluation.retrieval.shards: hf://x/a.tar: {package.format('hf')}",
@@ -96,32 +99,9 @@ def test_a_contrastive_batch_of_one_is_refused(
     sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 4}
     found = problems_for_training(settings(train=train, **sizes), world_size)
     assert len(found) == is_one
-    expected = (
-        "train_micro_batch_size_per_gpu: 1 on 1 rank",
-        'clap.train.accumulation "cached"',
-        "a larger micro-batch",
-    )
-    assert all(part in found[0] for part in expected if is_one)
+    assert not is_one or "train_micro_batch_size_per_gpu: 1 on 1 rank" in found[0]
 
 
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
-    program = "import sys, clap_ds.training.checks; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
+    program = "import sys, clap_ds.train; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("s3://key:hush@bucket/run", "they are taken from the environment alone"),
-        ("simplecache::sftp://me:hush@host/run", "they are taken from the environment alone"),
-        ("gopher://host/run", "no protocol 'gopher'"),
-        ("/checkpoints", "is the folder of the checkpoints itself"),
-        ("file:///checkpoints", "is the folder of the checkpoints itself"),
-    ],
-)
-def test_where_checkpoints_cannot_be_copied_to_is_named(url: str, reason: str) -> None:
-    checkpoint = {"folder": "/checkpoints", "sync_to": url}
-    (found,) = problems_for_training(settings(train={"samples": 9}, checkpoint=checkpoint))
-    assert found.startswith("clap.checkpoint.sync_to: ")
-    assert reason in found
-    assert "hush" not in found

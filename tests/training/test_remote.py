@@ -1,7 +1,6 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
 import shlex
-import subprocess
 import sys
 import threading
 import uuid
@@ -17,8 +16,6 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training import remote
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files
-from tests.processes import ROOT
-from tests.training.training_commands import wait_until
 from tests.weights.fake_checkpoints import make_checkpoint
 
 
@@ -90,13 +87,6 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-def test_the_manifest_goes_last_and_nothing_twice(url: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 1)
-    assert copy(url, path, path) == []
-    names = [path.rsplit("/", 1)[1] for path in Unreliable.written]
-    assert names == ["uploading-", "mp_rank_00_model_states.pt", "weights.safetensors", "manifest.json"]
-
-
 def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Unreliable.failures.extend([1, 0])
     Unreliable.short.append("weights.safetensors")
@@ -145,27 +135,6 @@ def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
     assert checkpoint_files.Manifest.read(newest).run == "ours"
 
 
-def test_one_rotated_away_before_its_turn_is_left_out_and_closing_has_a_limit(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Unreliable.gate.clear()
-    sync, paths = BackgroundSync(url, CheckpointSettings()), [make_checkpoint(tmp_path, n) for n in (1, 2, 3)]
-    for path in paths:
-        sync.submit(path)
-    wait_until(lambda: sync.is_copying(paths[0]))
-    assert not sync.is_copying(paths[1])
-    late = BackgroundSync(f"{url}-2", CheckpointSettings())
-    late.submit(paths[2])
-    assert late.close(0.2) == [paths[2]]
-    printed = capsys.readouterr()
-    assert printed.out == f"copying step-00000003 to {url}-2, for 0 s at most\n"
-    assert f"within 0 s: {paths[2]}. To copy" in printed.err
-    checkpoint_files.remove(paths[1])
-    Unreliable.gate.set()
-    assert sync.close(30) == []
-    assert sorted(RemoteFolder(url).read_all()) == ["step-00000001", "step-00000003"]
-
-
 @pytest.mark.parametrize("damage", ["changed", "cut short", "gone", "no manifest to read"])
 def test_a_damaged_copy_is_passed_over(
     url: str, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
@@ -182,32 +151,6 @@ def test_a_damaged_copy_is_passed_over(
     assert "step-00000002" in warning
     assert name in warning
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
-
-
-def test_after_one_that_failed_the_next_ones_are_tried_once_until_one_arrives(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Unreliable.failures.extend([0] * (remote.ATTEMPTS + 1) + [2, 0])
-    saved = [make_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
-    assert copy(url, *saved) == saved[:2]
-    assert capsys.readouterr().err.count("given up") == 2
-
-
-HANGING = """
-import threading
-from pathlib import Path
-from clap_ds.config.sections import CheckpointSettings
-from clap_ds.training import remote
-remote.RemoteFolder.upload = lambda self, checkpoint: threading.Event().wait()
-sync = remote.BackgroundSync("memory://there", CheckpointSettings())
-sync.submit(Path("/"))
-print(sync.close(0.1))
-"""
-
-
-def test_the_end_of_the_process_does_not_wait_for_a_copy_that_hangs() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, timeout=180, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout.splitlines()[1:]) == (0, ["[PosixPath('/')]"]), ended.stderr
 
 
 def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

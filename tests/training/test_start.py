@@ -1,8 +1,10 @@
-"""What training starts from: frozen towers stay as they are, other weights are taken over."""
+"""What training starts from: frozen towers stay as they are, other weights are taken over, a folder has one writer."""
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,52 +12,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import load_run
-from clap_ds.engine import session
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.distributed import Ranks
+from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.record.lock import FolderLock
-from clap_ds.training.start import TrainingStart
+from clap_ds.training.changes import compare, tokenizer_problem
+from clap_ds.training.start import take_initial_weights
+from clap_ds.weights.checkpoint_files import Manifest
 from clap_ds.weights.formats import save_safetensors
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 from tests.training import training_commands as commands
+from tests.weights.fake_checkpoints import checkpoint_of
 
-ALONE = Ranks(0, 1, 0, 1)
+MICRO = load_preset("micro")
 
 
-def _weights_before_and_after(towers: list[str], precision: str, sync: str) -> list[dict[str, Tensor]]:
+def _weights_before_and_after(tower: str, precision: str, sync: str) -> list[dict[str, Tensor]]:
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "torch_adam": True}}
     noise = {"text_dropout": 0.1, "drop_path": 0.1, "spec_augment": True}
     bf16 = {"enabled": precision == "bf16"}
-    run = reference.settings(train={"freeze": towers}, optimizer=adam, bf16=bf16, model=noise)
+    run = reference.settings(train={"freeze": [tower]}, optimizer=adam, bf16=bf16, model=noise)
     run.clap = run.clap.model_copy(update={"gradient_sync": sync})
     torch.manual_seed(3)
-    # As training and, the other time, as bench builds it.
-    build = session.build_model if sync == "overlapped" else TrainingStart(run, ALONE).build_model
-    engine = ClapEngine(run, build(run, reference.CPU), reference.CPU)
+    engine = ClapEngine(run, build_model(run, reference.CPU), reference.CPU)
     batches = iter(reference.micro_batches(run, dist.get_rank(), dist.get_world_size(), 4))
     before = copy.deepcopy(engine.model.state_dict())
     for _ in range(4):
         engine.step(batches, reference.TIMER)
     engine.check_loss()
     assert engine.model.training
-    frozen = [p for tower in towers for p in engine.model.get_submodule(tower).parameters()]
-    assert frozen
-    assert all(p.grad is None and not p.requires_grad for p in frozen)
+    assert all(p.grad is None and not p.requires_grad for p in engine.model.get_submodule(tower).parameters())
     return [before, copy.deepcopy(engine.model.state_dict())]
 
 
 @pytest.mark.parametrize(
-    ("tower", "precision", "sync"),
-    [
-        *(("audio", "bf16", "overlapped"), ("audio", "fp32", "deepspeed")),
-        *(("text", "fp32", "overlapped"), ("text", "bf16", "deepspeed")),
-    ],
+    ("tower", "precision", "sync"), [("audio", "bf16", "overlapped"), ("text", "fp32", "deepspeed")]
 )
 def test_a_frozen_tower_stays_as_it_is(two_ranks: RankPool, tower: str, precision: str, sync: str) -> None:
-    ranks = two_ranks.run(_weights_before_and_after, [tower], precision, sync)
+    ranks = two_ranks.run(_weights_before_and_after, tower, precision, sync)
     other = "text" if tower == "audio" else "audio"
     for before, after in ranks:
         changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -86,26 +83,51 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("step-*")] == ["step-00000002"]
 
 
-def test_a_sync_target_that_cannot_be_written_is_found_before_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    run = reference.settings(checkpoint={"sync_to": str(tmp_path / "file" / "run")})
-    monkeypatch.setattr(session, "build_model", lambda run, device: pytest.fail("a model was built"))
-    with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*can't be written"):
-        TrainingStart(run, ALONE).build_model(run, reference.CPU)
+def _taken(run: RunSettings, **options: Any) -> ClapModel:
+    model = ClapModel(run.clap.preset())
+    take_initial_weights(run, model, **options)
+    return model
 
 
 def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
     torch.manual_seed(9)
-    model, path = ClapModel(load_preset("micro")), tmp_path / "weights.safetensors"
+    model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     run = reference.settings(train={"initial_weights": str(path)})
-    taken = TrainingStart(run, ALONE).build_model(run, reference.CPU).state_dict()
+    taken = _taken(run).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
     other = reference.settings(train={"initial_weights": str(path)}, model={"preset": "demo"})
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* holds model micro, this run has demo"):
-        TrainingStart(other, ALONE).build_model(other, reference.CPU)
+        _taken(other)
     path.unlink()
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .*weights\.safetensors: no such file"):
-        TrainingStart(run, ALONE).build_model(run, reference.CPU)
+        _taken(run)
+
+
+def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) -> None:
+    for name, words in (("one", "a dog barks"), ("copy", "a dog barks"), ("other", "rain on a roof")):
+        train_tokenizer([words] * 3, tmp_path / name, vocab_size=280)
+    one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
+    assert tokenizer_problem(one, copied, vocab_size=512) is None
+    assert tokenizer_problem(None, other, vocab_size=512) is tokenizer_problem(one, None, vocab_size=512) is None
+    unknown = str(tokenizer_problem("no/such-tokenizer", one, vocab_size=512))
+    assert "can't be compared: " in unknown
+    assert "no/such-tokenizer" in unknown
+
+    checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
+    manifest = replace(Manifest.read(checkpoint), model=MICRO.model_dump(mode="json"))
+
+    def run(tokenizer: str) -> RunSettings:
+        data = {"source": "shards", "shards": "a.tar", "tokenizer": tokenizer}
+        return reference.settings(data=data, train={"initial_weights": str(checkpoint)})
+
+    said = f"{other} gives captions other token ids than {checkpoint / 'tokenizer'}"
+    assert compare(checkpoint, manifest, MICRO, {}, run(one)).to_accept == []
+    (change,) = compare(checkpoint, manifest, MICRO, {}, run(other)).to_accept
+    assert change.startswith(f"the tokenizer: {said}")
+    assert _taken(run(one)).config == _taken(run(other), accept_changes=True).config == MICRO
+    with pytest.raises(ValueError, match=rf"clap\.train\.initial_weights: {said}.* by --accept_changes"):
+        _taken(run(other))
+    higher = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fmax": 9000})})
+    (change,) = compare(checkpoint, manifest, higher, {}, None).to_accept
+    assert "audio.fmax is " in change

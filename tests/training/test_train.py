@@ -2,19 +2,15 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.analysis.record import read_record
 from clap_ds.config.settings import load_run
 from clap_ds.ranks.verdict import judge
-from clap_ds.training.stop import REPEAT_S
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
 
@@ -108,40 +104,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
     assert commands.losses(parts) == commands.losses(whole)
 
 
-def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    config = write_training(tmp_path, clap={"train": {"samples": 10**9}})
-    ranks = RunningRanks(config, 2)
-    ranks.wait_for_step(3)
-    ranks.signal(1, signal.SIGSTOP)  # its partner now waits amid a step
-    ranks.signal(0, signal.SIGTERM)
-    ranks.signal(0, signal.SIGTERM)  # the same request, from another sender
-    with pytest.raises(subprocess.TimeoutExpired):
-        ranks.processes[0].wait(timeout=REPEAT_S + 3)
-    ranks.signal(0, signal.SIGTERM)
-    assert ranks.processes[0].wait(timeout=180) == 128 + signal.SIGTERM
-    ranks.signal(1, signal.SIGKILL)
-    ranks.wait()
-    assert commands.summaries(config)[0]["state"] == "terminated"
-
-
-def test_a_stopped_launcher_leaves_a_checkpoint(tmp_path: Path, sounds: Path) -> None:
-    """DeepSpeed's launcher signals rank 0 and its data workers first, and rank 1 when they have ended."""
-    config = write_training(tmp_path, clap=_on_shards(sounds, samples=10**9))
-    command = [*commands.deepspeed_launcher(), commands.TRAIN, "--deepspeed_config", str(config)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    runner = subprocess.Popen(command, cwd=commands.ROOT, env=commands.environment(), **pipes)
-    try:
-        commands.wait_until(lambda: len(commands.losses(config)) >= 4 or runner.poll() is not None)
-        (launcher,) = psutil.Process(runner.pid).children()
-        launcher.terminate()
-        output = runner.communicate(timeout=commands.TIMEOUT_S)[0].decode()
-    finally:
-        runner.kill()
-    (summary,) = commands.summaries(config)
-    assert summary["state"] == "terminated", output
-    assert summary["checkpoints"][-1]["step"] == summary["step"] == max(commands.losses(config))
-
-
 def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_path: Path, sounds: Path) -> None:
     """3.2 epochs of 60 clips are as many samples as in the other runs."""
     clap = {**_on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_steps": 3}}
@@ -182,35 +144,6 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     assert summary["state"] == "failed"
     assert "step 2" in summary["error"]
     assert not commands.lines(config, "checkpoint")
-
-
-def test_a_run_wrecked_in_16_bits_ends_and_saves_nothing_more(tmp_path: Path) -> None:
-    """Here amid such steps, before they are too many: that is no good end."""
-    adam = {"type": "AdamW", "params": {"lr": 1e10}}
-    clap = {"train": {"samples": 20 * BATCH}, "checkpoint": {"every_steps": 5}}
-    config = write_training(tmp_path, bf16={"enabled": True}, optimizer=adam, scheduler={}, clap=clap)
-    ranks = RunningRanks(config, 1)
-    assert ranks.wait() == [1]
-    assert "the loss or its gradient is NaN or infinite in every step from step " in ranks.outputs[0]
-    skipped = [line["step"] for line in commands.lines(config) if line.get("skipped")]
-    saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
-    assert all(step < skipped[0] for step in saved)
-    assert commands.summaries(config)[0]["skipped_steps"] == len(skipped) > 0
-
-
-def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    train, checkpoint = {"samples": 2 * BATCH * 2}, {"folder": str(tmp_path / "here")}
-    commands.train(write_training(tmp_path, clap={"train": train, "checkpoint": checkpoint}))
-    for clap, reason in (
-        ({"model": {"preset": "demo"}, "train": train}, "holds model micro, this run has demo"),
-        ({"train": {**train, "resume": "never"}}, "clap.train.resume: it is 'never', but"),
-        ({"train": {**train, "resume": str(tmp_path / "nowhere")}}, "clap.train.resume: "),
-    ):
-        ranks = RunningRanks(write_training(tmp_path, clap={**clap, "checkpoint": checkpoint}), 2)
-        assert ranks.wait() == [2] * 2, ranks.outputs
-        (error,) = [line for line in "".join(ranks.outputs).splitlines() if line.startswith("error: ")]
-        assert reason in error
-        assert "Traceback" not in "".join(ranks.outputs)
 
 
 def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Path) -> None:
@@ -283,17 +216,3 @@ def test_ends_at_the_evaluation_that_reaches_the_target(
     if wanted == 0.0:  # a second start has nothing to do
         assert summary["ended_early"] in commands.train(config, world_size=1)
         assert commands.summaries(config)[-1]["step"] == steps
-
-
-def test_a_full_disk_is_said_and_loses_nothing_that_was_saved(tmp_path: Path) -> None:
-    """Files above a limit can't be written, as on a full disk."""
-    config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 2}})
-    command = f"ulimit -f 200; exec '{sys.executable}' {commands.TRAIN} --deepspeed_config '{config}'"
-    env = commands.environment()
-    result = subprocess.run(["bash", "-c", command], cwd=commands.ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert "trained to the end, but the last checkpoint could not be saved" in result.stderr
-    assert [line["saved"] for line in commands.lines(config, "checkpoint")] == [False] * 3
-    assert len(commands.losses(config)) == 6
-    assert commands.summaries(config)[0]["state"] == "failed"

@@ -100,7 +100,27 @@ def test_a_file_that_changes_between_writing_and_reading_back_is_never_published
     flip_bit(draft / "a", 3)
     with pytest.raises(DamagedError, match="a has changed"):
         checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"a": record}))
-    assert checkpoint_files.read_all(tmp_path) == {}
+    assert not checkpoint_files.read_all(tmp_path)
+
+
+def test_weights_of_a_step_are_found_though_other_files_are_damaged_and_all_can_be_moved_aside(tmp_path: Path) -> None:
+    first, again, other = (make_checkpoint(tmp_path, step) for step in (1, 1, 2))
+    (again / "deepspeed" / "mp_rank_00_model_states.pt").unlink()
+    assert [checkpoint_files.seems_whole(path) for path in (first, again, tmp_path)] == [True, False, False]
+    assert checkpoint_files.find_weights(tmp_path, 1) == again
+    flip_bit(again / "weights.safetensors", 3)
+    assert checkpoint_files.find_weights(tmp_path, 1) == first
+    (other / "weights.safetensors").unlink()
+    with pytest.raises(
+        DamagedError, match=r"no checkpoint of step 2 whose weights\.safetensors is whole; of steps 1 they"
+    ):
+        checkpoint_files.find_weights(tmp_path, 2)
+    (tmp_path / "writer.json").touch()
+    aside = checkpoint_files.move_aside(tmp_path, but="writer.json")
+    assert aside is not None
+    assert {path.name for path in aside.iterdir()} == {path.name for path in (first, again, other)}
+    assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
+    assert checkpoint_files.move_aside(tmp_path, but="writer.json") is None
 
 
 class Killed(BaseException):

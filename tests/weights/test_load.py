@@ -94,60 +94,47 @@ def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tm
     assert loss_kind_of(saved, load_weights(saved)) == "another"
 
 
-def test_the_tokenizer_is_the_copy_or_the_name(model: ClapModel, tmp_path: Path) -> None:
-    named = checkpoint_of(model, tmp_path, 1, tokenizer="roberta-base")
-    copied = checkpoint_of(model, tmp_path, 2, tokenizer="tokenizer")
-    assert tokenizer_of(named) == "roberta-base"
-    assert tokenizer_of(copied / "weights.safetensors") == str(copied / "tokenizer")
-    assert tokenizer_of(tmp_path) is None
-
-
 def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask() -> Path:
-        return locate(tmp_path, best=True)
+    def refused(folder: Path, why: str) -> None:
+        with pytest.raises(ValueError, match=f"which checkpoint is best can't be told: {why}; give"):
+            locate(folder, best=True)
 
     top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
     make_checkpoint(tmp_path, 1, **top1)
-    with pytest.raises(ValueError, match="none was evaluated by zero_shot_top1; without asking for it the newest"):
-        ask()
+    refused(tmp_path, "none that is whole was evaluated by zero_shot_top1")
     good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
     newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)
-    assert (ask(), locate(tmp_path)) == (best, newest)
+    assert (locate(tmp_path, best=True), locate(tmp_path)) == (best, newest)
     assert taken(best) == f"{best}, step 3, zero_shot_top1 0.3"
     flip_bit(best / "weights.safetensors", 99)
-    assert ask() == good
+    assert locate(tmp_path, best=True) == good
     assert "passed over" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"weights\.safetensors has changed"):
         load_weights(best)
     make_checkpoint(tmp_path, 5, metrics={"retrieval_loss": 2}, best_by="retrieval_loss")
-    with pytest.raises(ValueError, match=r"name different metrics \(retrieval_loss, zero_shot_top1\)"):
-        ask()
-    with pytest.raises(ValueError, match="of a folder of checkpoints, and this isn't one"):
-        locate(newest, best=True)
+    refused(tmp_path, "they name retrieval_loss and zero_shot_top1 to tell it by")
+    refused(newest, "this isn't a folder of checkpoints")
     make_checkpoint(tmp_path / "old", 1, metrics={"zero_shot_top1": 1})
-    with pytest.raises(ValueError, match="name no metric to tell it by"):
-        locate(tmp_path / "old", best=True)
+    refused(tmp_path / "old", "they name no metric to tell it by")
     for step in (1, 2):
         make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
     assert locate(tmp_path / "loss", best=True).name == "step-00000001"  # the smaller loss
 
 
-def test_the_trained_caption_length_is_known_wherever_weights_come_from(model: ClapModel, tmp_path: Path) -> None:
-    told = checkpoint_of(model, tmp_path, 1, settings={"clap": {"text_tokens": 12}})
-    old, lone = checkpoint_of(model, tmp_path, 2), tmp_path / "lone.safetensors"
+def test_tokenizer_and_trained_caption_length_are_known_wherever_weights_come_from(
+    model: ClapModel, tmp_path: Path
+) -> None:
+    told = checkpoint_of(model, tmp_path, 1, "roberta-base", settings={"clap": {"text_tokens": 12}})
+    old = checkpoint_of(model, tmp_path, 2, tokenizer="tokenizer")
     assert [text_tokens_of(path, MICRO) for path in (told, told / "weights.safetensors", old)] == [12, 12, None]
+    assert [tokenizer_of(path) for path in (told, tmp_path)] == ["roberta-base", None]
+    assert tokenizer_of(old / "weights.safetensors") == str(old / "tokenizer")
     for tokens in (12, None):
-        lone.write_bytes(to_safetensors(model.state_dict(), MICRO, tokens))
-        assert text_tokens_of(lone, MICRO) == tokens
-    for limit, expected in (
-        (12, 12),
-        (64, None),
-        (10**30, None),
-        (1.5, None),
-    ):  # as many as there are positions says nothing
-        (tmp_path / "hf").mkdir(exist_ok=True)
-        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
-        assert text_tokens_of(tmp_path / "hf", MICRO) == expected
-    assert tokenizer_of(tmp_path / "hf") == str(tmp_path / "hf")
+        (tmp_path / "lone.safetensors").write_bytes(to_safetensors(model.state_dict(), MICRO, tokens))
+        assert text_tokens_of(tmp_path / "lone.safetensors", MICRO) == tokens
+    (beside := tmp_path / "hf").mkdir()
+    for limit, expected in ((12, 12), (64, None), (10**30, None), (1.5, None)):  # MICRO has 64 positions
+        (beside / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+        assert (text_tokens_of(beside, MICRO), tokenizer_of(beside)) == (expected, str(beside))

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,11 +25,11 @@ from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.items import CLIP_FORMATS, choose_clip
-from clap_ds.data.shard_list import FIELD, expand_shards, tokenizer_beside
+from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import amount, settings_for
 from clap_ds.data.shard_making.writing import BROKEN, RECORDS, Member, Named, Task, add_workers, claim, fill, resumable
-from clap_ds.data.shard_manifest import Manifest, read_manifest
+from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import read_items
 
 
@@ -44,41 +43,25 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """Returns the exit code: 0, 1 (FOLDER can't be written) or 130 (stopped). UserError where the user made a mistake."""
+    """Returns the exit code: 0, 1 (FOLDER can't be written) or 130 (stopped). UserError or ValueError of a user's mistake."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
-    try:
-        tars = expand_shards(options.shards)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
-    return resumable(options.folder, lambda: _prepare(_by_name(tars), preparation, options))
+    tars = _by_name(expand_shards(options.shards))
+    return resumable(options.folder, lambda: _prepare(tars, preparation, options))
 
 
 def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argparse.Namespace) -> int:
     folder, num_workers = options.folder, options.workers
-    try:
-        manifests = {place: read_manifest(place) for place in dict.fromkeys(map(_folder_of, tars.values()))}
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    for place, manifest in manifests.items():
-        if manifest.kind == "mel":
+    for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
+        if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
     with ThreadPoolExecutor(num_workers) as pool:
-        sizes = list(pool.map(_size, tars.values()))
+        sizes = pool.map(_size, tars.values())
     claim(folder, [repr(preparation), *(f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))])
-    tasks = [
-        Task(name, _num_items(tar, manifests), partial(members_of, tar, preparation)) for name, tar in tars.items()
-    ]
-    began = time.perf_counter()
+    tasks = [Task(name, partial(members_of, tar, preparation)) for name, tar in tars.items()]
     shards = fill(folder, tasks, num_workers, kind=preparation.kind, front_end=FrontEnd.of(preparation.audio))
-    seconds = time.perf_counter() - began
     print(f"{preparation.kind}: {amount([shard.record for shard in shards if shard.record])}")
-    if all(sizes):
-        print(f"what was read: {sum(sizes) / 1e6:.1f} MB")
-    if number := sum(shard.record.items for shard in shards if shard.record and shard.is_new):
-        print(f"{number} items in {seconds:.1f} s: {number / seconds:.0f} items/s with {num_workers} worker(s)")
-    broken = [name for shard in shards for name, _ in shard.broken]
-    if broken:
+    if broken := [name for shard in shards for name, _ in shard.broken]:
         print(f"{len(broken)} left out, listed with reasons in {folder / BROKEN}")
     if cut := sorted({*broken} & {*tars.values()}):
         again = f"to read one again, remove its record in {folder / RECORDS}"
@@ -113,15 +96,6 @@ def _by_name(tars: Iterable[str]) -> dict[str, str]:
             raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
         named[name] = tar
     return named
-
-
-def _folder_of(tar: str) -> str:
-    return tar.rpartition("/")[0] or "."
-
-
-def _num_items(tar: str, manifests: Mapping[str, Manifest]) -> int | None:
-    record = manifests[_folder_of(tar)].shards.get(tar.rpartition("/")[2])
-    return record.items if record else None
 
 
 def _size(tar: str) -> int:

@@ -42,10 +42,11 @@ def report(
         train, held_out = (
             Counter(chain.from_iterable(names_in(e.more, column) for e in side)) for side in sides.values()
         )
-        counts = [f"{name} {train[name]} + {held_out[name]}" for name in sorted(train | held_out)]
-        lines.append(f"{column} (train + held out): {_few(counts)}")
-        if column == options.stratify_column and (without := [name for name in train if not held_out[name]]):
-            lines.append(f"nothing is held out of {len(without)} of {len(counts)}: {_few(without)}")
+        names = sorted(train | held_out)
+        counts = _few([f"{name} {train[name]} + {held_out[name]}" for name in names])
+        lines.append(f"{column} (train + held out): {counts}")
+        if column == options.stratify_column and (without := [name for name in names if not held_out[name]]):
+            lines.append(f"nothing is held out of {len(without)} of {len(names)}: {_few(without)}")
     if same := [f"{other} (= {entry.path})" for _, entry in entries for other in entry.others]:
         lines.append(f"{len(same)} file(s) hold the same as another, and are one item with it: {_few(same)}")
     malformed = sum(entry.malformed for _, entry in entries)

@@ -41,12 +41,10 @@ class Task(NamedTuple):
     """A shard to be.
 
     Attributes:
-        num_items: that it is made of, where they are counted.
-        members: what becomes of each of them; where that is None, it is added to the list that is given.
+        members: what becomes of each of its items; where that is None, it is added to the list that is given.
     """
 
     name: str
-    num_items: int | None
     members: Callable[[list[Named]], Iterable[Member | None]]
 
 
@@ -56,7 +54,6 @@ class BuiltShard(NamedTuple):
     name: str
     record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
     broken: list[Named]  # items left out
-    is_new: bool = False
 
 
 def claim(folder: Path, plan: Iterable[str]) -> None:
@@ -95,10 +92,8 @@ def fill(
     waiting = [task for task in tasks if task.name not in built]
     if built:
         print(f"{len(built)} of {len(tasks)} shards are there already", flush=True)
-    counts = [task.num_items for task in waiting]
-    total = None if None in counts else sum(count or 0 for count in counts)
-    with _alone_in(folder), tqdm(total=total, unit="item", disable=None) as progress:
-        for done in _write_all(folder, waiting, num_workers, progress.update):
+    with _alone_in(folder):
+        for done in tqdm(_write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None):
             built[done.name] = done
     shards = [built[task.name] for task in tasks]
     broken = [*unusable, *(each for shard in shards for each in shard.broken)]
@@ -129,20 +124,12 @@ def none_usable(broken: Sequence[Named]) -> str:
     return f"none of {len(broken)} items can be used, the first: {examples}"
 
 
-def _write_all(
-    folder: Path, tasks: Sequence[Task], num_workers: int, advance: Callable[[], Any]
-) -> Iterator[BuiltShard]:
-    """In threads: decoding, features, checksums and writing leave Python's lock."""
+def _write_all(folder: Path, tasks: Sequence[Task], num_workers: int) -> Iterator[BuiltShard]:
+    """In threads: decoding, features, checksums and writing leave Python's lock. Where one fails, all end."""
     stop = threading.Event()
-
-    def on_item() -> None:
-        if stop.is_set():
-            raise InterruptedError
-        advance()
-
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for future in as_completed([pool.submit(_write, folder, task, on_item) for task in tasks]):
+        for future in as_completed([pool.submit(_write, folder, task, stop) for task in tasks]):
             yield future.result()
     finally:
         stop.set()
@@ -160,9 +147,8 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
     return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
 
 
-def _write(folder: Path, task: Task, on_item: Callable[[], None]) -> BuiltShard:
-    """Write one tar and its record; OSError where the folder can't be written, or the disk is full. `on_item` is called after
-    each item, usable or not; what it raises ends the work."""
+def _write(folder: Path, task: Task, stop: threading.Event) -> BuiltShard:
+    """Write one tar and its record; OSError where the folder can't be written, the disk is full, or it is told to stop."""
     partial = folder / f"{task.name}.partial"
     broken: list[Named] = []
     num_items, seconds, record = 0, 0.0, None
@@ -172,7 +158,8 @@ def _write(folder: Path, task: Task, on_item: Callable[[], None]) -> BuiltShard:
                 if member:
                     tar.write(member[0])
                     num_items, seconds = num_items + 1, seconds + member[1]
-                on_item()
+                if stop.is_set():
+                    raise InterruptedError
         file.flush()
         os.fsync(file.fileno())
     if num_items:
@@ -182,7 +169,7 @@ def _write(folder: Path, task: Task, on_item: Callable[[], None]) -> BuiltShard:
         partial.unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
     write_atomically(folder / RECORDS / f"{task.name}.json", json.dumps(built))
-    return BuiltShard(task.name, record, broken, is_new=True)
+    return BuiltShard(task.name, record, broken)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""Model and settings → DeepSpeed's engine, with the optimiser groups of CLAP and, where it can step the run, `FlatAdamW`.
+"""What a run trains: its model, with what that takes from the hub, and DeepSpeed's engine around it, with CLAP's optimiser
+groups and, where it can step the run, `FlatAdamW`.
 
 Leaves what a step is to `clap_ds.engine.engine`. What DeepSpeed doesn't do is done here: parameters that must stay fp32
 under bf16, and no step before the first.
@@ -8,22 +9,90 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from torch import nn
 
+from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.engine.kernels import build_kernels
+from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.agreement import on_first
+from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
+
+
+@doing("asking the hub")
+def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
+    """Have on every host what the run takes from the hub, before any work is done: the tokenizer, the text tower's weights.
+
+    Rank 0 looks first, so that where it can't be had one rank finds out and all stop; then one rank of every other host. All
+    others find it in the cache of their host. A collective; ValueError where it can't be had, or doesn't fit the model.
+    """
+    text, data = run.clap.preset().text, run.clap.data
+
+    def load() -> None:
+        if isinstance(data, ShardData):
+            from clap_ds.model.tokenizer import load_tokenizer
+
+            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
+        if run.clap.model.text_from_hub:
+            from clap_ds.model.text import pretrained
+
+            pretrained(text)
+
+    on_first(load)
+    if ranks.local_rank == 0 and not ranks.is_first:
+        load()
+
+
+def build_model(run: RunSettings, device: torch.device) -> ClapModel:
+    """A fresh model as `clap.model` describes it, to be run on the device, with the towers of `clap.train.freeze` frozen.
+
+    Raises:
+        ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
+    """
+    options = run.clap.model
+    if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
+        cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
+        raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
+    model = ClapModel(
+        run.clap.preset(),
+        drop_path=options.drop_path,
+        text_dropout=options.text_dropout,
+        spec_augment=options.spec_augment,
+        text_from_hub=options.text_from_hub,
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
+        **build_kernels(run, device),
+        checkpoint_activations=tuple(options.checkpoint_activations),
+    )
+    freeze(model, run.clap.train.freeze)
+    return model
+
+
+def freeze(model: ClapModel, towers: Sequence[str]) -> None:
+    """Take towers and their projections out of training.
+
+    As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
+    as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
+    statistics.
+    """
+    for tower in towers:
+        model.get_submodule(tower).requires_grad_(False)
+        model.get_submodule(f"{tower}_projection").requires_grad_(False)
+    if "audio" in towers:
+        model.audio.batch_norm.momentum = 0.0
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:

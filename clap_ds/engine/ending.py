@@ -1,0 +1,148 @@
+"""How a run ends, in its record, in this rank's last word and on the terminal: completed, stopped by a signal, out of memory,
+or failed by its user's mistake, by numbers that aren't finite, by another rank's end or by an error of the program's.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from clap_ds.config.errors import UserError
+from clap_ds.ranks import distributed, failure, watch
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.ranks.failure import leave_word
+from clap_ds.record.directory import RunDirectory, State, launcher_is_gone
+
+FAILED = 1
+GONE = "its launcher has gone away: nobody reads what it prints"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_LOST = re.compile(
+    r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
+    "|collective operation timeout",
+    re.DOTALL,
+)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss, its gradient or the weights became NaN or infinite; raised on all ranks."""
+
+
+class Interrupted(BaseException):
+    """A signal stopped the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def state(self) -> State:
+        """SLURM announces the end of the allotted time by USR1; other signals come from a person or a launcher."""
+        return "timeout" if self.number == signal.SIGUSR1 else "terminated"
+
+
+@contextmanager
+def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
+    """Record how what is done in here ends.
+
+    Args:
+        what: was too large where memory is exhausted: "micro-batch 616 on NVIDIA H100".
+
+    Raises:
+        UserError: as raised within; the command leaves the word.
+        SystemExit: anything else ended it; shown and recorded already.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _ignore_signals()  # the first one counts; recording its end must not be interrupted
+        stop = Interrupted(number)
+        # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
+        record.finish(stop.state, f"stopped by {stop}")
+        raise stop
+
+    previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    except UserError as error:
+        if ranks.is_first:
+            record.finish("failed", str(error))
+        raise
+    except Interrupted as stop:
+        leave_word(failure.STOPPED, f"stopped by {stop}", 128 + stop.number)
+        if ranks.is_first:
+            record.finish(stop.state, f"stopped by {stop}")
+            print(f"rank {ranks.rank}: stopped by {stop}", file=sys.stderr, flush=True)
+        distributed.leave(128 + stop.number)
+    except NonFiniteError as error:
+        _ignore_signals()
+        leave_word(failure.ERROR, str(error), FAILED)
+        if ranks.is_first:
+            record.finish("failed", str(error))
+            _say(ranks, str(error))
+        dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
+        distributed.leave(FAILED)
+    except Exception as error:
+        _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
+        _record_failure(error, record, ranks, what)
+        distributed.leave(FAILED)
+    else:
+        watch.stop()
+        if ranks.is_first and launcher_is_gone():
+            record.finish("terminated", GONE)
+            distributed.leave(128 + signal.SIGPIPE)
+        if ranks.is_first:
+            record.finish("completed")
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _record_failure(error: Exception, record: RunDirectory, ranks: Ranks, what: str) -> None:
+    """Of this rank alone, as far as it knows."""
+    kind, message, said = failure.ERROR, str(error), str(error)
+    first_line = (message.splitlines() or [""])[0]
+    state: State = "failed"
+    if is_out_of_memory(error):
+        kind, state, message = failure.OUT_OF_MEMORY, "out_of_memory", f"out of memory at {what}"
+        said = f"{message}: {first_line}"
+    elif is_connection_lost(error):
+        kind = failure.LOST_PEER
+        said = f"another rank is gone: its connection to this one was lost ({first_line})"
+    elif not isinstance(error, ValueError | StopIteration):  # those are about settings and data
+        message, said = f"{type(error).__name__}: {error}", ""
+    leave_word(kind, first_line if kind == failure.LOST_PEER else message, FAILED)
+    record.finish(state, f"rank {ranks.rank}: {message if kind == failure.OUT_OF_MEMORY else error}")
+    if said:
+        _say(ranks, said)
+    else:
+        traceback.print_exc()
+
+
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the GPU's or the host's memory is exhausted: also to CUDA, cuBLAS or NCCL, which don't ask
+    torch's allocator for theirs."""
+    said = not isinstance(error, ValueError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or said
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Whether an exception says that another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
+    lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+
+
+def _say(ranks: Ranks, message: str) -> None:
+    print(f"error: rank {ranks.rank}: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,115 @@
+"""How a run's end is told from the exception that ended it."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clap_ds.config.errors import AgreedError
+from clap_ds.engine.ending import (
+    Interrupted,
+    NonFiniteError,
+    is_connection_lost,
+    is_out_of_memory,
+    recorded_ending,
+)
+from clap_ds.ranks import distributed, failure
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.record.directory import RunDirectory
+
+LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory", "is_lost"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True, False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), True, False),
+        (RuntimeError("CUDA error: out of memory"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True, False),
+        (RuntimeError("CUDA error: invalid configuration argument"), False, False),
+        (ValueError("the memory of this"), False, False),
+        (RuntimeError(LOST), False, True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"), False, True),
+        (RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation"), False, True),
+        (RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process"), False, True),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), False, True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), False, True),
+        (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), False, True),
+        (RuntimeError("NCCL error: ncclSystemError: unhandled system error"), False, False),
+        (ConnectionError("Connection reset by peer"), False, False),  # of whom data are read from
+    ],
+)
+def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
+    error: Exception, is_memory: bool, is_lost: bool
+) -> None:
+    assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, is_lost)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "state", "recorded", "kind", "said"),
+    [
+        (None, None, "completed", None, None, ""),
+        (AgreedError("no such field"), None, "failed", "no such field", None, ""),
+        (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", failure.STOPPED, "stopped by SIGTERM"),
+        (Interrupted(signal.SIGUSR1), 138, "timeout", "stopped by SIGUSR1", failure.STOPPED, "stopped by SIGUSR1"),
+        (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", failure.ERROR, "error: rank 0: NaN at step 2"),
+        (ValueError("no shard"), 1, "failed", "rank 0: no shard", failure.ERROR, "error: rank 0: no shard"),
+        (
+            *(torch.OutOfMemoryError("20 MiB\nmore"), 1, "out_of_memory", "rank 0: out of memory at 616 on H100"),
+            *(failure.OUT_OF_MEMORY, "error: rank 0: out of memory at 616 on H100: 20 MiB\n"),
+        ),
+        (
+            *(RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}"),
+            *(failure.LOST_PEER, f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"),
+        ),
+        (KeyError("x"), 1, "failed", "rank 0: 'x'", failure.ERROR, "Traceback"),
+    ],
+)
+def test_every_end_is_recorded_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException | None,
+    code: int | None,
+    state: str,
+    recorded: str | None,
+    kind: str | None,
+    said: str,
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(distributed, "leave", leave)
+    monkeypatch.setattr("clap_ds.engine.ending.dist.barrier", lambda: None)
+    failure.speak_in(tmp_path, 0, "node1")
+    before = signal.getsignal(signal.SIGTERM)
+    record, ended = RunDirectory(tmp_path), None
+    try:
+        with recorded_ending(record, Ranks(0, 1, 0, 1), "616 on H100"):
+            if error is not None:
+                raise error
+    except (SystemExit, AgreedError) as found:
+        ended = getattr(found, "code", None)
+    assert (ended, signal.getsignal(signal.SIGTERM)) == (code, before)
+    record.finish("failed", "a later consequence")
+    summary: dict[str, Any] = dict(record.summary())
+    assert (summary["state"], summary["error"]) == (state, recorded)
+    words = [json.loads(path.read_text())["message"]["extraInfo"] for path in tmp_path.glob("errors/*.json")]
+    assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
+    assert said in capsys.readouterr().err
+
+
+def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(distributed, "leave", left.append)
+    step: Callable[[], None] = lambda: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
+        step()
+    assert left == [128 + signal.SIGINT]
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # by every rank
