@@ -53,7 +53,7 @@ class Checkpoint:
 
     def load_into(self, model: ClapModel) -> None:
         """Copies the weights into a model of the same sizes, in the model's dtypes and on its devices; raises ValueError for
-        one of other names or shapes. A classifier that the checkpoint lacks, or a logit bias that either does, is passed over."""
+        one of other names or shapes. A classifier that the checkpoint lacks, a logit bias that either lacks, is passed over."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
