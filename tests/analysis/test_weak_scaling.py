@@ -130,10 +130,13 @@ def test_small_scales_predict_large_ones(measured: Series, limit: float, average
 
 
 def test_no_fitted_time_is_negative() -> None:
-    rising = series([(1, 600.0), (2, 610.0), (4, 620.0)]).fit()
-    assert (rising.delay_s, rising.compute_s > 0) == (0, True)
-    falling = series([(1, 600.0), (2, 100.0), (4, 30.0)]).fit()
-    assert (falling.compute_s, falling.delay_s > 0) == (0, True)
+    """The other is then that of least squares by itself, here worked out by hand."""
+    rising = series([(1, 600.0), (2, 610.0), (4, 620.0)]).fit("a + b·n")
+    speeds = np.array([600.0, 610.0, 620.0]) / 616
+    assert (rising.delay_s, rising.compute_s) == (0, pytest.approx(speeds.sum() / (speeds**2).sum()))
+    falling = series([(1, 600.0), (2, 100.0), (4, 30.0)]).fit("a + b·n")
+    shares = np.array([3, 7, 15]) * np.array([600.0, 100.0, 30.0]) / 616  # ranks less one
+    assert (falling.compute_s, falling.delay_s) == (0, pytest.approx(shares.sum() / (shares**2).sum()))
 
 
 def test_what_nothing_can_be_projected_from_is_said() -> None:
