@@ -49,6 +49,7 @@ def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], m
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
+    shard_files.check_url("memory://container@account/a.tar")  # no credentials
 
 
 def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
