@@ -60,6 +60,10 @@ def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest
         expand_shards("memory://a.tar")
     with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
         expand_shards("memory://*.tar")
+    looked_up = Mock(return_value=None)
+    monkeypatch.setattr(shard_files, "problem_with", looked_up)
+    assert len(expand_shards("memory://many/{000..099}.tar")) == 100
+    assert looked_up.call_count == 25, "of many every few are looked up"
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=r"the package for s3:// is not installed: .*s3fs"):
         expand_shards("s3://bucket/a.tar")
