@@ -49,6 +49,7 @@ def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], m
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
+    shard_files.check_url("memory://container@account/a.tar")  # no credentials
 
 
 def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +60,10 @@ def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest
         expand_shards("memory://a.tar")
     with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
         expand_shards("memory://*.tar")
+    looked_up = Mock(return_value=None)
+    monkeypatch.setattr(shard_files, "problem_with", looked_up)
+    assert len(expand_shards("memory://many/{000..099}.tar")) == 100
+    assert looked_up.call_count == 25, "of many every few are looked up"
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=r"the package for s3:// is not installed: .*s3fs"):
         expand_shards("s3://bucket/a.tar")

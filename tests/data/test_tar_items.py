@@ -134,9 +134,10 @@ def test_damage_anywhere_is_told_and_costs_what_is_behind_it(tar: Path, tmp_path
     expected = items_of(tar)[0]
     with tarfile.open(tar) as opened:
         members = opened.getmembers()
-    ends = {size: sum(m.offset_data + m.size <= size for m in members) // 2 for size in range(512, len(whole), 300)}
-    changed = {m.offset: number // 2 for number, m in enumerate(members)}
     closing = members[-1].offset_data + 512
+    sizes = [*range(512, len(whole), 300), *(member.offset for member in members[1:]), closing]
+    ends = {size: sum(m.offset_data + m.size <= size for m in members) // 2 for size in sizes}
+    changed = {m.offset: number // 2 for number, m in enumerate(members)}
     for size, num_items in ends.items():
         damaged.write_bytes(whole[:size])
         items, reported = items_of(damaged)
