@@ -55,7 +55,9 @@ _ALIASES = {
 }  # fmt: skip
 _UNITS = {"ms": ("_s", 1e-3), "mib": ("_gib", 2**-10), "gb": ("_gib", 1e9 / 2**30)}
 """Units a heading may end in that are not this project's, and the factor."""
-_AGGREGATE = re.compile(r"(grand )?(totals?|sum|mean|average|avg|median|geomean)\b", re.IGNORECASE)
+_AGGREGATE = re.compile(
+    r"(grand )?(totals?|summe?|gesamt|mean|average|avg|mittel(wert)?|median|geomean)\b", re.IGNORECASE
+)
 _NO_VALUE = ("-", "–", "—", "n/a", "na", "none", "null")
 
 

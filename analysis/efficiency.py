@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from clap_ds.analysis.published import FORWARD_GFLOPS
 from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
@@ -111,14 +112,13 @@ def by_engine(runs: Sequence[Run]) -> list[Run]:
         raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
     if without:
         print(f"warning: without a rate of DeepSpeed's timer and left out: {', '.join(without)}", file=sys.stderr)
-    found = []
-    for run in runs:
-        engine = run.engine_samples_per_s_per_gpu
-        if engine and engine != run.rate:
-            run = replace(run, samples_per_s_per_gpu=engine, samples_per_s=None, interval=None, uncertainty_from="",
-                          windows=(), window_s=(), mfu_model_percent=None, achieved_tflops=None)  # fmt: skip
-        found += [run] if engine or not run.rate else []
-    return found
+    by_windows: dict[str, Any] = dict.fromkeys(("samples_per_s", "interval", "mfu_model_percent", "achieved_tflops"))
+    by_windows |= {"uncertainty_from": "", "windows": (), "window_s": ()}
+    return [
+        replace(run, samples_per_s_per_gpu=engine, **by_windows if engine != run.rate else {})
+        for run in runs
+        if (engine := run.engine_samples_per_s_per_gpu) or not run.rate
+    ]
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:

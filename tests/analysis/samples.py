@@ -15,6 +15,7 @@ from clap_ds.analysis.table import Run
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).with_name("data")
 TINY, BASE = (PUBLISHED_DIR / f"jupiter_htsat_{size}.csv" for size in ("tiny", "base"))
+LAUNCHER = "[x] [INFO] [launch.py:158:main] nnodes={}, num_local_procs=4, node_rank=0\n[x] dist_world_size={}\n"
 
 
 def throughput_line(step: int, average: float, current: float = 1.0) -> str:

@@ -50,6 +50,8 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
     assert unknown[0].notes == "batch not stated: weak or strong scaling can't be told"
+    two = [run(nodes, 100.0, batch_per_gpu=batch // nodes) for batch in (64, 48) for nodes in (1, 2)]
+    assert {row.variant for row in scaling_table(two)} == {"global batch 256", "global batch 192"}
     alone = scaling_table([run(1, 100.0, batch_per_gpu=batch) for batch in (8, 16, None)])
     assert [row.batch_per_gpu for row in alone] == [8, 16, None]
 
@@ -244,6 +246,8 @@ def test_scales_below_the_target_are_marked() -> None:
     assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
     assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
     assert "▼" not in render(scaling_table([run(1, 100.0), run(2, 90.0)]))
+    notes = render(scaling_table([run(1, 100.0, notes="a"), run(2, 90.0, notes="b; a")]))
+    assert ("completed [1] |" in notes, "completed [2] [1] |" in notes, "\n\n[1] a\n\n[2] b\n" in notes) == (True,) * 3
 
 
 def test_an_error_has_the_decimals_of_its_value_and_ranks_their_name() -> None:

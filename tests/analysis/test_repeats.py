@@ -95,6 +95,9 @@ def test_a_slow_node_is_found_among_three_repeats_of_four_scales(slow: float, le
     assert least <= named <= most
 
 
-def test_a_tables_row_without_plus_minus_has_the_spread_of_the_others() -> None:
+def test_a_tables_row_keeps_its_plus_minus_and_without_one_has_the_spread_of_the_others() -> None:
     rows = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR])
     assert rows[2].samples_per_s_per_gpu_2sigma == pytest.approx(80 * 2.7764 * DEVIATION, rel=1e-4)
+    stated = run(8, 70.0, kind="table", interval=(69.0, 72.0), uncertainty_from="what it says")
+    row = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR] + [stated])[-1]
+    assert (row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) == (1.5, "what it says")

@@ -31,6 +31,9 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     (run,) = read_runs([log], given(nodes=2, gpus=8, model="micro", micro_batch=8, peak_tflops=10.0))
     assert (run.nodes, run.gpus, run.rate, run.step_time_s) == (2, 8, pytest.approx(8.0), pytest.approx(1.0))
     assert (run.model, run.batch_per_gpu, run.peak_tflops) == ("micro", 8, 10.0)
+    write(log, "gradient_accumulation_steps .. 2\n" + log.read_text())
+    (run,) = read_runs([log], given(nodes=2, gpus=8, micro_batch=4))
+    assert (run.batch_per_gpu, run.micro_batch) == (8, 4)
 
 
 def test_the_input_is_believed_before_the_options() -> None:

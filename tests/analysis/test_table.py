@@ -108,8 +108,8 @@ m;256;1.024;544,6;557.670,4;18,4
         PLAIN.replace("mfu_percent", "MFU %").replace("nodes", " Nodes ").replace("gpus", "Num GPUs").encode(),
         (PLAIN + "Total,257,1028,,560165.2,\n").encode(),
         ("sep=,\n" + PLAIN).replace("\n", "\r\n").encode(),
-        EUROPEAN.encode(),
-        EUROPEAN.encode("utf-16-be"),
+        ("# gemessen\n\n" + EUROPEAN).encode(),
+        (EUROPEAN + "Summe;257;1.028;;560.165,2;\nMittelwert;;;584,1\n").encode("utf-16-be"),
         EUROPEAN.replace("MFU (%)", "MFU %;größte Last").encode("cp1252"),
     ],
 )
