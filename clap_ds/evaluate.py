@@ -25,6 +25,7 @@ if __package__ in (None, ""):
 
 from pydantic import TypeAdapter, ValidationError
 
+from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.metrics import LOSS
@@ -180,9 +181,7 @@ def evaluate_checkpoint(
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or own_tokenizer or checkpoint.config.text.hub_name or None,
         text_tokens=text_tokens,
-        micro_batch=settings.micro_batch
-        or (run and run.deepspeed.get("train_micro_batch_size_per_gpu"))
-        or MICRO_BATCH,
+        micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=loss_kind,
         ranks=ranks,
         device=device,

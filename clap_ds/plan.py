@@ -87,8 +87,8 @@ def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
         clap = clap.model_copy(update={"text_tokens": arguments.text_tokens, "data": data})
     deepspeed = dict(run.deepspeed)
     if micro_batch:
-        deepspeed["train_micro_batch_size_per_gpu"] = micro_batch
-        deepspeed.pop("train_batch_size", None)
+        deepspeed[MICRO_BATCH] = micro_batch
+        deepspeed.pop(GLOBAL_BATCH, None)
     return RunSettings(run.path, clap, deepspeed)
 
 

@@ -203,12 +203,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
     add("--shrink", action="store_true", help="go on with fewer hosts, in the same global batch")
     add("--until_done", action="store_true", help="queue training again when its time is over")
-    add(
-        "--requeues",
-        type=whole_number(0),
-        default=0,
-        help="how often SLURM may start the job anew after a host's fault",
-    )
+    add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 

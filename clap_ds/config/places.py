@@ -31,20 +31,17 @@ def cache_folder() -> Path:
 
 
 def find_config(path: Path) -> Path:
-    """A run's JSON: the file of that path if there is one, or else the packaged one of that name (`htsat_tiny`).
-
-    Raises:
-        FileNotFoundError: neither; the message names the packaged ones.
-    """
+    """A run's JSON: the file of that path if there is one, or else the packaged one of that name (`htsat_tiny`); a UserError
+    with the packaged names where there is neither."""
     packaged = CONFIGS / path.with_suffix(".json").name
     if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
         return packaged
     if not path.exists():
-        from clap_ds.config.errors import did_you_mean  # not at the top: setup.py runs this file by itself
+        from clap_ds.config.errors import UserError, did_you_mean  # not at the top: setup.py runs this file by itself
 
         names = sorted(file.stem for file in CONFIGS.glob("*.json"))
         hint = did_you_mean(str(path), [*map(str, path.parent.glob("*.json")), *names], most_listed=0)
-        raise FileNotFoundError(f"{path}: no such file{hint} (packaged configurations: {', '.join(names)})")
+        raise UserError(f"{path}: no such file{hint} (packaged configurations: {', '.join(names)})")
     return path
 
 

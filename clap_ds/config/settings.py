@@ -162,10 +162,7 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         UserError: the file is missing or isn't JSON (with line and column), a field is unknown (with the nearest valid name),
             misplaced, of the wrong type or of an impossible value.
     """
-    try:
-        path = find_config(Path(path))
-    except FileNotFoundError as error:
-        raise UserError(str(error)) from None
+    path = find_config(Path(path))
     content = read_object(path)
     clap, problems = ClapSettings(), list[str]()
     try:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.batch_sizes import MICRO_BATCH
 from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import ModelSettings, ShardData
@@ -200,4 +201,4 @@ def _run_of(options: argparse.Namespace) -> RunSettings:
     data = ShardData(source="shards", shards=options.shards, tokenizer=options.tokenizer or tokenizer_beside(first))
     clap = ClapSettings(model=ModelSettings(preset=preset), data=data)
     clap = clap.model_copy(update={"text_tokens": min(clap.text_tokens, clap.preset().text.max_tokens)})
-    return RunSettings(Path(first), clap, {"train_micro_batch_size_per_gpu": options.micro_batch or 64})
+    return RunSettings(Path(first), clap, {MICRO_BATCH: options.micro_batch or 64})

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -167,20 +167,27 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     copy = folder / f"{hashlib.sha256(repr((url, size, version)).encode()).hexdigest()[:32]}.tar"
     with copy.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process of the host fetches it
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
             return OpenFile(copy)
-        descriptor, unfinished = tempfile.mkstemp(".part", dir=folder)
-        os.close(descriptor)
-        try:
-            again(lambda: fs.get_file(path, unfinished))
-            file, came = OpenFile(unfinished), os.path.getsize(unfinished)
-            if size is not None and came != size:
-                raise OSError(f"{came:,} of {size:,} bytes came")
-            os.replace(unfinished, copy)
+        except FileNotFoundError:
+            return _fetch(fs, path, size, copy, cache_bytes)
         finally:
-            Path(unfinished).unlink(missing_ok=True)
-        _make_room(folder, cache_bytes)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
+
+
+def _fetch(fs: Any, path: str, size: int | None, copy: Path, cache_bytes: float) -> OpenFile:
+    descriptor, unfinished = tempfile.mkstemp(".part", dir=copy.parent)
+    os.close(descriptor)
+    try:
+        again(lambda: fs.get_file(path, unfinished))
+        file, came = OpenFile(unfinished), os.path.getsize(unfinished)
+        if size is not None and came != size:
+            raise OSError(f"{came:,} of {size:,} bytes came")
+        os.replace(unfinished, copy)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    _make_room(copy.parent, cache_bytes)
     return file
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 import fsspec
 
@@ -62,7 +61,7 @@ def read_manifest(folder: str) -> Manifest:
 
     def read() -> bytes:
         with fsspec.open(path, "rb", expand=False) as file:
-            return cast(bytes, file.read())
+            return bytes(file.read())
 
     try:
         found = again(read)
@@ -95,9 +94,8 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
         if is_unknown and FEATURES in next(list_items(tar, lambda *_: None), {}):
             raise ValueError(f"{where} holds features, by {tar}, and no {MANIFEST}, which says of which front end")
         if manifest.kind not in KINDS or (manifest.kind != "encoded" and manifest.front_end is None):
-            raise ValueError(
-                f"{where}/{MANIFEST} says kind {manifest.kind!r}, expected one of {KINDS} with its front end"
-            )
+            expected = f"expected one of {KINDS} with its front end"
+            raise ValueError(f"{where}/{MANIFEST} says kind {manifest.kind!r}, {expected}")
         own = FrontEnd.of(model.audio)
         if differences := manifest.front_end.differences(own, manifest.kind) if manifest.front_end else []:
             fits = f"; it fits preset {' or '.join(names)}" if (names := presets_of(manifest)) else ""

@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,21 +28,18 @@ from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import doubtful_mfu, uneven_steps
 from clap_ds.record.schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
-from clap_ds.record.statistics import percentile, rates
+from clap_ds.record.statistics import rates
 from clap_ds.record.terminal import Progress, print_summary
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-@dataclass
-class Window:
-    """One timed window: `(steps, ranks)` seconds of every step and its wait for data, and every rank's whole time."""
 
-    window_s: list[float]
-    step_s: list[list[float]]
-    data_wait_s: list[list[float]]
+class Window(NamedTuple):
+    """Seconds of one timed window: of every rank, (ranks,), and of its steps and their waits for data, (steps, ranks) each."""
 
-    @property
-    def slowest_s(self) -> float:
-        return max(self.window_s)
+    window_s: Floats
+    step_s: Floats
+    data_wait_s: Floats
 
 
 @dataclass
@@ -50,26 +49,19 @@ class Measurement:
     samples_per_step: int
     windows: list[Window] = field(default_factory=list)
 
-    @property
-    def window_rates(self) -> list[float]:
-        """Samples/s of one GPU in each window; a window lasts until its slowest rank is done."""
-        return [self.samples_per_step * len(window.step_s) / window.slowest_s for window in self.windows]
-
     def rates(self) -> Rates:
-        """Samples/s of one GPU over all windows."""
-        return rates(self.window_rates, [window.slowest_s for window in self.windows])
-
-    def steps(self) -> tuple[list[float], list[float]]:
-        """Seconds of every step on rank 0, and on the rank that was slowest in that step."""
-        rows = [row for window in self.windows for row in window.step_s]
-        return [row[0] for row in rows], [max(row) for row in rows]
+        """Samples/s of one GPU over all windows; each lasts until its slowest rank is done."""
+        seconds = [float(window.window_s.max()) for window in self.windows]
+        steps = [len(window.step_s) for window in self.windows]
+        return rates([self.samples_per_step * n / time_s for n, time_s in zip(steps, seconds, strict=True)], seconds)
 
     def step_time(self) -> StepTime:
-        step_s, slowest_s = self.steps()
+        steps = np.concatenate([window.step_s for window in self.windows])
+        first, slowest = steps[:, 0], steps.max(axis=1)
         return StepTime(
-            median=statistics.median(step_s),
-            p95=percentile(step_s, 95),
-            slowest_rank_median=statistics.median(slowest_s),
+            median=float(np.median(first)),
+            p95=float(np.percentile(first, 95)),
+            slowest_rank_median=float(np.median(slowest)),
         )
 
     def doubts(self) -> list[str]:
@@ -78,10 +70,8 @@ class Measurement:
 
     def data_wait_share(self) -> float:
         """Share of the time spent waiting for data, on the rank that waited most."""
-        num_ranks = len(self.windows[0].window_s)
-        total = [sum(window.window_s[rank] for window in self.windows) for rank in range(num_ranks)]
-        waited = [sum(row[rank] for window in self.windows for row in window.data_wait_s) for rank in range(num_ranks)]
-        return max(wait / time for wait, time in zip(waited, total, strict=True))
+        waited = np.sum([window.data_wait_s.sum(axis=0) for window in self.windows], axis=0)
+        return float((waited / np.sum([window.window_s for window in self.windows], axis=0)).max())
 
 
 def measure(session: Session) -> Summary:
@@ -100,7 +90,7 @@ def measure(session: Session) -> Summary:
         for number in range(1, protocol.windows + 1):
             measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
             _tell_supply(session, measurement.windows[-1:])
-            samples_per_s = measurement.window_rates[-1] * session.ranks.world_size
+            samples_per_s = measurement.rates()["windows"][-1] * session.ranks.world_size
             session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             progress.advance(protocol.steps_per_window, shown)
@@ -114,7 +104,14 @@ def measure(session: Session) -> Summary:
     if not session.ranks.is_first:
         return {}
     utilized["warnings"] += measurement.doubts()
-    measured = _summarize(session, measurement, breakdown)
+    measured = Summary(
+        samples_per_s_per_gpu=measurement.rates(),
+        samples_per_s=measurement.rates()["mean"] * session.ranks.world_size,
+        step_time_s=measurement.step_time(),
+        data_wait_percent=100 * measurement.data_wait_share(),
+        breakdown_s=breakdown,
+        skipped_steps=session.engine.deepspeed.skipped_steps,
+    )
     summary = session.record.update_summary(measured, by_deepspeed, utilized, peak_memory)
     print_summary(summary)
     return summary
@@ -122,8 +119,8 @@ def measure(session: Session) -> Summary:
 
 def _tell_supply(session: Session, windows: list[Window]) -> None:
     """By rank 0's steps."""
-    steps = (step for window in windows for step in zip(window.step_s, window.data_wait_s, strict=True))
-    session.tell_supply(session.samples_per_step / (ranks_s[0] - waited_s[0]) for ranks_s, waited_s in steps)
+    for window in windows:
+        session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
 
 
 @contextmanager
@@ -153,8 +150,8 @@ def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     window_s, step_s = clock.stop()
     data_wait_s = [timer.seconds["data_wait"] for timer in timers]
     own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
-    columns = gather_tensor(own).T.tolist()  # every rank's times, on every rank
-    window = Window(columns[0], columns[1 : 1 + num_steps], columns[1 + num_steps :])
+    rows = gather_tensor(own).T.cpu().numpy()  # every rank's times, on every rank
+    window = Window(rows[0], rows[1 : 1 + num_steps], rows[1 + num_steps :])
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
     if session.ranks.is_first:
@@ -170,9 +167,9 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
             step=first_step + offset,
             phase="warmup" if number is None else "window",
             window=number,
-            time_s=window.step_s[offset][0],
-            slowest_rank_time_s=max(window.step_s[offset]),
-            data_wait_s=window.data_wait_s[offset][0],
+            time_s=float(window.step_s[offset, 0]),
+            slowest_rank_time_s=float(window.step_s[offset].max()),
+            data_wait_s=float(window.data_wait_s[offset, 0]),
             loss=loss,
             memory_bytes=hardware.peak_memory_bytes(session.device),
         )
@@ -244,17 +241,4 @@ def _rate_by_deepspeed(session: Session) -> Summary:
     return Summary(
         deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
         deepspeed_times_host_alone=not timer.config.synchronized,
-    )
-
-
-def _summarize(session: Session, measurement: Measurement, breakdown: dict[str, float] | None) -> Summary:
-    of_windows = measurement.rates()
-    samples_per_s = of_windows["mean"] * session.ranks.world_size
-    return Summary(
-        samples_per_s_per_gpu=of_windows,
-        samples_per_s=samples_per_s,
-        step_time_s=measurement.step_time(),
-        data_wait_percent=100 * measurement.data_wait_share(),
-        breakdown_s=breakdown,
-        skipped_steps=session.engine.deepspeed.skipped_steps,
     )

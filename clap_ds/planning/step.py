@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import RunSettings
@@ -175,8 +176,8 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
         "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        MICRO_BATCH: micro_batch,
+        ACCUMULATION: run.gradient_accumulation_steps,
         "log_level": "error",
     }
     return RunSettings(run.path, clap, config)

@@ -52,14 +52,8 @@ class Checkpoint:
         return model
 
     def load_into(self, model: ClapModel) -> None:
-        """Copies the weights into a model of the same sizes, in the model's dtypes and on its devices.
-
-        Tensors of the held AudioSet classifier and a logit bias that the checkpoint lacks stay as they are; a logit bias that
-        the model lacks is left out.
-
-        Raises:
-            ValueError: the model has other names or shapes.
-        """
+        """Copies the weights into a model of the same sizes, in the model's dtypes and on its devices; raises ValueError for
+        one of other names or shapes. A classifier that the checkpoint lacks, a logit bias that either lacks, is passed over."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
@@ -130,11 +124,7 @@ def to_safetensors(state: Mapping[str, Tensor], config: ClapConfig, text_tokens:
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
-    """Reads what `save_safetensors` wrote.
-
-    Raises:
-        ValueError: no such file, not one of these, or names and shapes that don't fit its sizes.
-    """
+    """Reads what `save_safetensors` wrote; raises ValueError for another file, or where it doesn't fit its own sizes."""
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")

@@ -75,7 +75,10 @@ def test_an_answer_above_100_percent_is_doubted_in_the_title_too() -> None:
         intervals = [error and (rate - error, rate + error) for rate in (500.0, last)]
         rows = scaling_table([run(1, 500.0, interval=intervals[0]), run(4, last, interval=intervals[1])])
         assert ("in doubt: a scale is above 100 %" in plot_scaling.answer(rows)) == doubted
-    assert "in doubt" not in plot_scaling.answer(scaling_table([run(1, 500.0), run(2, 400.0), run(4, 390.0)], 2))
+    of_two = scaling_table([run(1, 500.0), run(2, 400.0), run(4, 390.0)], 2)
+    assert "in doubt" not in plot_scaling.answer(of_two)
+    ideal = draw(curves_of(by_series(of_two), with_published=False)).panels[1].lines[0]
+    assert ideal.get_xydata().tolist() == [[4, 1600], [16, 6400]]  # as many from each as at the baseline
     doubtful = draw(curves_of(by_series(scaling_table([run(1, 500.0), run(2, 560.0), run(4, 495.0)])))).figure
     assert "(in doubt: a scale is above 100 % by more" in " ".join(doubtful.get_suptitle().split())
 

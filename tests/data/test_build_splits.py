@@ -12,7 +12,7 @@ from clap_ds.data.shard_making.shard_building import plan_shards
 from tests.data.builds import items_by_source, run, tone, write_clips
 from tests.data.tars import wav
 
-CLASSES = {"dog": 20, "rain": 10, "bell": 2, "owl": 1}  # items
+CLASSES = {"dog": 20, "rain": 10, "cat": 4, "bell": 2, "owl": 1}  # items
 
 
 def items(speakers: int = 1000) -> list[Entry]:
@@ -42,7 +42,7 @@ def kinds(entries: list[Entry]) -> Counter[str]:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_class_gives_its_share(seed: int) -> None:
     found = held_out(items(), seed=seed, stratify_column="kind")
-    assert kinds(found) == {"dog": 4, "rain": 2, "bell": 1}
+    assert kinds(found) == {"dog": 4, "rain": 2, "cat": 1, "bell": 1}
     assert found == held_out(items(), seed=seed, stratify_column="kind")
     assert found != held_out(items(), seed=seed + 5, stratify_column="kind")
 
@@ -56,7 +56,9 @@ def test_groups_are_never_divided(seed: int, columns: dict[str, str]) -> None:
     assert {e.more["speaker"] for e in entries if e not in found}.isdisjoint(speakers)
     assert 4 <= len(found) <= 12
     if columns:
-        assert kinds(found).keys() == {"dog", "rain", "bell"} - ({"bell"} if entries_of_one(entries, "bell") else set())
+        assert kinds(found).keys() == {"dog", "rain", "cat", "bell"} - (
+            {"bell"} if entries_of_one(entries, "bell") else set()
+        )
 
 
 def entries_of_one(entries: list[Entry], kind: str) -> bool:

@@ -100,10 +100,14 @@ def _differences(
     return found
 
 
-@pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
 @pytest.mark.parametrize(
-    ("accumulation", "whole"),
-    [("independent", "independent_loss"), ("cached", "whole_loss"), ("cached", "large_batch_loss")],
+    ("accumulation", "whole", "sync"),
+    [
+        ("independent", "independent_loss", "overlapped"),
+        ("independent", "independent_loss", "deepspeed"),
+        ("cached", "whole_loss", "deepspeed"),
+        ("cached", "large_batch_loss", "overlapped"),
+    ],
 )
 def test_gradients_of_two_ranks_through_a_ramp(two_ranks: RankPool, accumulation: str, whole: str, sync: str) -> None:
     for differences in two_ranks.run(_differences, accumulation, whole, sync, False):

@@ -87,20 +87,6 @@ def test_front_end_and_towers_are_a_graph_each_with_any_kernel(attention: str) -
         assert compile_statistics()["num_recompilations"] == 1
 
 
-def test_features_need_no_graph_of_the_front_end_and_take_turns_with_waveforms() -> None:
-    forget()
-    model, (waveforms, *texts) = micro(), batch(False)
-    features = model.mel(waveforms).contiguous()
-    compile_model(model, "towers", backend="eager")
-    found = []
-    for audio in (features, features, waveforms, features, waveforms):
-        model(audio, *texts)
-        statistics = compile_statistics()
-        found.append((statistics["num_graphs"], statistics["graph_breaks"], statistics["num_recompilations"]))
-    assert found[:2] == [(2, {}, 0)] * 2
-    assert found[2:] == [(4, {}, 1)] * 3  # the audio tower once more: what comes from the front end lies otherwise
-
-
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled_models_are_the_same(packed: bool) -> None:
@@ -166,24 +152,10 @@ def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPo
 
 
 @pytest.mark.gpu
-def test_replayed_graphs_train_the_same(one_gpu: RankPool) -> None:
-    ((difference, _),) = one_gpu.run(compared, True, False)
-    assert difference < 1e-3  # TF32 or another order of sums
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_compiled_models_are_the_same_on_a_gpu(kernel: str, cuda_graphs: bool) -> None:
-    torch.compiler.reset()
-    kernels = {"attention": kernel, "mlp": "torch" if kernel == "sdpa" else kernel}
-    inputs = [each.cuda() for each in batch(False) if isinstance(each, Tensor)]
-    expected = outcome(micro(**kernels).cuda(), *inputs)
-    model = micro(**kernels).cuda()
-    compile_model(model, "towers", cuda_graphs=cuda_graphs)
-    for _ in range(4):  # the first runs are recorded, the others replayed
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_same(outcome(model, *inputs), expected)
+def test_compiled_models_train_the_same_on_a_gpu(one_gpu: RankPool, cuda_graphs: bool) -> None:
+    ((difference, _),) = one_gpu.run(compared, cuda_graphs, False)
+    assert difference < 1e-3  # TF32 or another order of sums
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -222,10 +194,8 @@ def test_functions_beside_the_model_are_compiled_on_a_gpu_or_run_as_they_are(
             raise RuntimeError("no C compiler")
         return graph
 
-    torch.compiler.reset()
+    forget()
     compiled._compiled.cache_clear()
-    torch._dynamo.utils.counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
     assert torch.equal(compiled_on_gpu(_twice, torch.ones(3)), torch.full((3,), 2.0))
     assert not used
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))

@@ -132,20 +132,18 @@ ROUNDINGS = 64
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "sync", "steps"), [(2, "overlapped", 4), (1, "overlapped", 2), (None, "deepspeed", 2)]
+    ("precision", "accumulation", "sync", "stepping"),
+    [
+        *((precision, 2, "overlapped", "") for precision in PRECISIONS),
+        *(("bf16", 1, "overlapped", ""), ("fp32", None, "deepspeed", ""), ("bf16", None, "deepspeed", "")),
+        *((precision, 2, "overlapped", "parameter by parameter") for precision in ("fp32", "bf16")),
+    ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
 def test_steps_agree_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int | None, sync: str, steps: int
+    two_ranks: RankPool, precision: str, accumulation: int | None, sync: str, stepping: str
 ) -> None:
     """With accumulation None the global batch of 12 is given: twice 3 pairs on each of two ranks."""
-    differences = two_ranks.run(_difference, precision, accumulation, sync, "", steps)
-    assert all(difference <= ROUNDINGS for difference in differences), differences
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_deepspeeds_wrapper_of_torchs_adamw_agrees_too(two_ranks: RankPool, precision: str) -> None:
-    differences = two_ranks.run(_difference, precision, 2, "overlapped", "parameter by parameter", 3)
+    differences = two_ranks.run(_difference, precision, accumulation, sync, stepping, 3)
     assert all(difference <= ROUNDINGS for difference in differences), differences
 
 

@@ -86,25 +86,6 @@ def test_native_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, scale: float) 
 
 
 @needs_kernels
-@pytest.mark.parametrize("native_first", [True, False])
-def test_either_goes_on_from_the_others_checkpoint(monkeypatch: pytest.MonkeyPatch, native_first: bool) -> None:
-    first, second = Trained(), Trained()
-    with monkeypatch.context() as patch:
-        if not native_first:
-            by_torch(patch)
-        first.step(range(5))
-    for mine, theirs in zip(second.masters, first.masters, strict=True):
-        mine.data.copy_(theirs)
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    with monkeypatch.context() as patch:
-        if native_first:
-            by_torch(patch)
-        second.step(range(5, 10))
-    by_torch(monkeypatch)
-    assert_same(second, Trained().step(range(10)))
-
-
-@needs_kernels
 def test_native_step_of_many_parameters_at_any_address() -> None:
     torch.manual_seed(0)
     sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]

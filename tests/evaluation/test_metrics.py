@@ -121,12 +121,10 @@ def test_the_interval_of_average_precision() -> None:
     audio = F.normalize(classes[labels] + 2 * features(200, 1, 16), dim=1)
     measure, again = (zero_shot(audio, classes, labels)["zero_shot_map"] for _ in range(2))
     assert measure == again
-    assert 0.5 < measure.low < measure.value < measure.high < 1
-    assert measure.high - measure.low < 0.3
+    assert 0.5 < measure.low < measure.value < measure.high < min(1, measure.low + 0.3)
     for seed in range(5):  # few clips of a class
         few = zero_shot(features(60, seed), features(26, seed + 9), torch.arange(60) % 26)["zero_shot_map"]
-        assert 0 <= few.low < few.value < few.high
-        assert few.low < few.chance < few.high
+        assert 0 <= few.low < min(few.value, few.chance) < max(few.value, few.chance) < few.high
 
 
 SCALE = torch.tensor([5.0])

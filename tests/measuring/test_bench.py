@@ -1,7 +1,6 @@
 """The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,24 +18,11 @@ from clap_ds.flop_count.analytic import published_flops
 from clap_ds.ranks.verdict import judge
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.rank_pool import free_port
-from tests.training.training_commands import (
-    RunningRanks,
-    deepspeed_launcher,
-    environment,
-    wait_until,
-)
+from tests.training.training_commands import RunningRanks, deepspeed_launcher, environment, wait_until
 
 BENCH = "clap_ds/bench.py"
-REFUSED = "DeepSpeed refuses the configuration"
 WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
-
-
-def _launcher(name: str) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    return {"deepspeed": deepspeed_launcher(), "torchrun": [sys.executable, *torchrun], "python": [sys.executable]}[
-        name
-    ]
 
 
 def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
@@ -44,16 +30,17 @@ def _bench(config: Path, launcher: str = "one rank", *options: str) -> subproces
     arguments = [BENCH, "--deepspeed_config", str(config), *options]
     if launcher == "one rank":
         return run(arguments, env=environment())
-    if launcher == "one GPU":
-        seen = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
-        return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=seen)
     if launcher == "two ranks":
         ranks = RunningRanks(config, 2, file=BENCH)
         codes = ranks.wait()
         outputs = ["".join(getattr(process, name) for process in ranks.processes) for name in ("stdout", "stderr")]
         return subprocess.CompletedProcess(arguments, max(codes), *outputs)
-    command = [*_launcher(launcher), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    start = deepspeed_launcher() if launcher == "deepspeed" else [sys.executable, *torchrun * (launcher == "torchrun")]
+    seen = environment()
+    if launcher == "one GPU":
+        del seen["DS_ACCELERATOR"]
+    return subprocess.run([*start, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=seen)
 
 
 def _run_directory(config: Path) -> Path:
@@ -107,20 +94,6 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx([world_size * rate for rate in windows])
 
 
-def test_accumulation_counts_all_micro_batches(write_run: WriteRun) -> None:
-    config = write_run(gradient_accumulation_steps=None, train_batch_size=12)
-    assert _bench(config).returncode == 0
-    summary = _summary(config)
-    lines = [json.loads(line) for line in (_run_directory(config) / "metrics.jsonl").read_text().splitlines()]
-    assert [summary[name] for name in ("micro_batch_per_gpu", "gradient_accumulation_steps", "global_batch")] == [
-        4,
-        3,
-        12,
-    ]
-    rate = 24 / sum(line["time_s"] for line in lines[1:3])  # a third of it, were one micro-batch counted
-    assert 0.4 * rate < summary["samples_per_s_per_gpu"]["windows"][0] < 1.01 * rate
-
-
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     """The packaged configuration with a smaller model, as said in docs/numbers.md: its optimiser, all-reduce, timers, monitor
     and profiler."""
@@ -170,10 +143,12 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     ("launcher", "changes", "message"),
     [
         ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("python", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("two ranks", {"bf16": {"enabled": "perhaps"}}, REFUSED),
         ("two ranks", {"train_batch_size": 4}, "train_batch_size: 4 is not"),
-        ("two ranks", {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, REFUSED),
+        (
+            "two ranks",
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+            "DeepSpeed refuses the configuration",
+        ),
     ],
 )
 def test_bad_settings_give_one_message_and_exit_code_2(
@@ -186,14 +161,6 @@ def test_bad_settings_give_one_message_and_exit_code_2(
     assert output.count(message) == 1, output
     assert output.count("error: ") == 1, output
     assert "Traceback" not in output
-
-
-def test_world_size_other_than_the_hostfile_promises(write_run: WriteRun, tmp_path: Path) -> None:
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("node1 slots=4\n")
-    result = _bench(write_run(), "deepspeed", "--hostfile", str(hostfile))
-    assert result.returncode == 2
-    assert "promises 4 ranks on 1 hosts, the launcher started 2" in result.stderr
 
 
 def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> None:
@@ -236,36 +203,6 @@ def test_a_job_finds_the_run_and_what_a_rank_said_before_there_was_one(write_run
     assert "train_micro_batch_size_per_gpu" in verdict.message
 
 
-def test_a_stopped_rank_under_deepspeeds_launcher_is_named_and_the_run_ended(
-    write_run: WriteRun, tmp_path: Path
-) -> None:
-    config, hurried = write_run(clap={"bench": {"warmup_steps": 10**5}}), tmp_path / "hurried.py"
-    hurried.write_text(
-        "from clap_ds.ranks import watch\nwatch.LEAST_S = watch.UNTIMED_S = 5.0\nfrom clap_ds import bench\nbench.command()\n"
-    )
-    command = [*deepspeed_launcher(), str(hurried), "--deepspeed_config", str(config)]
-    seen = environment(PYTHONPATH=str(ROOT))
-    launcher = subprocess.Popen(command, cwd=ROOT, env=seen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or launcher.poll() is not None)
-        stopped = json.loads((_run_directory(config) / "stacks" / "rank1.txt").read_text().partition("\n")[0])["pid"]
-        os.kill(stopped, signal.SIGSTOP)
-        wait_until(lambda: _summary(config)["state"] != "running" or launcher.poll() is not None)
-        os.kill(stopped, signal.SIGCONT)  # the launcher would wait for it for half a minute
-        _, errors = launcher.communicate(timeout=TIMEOUT_S)
-    finally:
-        launcher.kill()
-    assert launcher.returncode in (
-        1,
-        247,
-    )  # rank 0's, or where the launcher sees it first that of rank 1, which it ends
-    summary = _summary(config)
-    named = rf"no step for \d+ s: rank 1 on {os.uname().nodename} gives no answer: it is stopped or gone; the other 1 in \w+ \("
-    assert summary["state"] == "failed"
-    assert re.match(named, summary["error"])
-    assert f"error: {summary['error']}; stacks: {_run_directory(config)}/stacks" in errors
-
-
 def test_a_run_whose_launcher_has_gone_is_not_recorded_as_completed(write_run: WriteRun) -> None:
     config = write_run()
     command = [sys.executable, BENCH, "--deepspeed_config", str(config)]
@@ -279,15 +216,14 @@ def test_a_run_whose_launcher_has_gone_is_not_recorded_as_completed(write_run: W
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "timeout")])
-def test_signal_ends_the_run_with_its_state(write_run: WriteRun, number: signal.Signals, state: str) -> None:
+def test_signal_ends_the_run_with_its_state(write_run: WriteRun) -> None:
     config = write_run(clap={"bench": {"warmup_steps": 100000}})
     process = Command([BENCH, "--deepspeed_config", str(config)], env=environment())
     wait_until(lambda: any(config.parent.glob("runs/*/metrics.jsonl")) or process.poll() is not None)
     assert _summary(config)["state"] == "running"
-    process.send_signal(number)
-    assert process.wait(timeout=180) == 128 + number
-    assert _summary(config)["state"] == state
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=180) == 128 + signal.SIGUSR1
+    assert _summary(config)["state"] == "timeout"
     verdict = judge(_run_directory(config), None, ["node7"])
     assert verdict is not None
     assert (verdict.kind, verdict.hosts) == ("stopped", [])

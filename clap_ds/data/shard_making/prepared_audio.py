@@ -130,8 +130,9 @@ def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> N
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
+        names = ", ".join(preset_names())
         raise UserError(
-            f"--kind {options.kind}: --preset NAME goes with --kind waveform and --kind mel, and with these alone"
+            f"--kind {options.kind}: --kind waveform and mel, and these alone, take a --preset, one of {names}"
         )
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
