@@ -246,6 +246,8 @@ def test_scales_below_the_target_are_marked() -> None:
     assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
     assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
     assert "▼" not in render(scaling_table([run(1, 100.0), run(2, 90.0)]))
+    for peak in (None, 989.0):
+        assert ("MFU published: " in render(scaling_table([run(1, 100.0, peak_tflops=peak)]))) == bool(peak)
     notes = render(scaling_table([run(1, 100.0, notes="a"), run(2, 90.0, notes="b; a")]))
     assert ("completed [1] |" in notes, "completed [2] [1] |" in notes, "\n\n[1] a\n\n[2] b\n" in notes) == (True,) * 3
 
