@@ -37,7 +37,7 @@ CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-class Job:
+class RunningJob:
     """One start of a job."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -210,7 +210,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return exit_code_of(lambda: Job(arguments).run())
+    return exit_code_of(lambda: RunningJob(arguments).run())
 
 
 if __name__ == "__main__":

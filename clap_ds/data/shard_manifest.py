@@ -38,7 +38,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ShardManifest:
     """What a folder of shards holds: its kind and, of prepared kinds, by which front end; and its tars by file name."""
 
     shards: Mapping[str, ShardRecord]
@@ -46,7 +46,7 @@ class Manifest:
     front_end: FrontEnd | None = None
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     """Write the manifest of a folder at once or not at all."""
     front_end = {"front_end": asdict(manifest.front_end)} if manifest.front_end else {}
     shards = {name: asdict(record) for name, record in sorted(manifest.shards.items())}
@@ -54,7 +54,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
-def read_manifest(folder: str) -> Manifest:
+def read_manifest(folder: str) -> ShardManifest:
     """The manifest of a folder or URL; one of no shards where there is none, or something else of that name. ValueError where
     that can't be told, as it can't be read."""
     path = f"{folder}/{MANIFEST}"
@@ -66,16 +66,16 @@ def read_manifest(folder: str) -> Manifest:
     try:
         found = again(read)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-        return Manifest({})  # object stores refuse what isn't there to those who mayn't list
+        return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
     try:
         content = json.loads(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        return Manifest(shards, content.get("kind", "encoded"), front_end)
+        return ShardManifest(shards, content.get("kind", "encoded"), front_end)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Manifest({})
+        return ShardManifest({})
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
@@ -109,7 +109,7 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     return "encoded" if "encoded" in kinds else next(iter(kinds))
 
 
-def presets_of(manifest: Manifest) -> list[str]:
+def presets_of(manifest: ShardManifest) -> list[str]:
     """The presets whose front end prepared what a folder holds; none where that isn't prepared, or by another one."""
     return [name for name in preset_names() if FrontEnd.of(load_preset(name).audio) == manifest.front_end]
 

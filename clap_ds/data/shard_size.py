@@ -36,7 +36,7 @@ LONGEST_S = 40_000  # a WAV holds 4 GiB
 _RATE = number(0.001, 1e9)
 
 
-class Found(NamedTuple):
+class Known(NamedTuple):
     """Shards that are there: items, bytes of their tars, seconds of audio (None where no manifest says), kind."""
 
     items: int
@@ -72,7 +72,7 @@ def set_bytes(clips: int, tars: int, item: int) -> int:
     return with_more * one(fewer + 1) + (tars - with_more) * one(fewer)
 
 
-def look_into(shards: Sequence[str]) -> Found:
+def look_into(shards: Sequence[str]) -> Known:
     """What tars hold, by the manifests beside them; of local ones without, by their headers. UserError for others, and for
     shards of several kinds or without items."""
     from clap_ds.data.shard_manifest import read_manifest, samples_of
@@ -90,7 +90,7 @@ def look_into(shards: Sequence[str]) -> Found:
     records = {shard: manifests[folder or "."].shards.get(name) for shard, (folder, _, name) in names.items()}
     size = sum(record.bytes if record else Path(shard).stat().st_size for shard, record in records.items())
     known = [record.seconds for record in records.values() if record]
-    return Found(sum(items), size, sum(known) if len(known) == len(records) else None, kinds.pop())
+    return Known(sum(items), size, sum(known) if len(known) == len(records) else None, kinds.pop())
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +145,7 @@ def run_size(options: argparse.Namespace) -> None:
     print("Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes.")
 
 
-def figures(kind: Kind, clips: int, seconds: float, like: Found | None, options: argparse.Namespace) -> dict[str, str]:
+def figures(kind: Kind, clips: int, seconds: float, like: Known | None, options: argparse.Namespace) -> dict[str, str]:
     """What `clips` of a kind take: bytes (a clip's with headers, padding and caption), files, and seconds; and what a file
     system must deliver a second for GPUs of each rate, in all and to a node."""
     if like and like.kind == kind:

@@ -32,7 +32,7 @@ ATTENTION = tuple(
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What a device reaches.
 
     Attributes:
@@ -57,7 +57,7 @@ class Rates:
         return max(compute_s, memory_s, self.kernel_s)
 
 
-def rates_of(gpu: Gpu) -> dict[str, Rates]:
+def rates_of(gpu: Gpu) -> dict[str, DeviceRates]:
     """What a GPU is assumed to reach, by `CASES`."""
     found = {}
     for case in CASES:
@@ -65,7 +65,7 @@ def rates_of(gpu: Gpu) -> dict[str, Rates]:
         by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
         attention = ATTENTION_SHARE[case] * 1e12 * gpu.bf16_tflops
         memory = MEMORY_SHARE[case] * 1e12 * gpu.memory_tbytes_per_s
-        found[case] = Rates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
+        found[case] = DeviceRates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
     return found
 
 
@@ -111,7 +111,7 @@ def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operatio
     )  # fmt: skip
 
 
-def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: Rates) -> dict[str, float]:
+def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
     """Seconds of operations, each done so many times, by `part` and direction: `audio forward`, …, and in all (`step`)."""
     found: dict[str, float] = {}
     for operation, times in operations:

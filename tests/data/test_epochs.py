@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clap_ds.data import shards as module
 from clap_ds.data.shard_list import Deal, Part
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, marked_tars, numbers_in, write_tar
 
@@ -105,7 +105,7 @@ def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSourc
     whole = (tmp_path / "3.tar").read_bytes()
     (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
     usable = set(range(42)) - broken
-    write_manifest(tmp_path, Manifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)}))
+    write_manifest(tmp_path, ShardManifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)}))
     options = {"num_workers": 2, "shuffle_buffer": 4}
     seen: Counter[int] = Counter()
     by_step, ends = _given(open_source, str(tmp_path / "*.tar"), 18, 2, 4, **options)

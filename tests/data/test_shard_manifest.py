@@ -9,7 +9,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.data import shard_files
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import expand_sources
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
@@ -20,7 +20,7 @@ def test_samples_of(tmp_path: Path) -> None:
     write_tar(tmp_path / "002.tar", [*marked_item(1), *partial])
     tars = [str(tmp_path / f"{tar:03d}.tar") for tar in range(3)]
     assert samples_of(tars) == [5, 5, 2]
-    write_manifest(tmp_path, Manifest({"000.tar": ShardRecord(items=700, bytes=0, seconds=0.0, sha256="")}))
+    write_manifest(tmp_path, ShardManifest({"000.tar": ShardRecord(items=700, bytes=0, seconds=0.0, sha256="")}))
     assert samples_of(tars) == [700, 5, 2]
     unknown = sum(Path(tar).stat().st_size for tar in tars[1:])
     assert (samples_of(tars, unknown), samples_of(tars, unknown - 1)) == ([700, 5, 2], None)
@@ -42,7 +42,7 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
     }
     patterns = {name: marked_tars(tmp_path / name, 2, 1) for name in (*kinds, "bare")}
     for name, (kind, front_end) in kinds.items():
-        write_manifest(tmp_path / name, Manifest(shards, kind, front_end))
+        write_manifest(tmp_path / name, ShardManifest(shards, kind, front_end))
     features = write_tar(tmp_path / "features.tar", [("0.npy", b"x"), ("0.txt", b"a tone")])
 
     def kind(*names: str) -> Kind:
@@ -83,4 +83,4 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"manifest\.json can't be read: failed 5 times, .*reset"):
         read_manifest("memory://flaky")
     put("memory://other/manifest.json", b'["something else"]')
-    assert read_manifest("memory://none") == read_manifest("memory://other") == Manifest({})
+    assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.shards import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
@@ -195,7 +195,7 @@ def test_remote_shards_give_what_local_ones_do(
     pattern = marked_tars(tmp_path, 4, 4)
     cut = tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:-4000])
-    write_manifest(tmp_path, Manifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
+    write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
     for path in tmp_path.glob("*.*"):
         put(f"memory://copied/{path.name}", path.read_bytes())
     settings = {"num_workers": num_workers, "shuffle_buffer": 5}

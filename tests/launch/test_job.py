@@ -14,7 +14,7 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.launch.attempt import Ending
-from clap_ds.launch.job import Job
+from clap_ds.launch.job import RunningJob
 from clap_ds.launch.launchers import check_launcher
 from clap_ds.launch.recovery import Attempts
 from tests.launch.conftest import wait_for
@@ -186,12 +186,12 @@ def test_wrong_use_is_told(start_job: StartJob, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def make_job(tmp_path: Path) -> Callable[..., Job]:
+def make_job(tmp_path: Path) -> Callable[..., RunningJob]:
     """A job that hasn't begun, on `slots`, of a configuration with these changes."""
 
-    def make_job(slots: dict[str, int], *, wanted: int | None = None, shrink: bool = True, **config: int) -> Job:
+    def make_job(slots: dict[str, int], *, wanted: int | None = None, shrink: bool = True, **config: int) -> RunningJob:
         (tmp_path / "run.json").write_text(json.dumps({**BATCH, **config}))
-        job = object.__new__(Job)
+        job = object.__new__(RunningJob)
         command = ["bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
         job.arguments = argparse.Namespace(shrink=shrink, command=command, requeues=1, until_done=False)
         job.folder, job.slots, job.wanted = tmp_path, slots, wanted or len(slots)
@@ -205,7 +205,7 @@ def _hosts(number: int) -> dict[str, int]:
     return {f"n{index}": 4 for index in range(1, number + 1)}
 
 
-def _lose(job: Job, *names: str) -> Ending:
+def _lose(job: RunningJob, *names: str) -> Ending:
     ending = Ending("failed", f"lost {names}", 1, [*names], lost=True)
     job.attempts.note(ending, job.slots, [*job.slots], "now")
     return ending

@@ -3,7 +3,7 @@
 import torch
 
 from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.roofline import CASES, Rates, fused, rates_of, seconds_by_part
+from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
 from clap_ds.planning.trace import Operation
 
 
@@ -15,7 +15,7 @@ def _operation(
     return Operation(name, part, backward, flops, *places, launches, torch.bfloat16, ())
 
 
-RATES = Rates({torch.bfloat16: 100.0}, 10.0, 0.5, {"clap_ds.window_attention": 20.0})
+RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, {"clap_ds.window_attention": 20.0})
 
 
 def test_an_operation_takes_what_it_needs_most_of() -> None:

@@ -25,7 +25,7 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, digest, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
 RECORDS = ".build"  # folder of finished shards' records, beside them
 BROKEN = "broken.jsonl"
@@ -100,7 +100,7 @@ def fill(
     listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in shards if shard.record}
-    write_manifest(folder, Manifest(records, kind, front_end))
+    write_manifest(folder, ShardManifest(records, kind, front_end))
     if not records:
         raise UserError(none_usable(broken))
     return shards
