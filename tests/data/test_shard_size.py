@@ -14,7 +14,7 @@ from clap_ds import shards
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.data.shard_manifest import read_manifest
-from clap_ds.data.shard_size import Found, amount, clip_bytes, digits, duration, item_bytes, look_into, set_bytes
+from clap_ds.data.shard_size import Known, amount, clip_bytes, digits, duration, item_bytes, look_into, set_bytes
 from tests.data import builds
 from tests.data.tars import marked_tars, wav
 
@@ -87,7 +87,7 @@ def test_a_build_has_the_sizes_and_inodes_said(tmp_path: Path, capsys: pytest.Ca
 def test_tars_without_a_manifest_are_counted(tmp_path: Path) -> None:
     marked_tars(tmp_path, 2, 5)
     tars = [str(path) for path in tmp_path.glob("*.tar")]
-    assert look_into(tars) == Found(10, sum(Path(tar).stat().st_size for tar in tars), None, "encoded")
+    assert look_into(tars) == Known(10, sum(Path(tar).stat().st_size for tar in tars), None, "encoded")
     with pytest.raises(UserError, match=r"memory://none/a\.tar or others: how many items"):
         look_into(["memory://none/a.tar"])
 
