@@ -171,8 +171,17 @@ def test_what_others_wrote_or_what_is_damaged_is_left_alone(tmp_path: Path) -> N
     checkpoints = CheckpointFolder(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
     checkpoints.begin("ours")
     assert checkpoints.newest() == tmp_path / "step-00000007"
+    assert not CheckpointFolder(tmp_path / "nowhere").was_begun_by("ours")
+    with pytest.raises(ValueError, match=r"whether this run has begun can't be told: .*step-00000003"):
+        checkpoints.was_begun_by("another's")
     checkpoints._delete_superfluous()
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "2", "3", "7", "8"]
+
+
+def test_a_folder_is_begun_by_the_run_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step, run in ((5, "ours"), (3, "theirs")):
+        make_checkpoint(tmp_path, step, run=run)
+    assert [CheckpointFolder(tmp_path).was_begun_by(run) for run in ("ours", "theirs")] == [False, True]
 
 
 def test_weights_that_are_not_finite_are_not_saved(two_ranks: RankPool, tmp_path: Path) -> None:

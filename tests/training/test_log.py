@@ -82,12 +82,13 @@ def _logged(folder: str) -> dict[str, Any]:
                 log.write()
                 now[0] += 50  # an evaluation
         log.close()
-    return {"summary": record.summary(), "scalars": scalars}
+    return {"summary": record.summary(), "scalars": scalars, "quickest": session.quickest}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(_logged, str(tmp_path))[0]
     summary = found["summary"]
+    assert found["quickest"] == pytest.approx((10 / 1.9, 10 / 0.9))  # a rank's clips, without what it waited for them
     assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
     assert summary["samples_per_s"] == pytest.approx(80 / 27)
     assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85})
