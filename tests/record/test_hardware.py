@@ -25,4 +25,4 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert (found["cpu_kernels"], found["cuda"], found["driver"]) == ("avx512", torch.version.cuda, None)
     assert found["device_name"] in Path("/proc/cpuinfo").read_text()
-    assert any("pytest" in word for word in found["command"])
+    assert found["command"], "what started this process, whatever ran the tests"
