@@ -15,7 +15,7 @@ from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.shard_manifest import Manifest, ShardRecord, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.model.clap import ClapModel
@@ -86,7 +86,7 @@ def mel_clips(folder: Path, number: int) -> list[str]:
     for n in range(number):
         features = LogMel(MICRO.audio)(torch.from_numpy(tone(n))[None])[0]
         members += [(f"{n:04d}.npy", npy(features.half().numpy())), clip_members(n, description(n))[1]]
-    write_manifest(folder, Manifest({"a.tar": ShardRecord(number, 0, 0.0, "")}, "mel", FrontEnd.of(MICRO.audio)))
+    write_manifest(folder, ShardManifest({"a.tar": ShardRecord(number, 0, 0.0, "")}, "mel", FrontEnd.of(MICRO.audio)))
     return [str(write_tar(folder / "a.tar", members))]
 
 
