@@ -76,6 +76,7 @@ class Watch:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._pace, self._steps = Pace(), 0
         self.armed = (time.monotonic(), math.inf)
+        self._others_busy = 0.0  # when another rank last was
         self.change(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
@@ -138,7 +139,7 @@ class Watch:
                 self._note(STILL)
                 self._hear(GRACE_S)
                 while self.armed == armed:
-                    self._leave_together(time.monotonic() - since)
+                    self._leave_together(since, limit_s)
                     self._hear(LOOK_S)
                 self._note(self.doing)  # it goes on
 
@@ -150,12 +151,13 @@ class Watch:
                 for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
                     leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
-    def _leave_together(self, still_s: float) -> None:
+    def _leave_together(self, since: float, limit_s: float) -> None:
         """End this rank where the run's end is recorded, or is to be by this rank; return where it is waited for."""
-        files = read_stacks(self._run)
-        are_busy = any(file.doing not in (STEPPING, STILL) for file in files)
+        files, now = read_stacks(self._run), time.monotonic()
+        if any(file.doing not in (STEPPING, STILL) for file in files):
+            self._others_busy = now  # who has just done something else has the whole limit to step
         is_lowest = not any(file.doing == STILL and file.rank < self._rank for file in files)
-        if is_lowest and still_s > GRACE_S + DOING_S * are_busy:
+        if is_lowest and (now - max(since, self._others_busy) > limit_s + GRACE_S or now - since > DOING_S + GRACE_S):
             with suppress(Exception):
                 within(SPEAK_S, self._speak)
             os._exit(1)
