@@ -161,7 +161,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="says something of glibc's allocator alone")
 def test_freed_memory_is_used_again() -> None:
     keep, plain = (int(processes.run(["-c", FAULTS, mode], check=True).stdout) for mode in ("keep", "plain"))
-    assert keep < plain / 10  # of nine tensors of 40 MB, in pages of 4 kB or 2 MB
+    assert keep < plain / 5  # of nine tensors of 40 MB, at most one of which is new, in pages of 4 kB or 2 MB
 
 
 def test_debugging_has_libraries_say_more_and_crashes_leave_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
