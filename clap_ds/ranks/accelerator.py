@@ -110,11 +110,7 @@ def _is_hidden() -> bool:
 
 def granted_by_slurm() -> str:
     """The variable by which SLURM says that this process has GPUs, with its value; empty without GPUs, and without SLURM."""
-    names = (
-        "SLURM_STEP_GPUS",
-        "SLURM_JOB_GPUS",
-        "SLURM_GPUS_ON_NODE",
-    )  # lists of numbers, but for the last, which counts
+    names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")  # lists, but for the last, which counts
     found = {name: os.environ.get(name, "") for name in names}
     return next((f"{name}={value}" for name, value in found.items() if value and (name, value) != (names[-1], "0")), "")
 
