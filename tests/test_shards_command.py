@@ -32,7 +32,8 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "required: command"), (["sizes"], "choose from"), (["size", "--clips=5", "--clip", "5"], "--clip 5")]
+    ("words", "message"),
+    [([], "required: command"), (["sizes"], "choose from"), (["size", "--clips=5", "--clip", "5"], "--clip 5")],
 )
 def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
