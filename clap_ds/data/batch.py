@@ -24,7 +24,7 @@ class Batch:
     """
 
     audio: (
-        Tensor  # what `ClapModel.encode_audio` takes, float32; pieces may have waveforms in int16, features in float16
+        Tensor  # what `ClapModel.encode_audio` takes, float32; of pieces also waveforms in int16, features in float16
     )
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
@@ -70,16 +70,14 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """In page-locked host memory, which the GPU can copy from while the host goes on."""
-        return self.map(Tensor.pin_memory)
+        return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch of what `function` makes of each tensor."""
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
-        audio, input_ids, mask = map(function, self.tensors())
-        return Batch(audio, input_ids, mask, self.num_tokens, packed)
+        return Batch(*map(function, self.tensors()), self.num_tokens, packed)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that work on `stream` uses these tensors."""
@@ -105,13 +103,14 @@ class Pieces(Protocol):
 
     def __next__(self) -> list[Batch]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop worker processes and let go of the memory."""
 
     def state(self) -> dict[str, Any]:
         """Where it stands, fit for JSON."""
 
     def statistics(self) -> dict[str, Any]:
-        """For the run's record."""
+        """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
 
     def supply(self) -> Supply | None:
         """What its workers can give; None as long as that isn't known, and of what is made without any."""

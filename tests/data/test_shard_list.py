@@ -32,10 +32,10 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
         ("a-{09..11.tar", "Unbalanced braces"),
         (".", r"found the folder \.; write './\*\.tar'$"),
-        ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
+        ("memory://{listed/a,nowhere/b,nowhere/a}.tar", r"memory://nowhere/a\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
-        ("gopher://host/a.tar", "no protocol 'gopher'"),
+        ("gopher://host/a.tar", "Protocol not known: gopher"),
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
         ("https://somebody@host/a.tar", "https URL of host carries credentials"),
         ({}, "empty list"),
@@ -55,18 +55,14 @@ def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], m
 def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("info", "glob"):
         monkeypatch.setattr(MemoryFileSystem, name, Mock(side_effect=TimeoutError("no answer")))
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
-    with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: failed 5 times, .*no answer"):
-        expand_shards("memory://a.tar")
-    with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
-        expand_shards("memory://*.tar")
-    looked_up = Mock(return_value=None)
-    monkeypatch.setattr(shard_files, "problem_with", looked_up)
-    assert len(expand_shards("memory://many/{000..099}.tar")) == 100
-    assert looked_up.call_count == 25, "of many every few are looked up"
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ValueError, match=r"the package for s3:// is not installed: .*s3fs"):
-        expand_shards("s3://bucket/a.tar")
+    for shards, message in {
+        "memory://{a,b}.tar": r"memory://a\.tar can't be reached: failed 5 times, .*no answer",
+        "memory://*.tar": r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer",
+        "s3://bucket/a.tar": r"clap\.data\.shards: s3://bucket/a\.tar: .*s3fs",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            expand_shards(shards)
 
 
 def numbered(count: int, name: str = "") -> list[str]:
