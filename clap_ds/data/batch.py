@@ -77,7 +77,8 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
-        return Batch(*map(function, self.tensors()), self.num_tokens, packed)
+        audio, input_ids, mask = map(function, self.tensors())
+        return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that work on `stream` uses these tensors."""
@@ -140,9 +141,8 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         rows = torch.empty(sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device)
         for part, piece in zip(rows.split(list(map(len, pieces))), pieces, strict=True):
             part.copy_(piece.audio, non_blocking=True)
-        ids, mask = (
-            _move(torch.cat(parts), device) for parts in zip(*(piece.tensors()[1:] for piece in pieces), strict=True)
-        )
+        ids = _move(torch.cat([piece.input_ids for piece in pieces]), device)
+        mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
         whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
     if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host

@@ -147,13 +147,13 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
     """
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
-        per_pass = [max(_FEWEST_IN_A_PASS, math.ceil(len(s.shards) / readers)) for s in sources]
-        drawn = [replace(s, shards_per_pass=n) for s, n in zip(sources, per_pass, strict=True)]
+        numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
+        drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
         return [drawn] * max(num_workers, 1)
-    for number in (len(source.shards) for source in sources):
-        if number < readers and rank == 0:
-            found = f"{number} shards for {world_size} rank(s) × {num_workers} workers"
-            note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
+    fewest = min(len(source.shards) for source in sources)
+    if fewest < readers and rank == 0:
+        found = f"{fewest} shards for {world_size} rank(s) × {num_workers} workers"
+        note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
     own = range(rank, readers, world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
 
@@ -163,10 +163,10 @@ def deal_out(
 ) -> list[list[Source]]:
     """What each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid end to end
     in their order or, `shuffled`, in one that is drawn once for a seed, so that a worker keeps to the same tars."""
-    order = [*range(len(samples))]
+    tars = list(zip(source.shards, samples, strict=True))
     if shuffled:
-        random.Random(f"seed {spec.seed}, tars").shuffle(order)
-    shards, counts = [source.shards[number] for number in order], tuple(samples[number] for number in order)
+        random.Random(f"seed {spec.seed}, tars").shuffle(tars)
+    shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
     of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
     deals = [Deal(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
     return [[replace(source, shards=shards, deal=deal)] for deal in deals]

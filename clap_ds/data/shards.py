@@ -18,13 +18,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
-from clap_ds.data.front_end import Kind
 from clap_ds.data.shard_list import FIELD, Source, deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import START, Piece, ShardReader
@@ -69,7 +67,10 @@ class ShardPieces:
         # Two micro-batches in all wait ahead of the one in use; each worker also keeps its part of that, and fills another.
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        self._memory = _shared_rows(self.kind, data, spec, (len(shares), ahead + in_use, piece_size))
+        audio, is_mel = spec.model.audio, self.kind == "mel"
+        row = audio.feature_shape if is_mel else (audio.num_samples,)
+        dtype = torch.float16 if is_mel else getattr(torch, data.waveforms)
+        self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
@@ -130,8 +131,8 @@ class ShardPieces:
         origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
         self._state["origin"] = origin
         if spec.rank == 0:
-            details = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
-            other = ", ".join(name + details.get(name, "") for name in changed)
+            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
+            other = ", ".join(name + values.get(name, "") for name in changed)
             note(f"resuming after {origin:,} samples in a new order, because of other {other}")
 
     def __next__(self) -> list[Batch]:
@@ -195,14 +196,3 @@ class ShardPieces:
 
     def close(self) -> None:
         self._received.close()
-
-
-def _shared_rows(kind: Kind, data: ShardData, spec: BatchSpec, pieces: tuple[int, ...]) -> Tensor:
-    """Memory for so many pieces' audio, (*pieces, *shape of a clip's)."""
-    audio, dtype = spec.model.audio, torch.float16 if kind == "mel" else getattr(torch, data.waveforms)
-    shape = (*pieces, *(audio.feature_shape if kind == "mel" else (audio.num_samples,)))
-    try:
-        return shared_empty(shape, dtype)
-    except OSError as error:
-        size = f"{math.prod(shape) * dtype.itemsize / 1e9:,.1f} GB"
-        raise ValueError(f"clap.data: no room for the {size} in which workers put audio: {error}") from None
