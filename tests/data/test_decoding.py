@@ -34,16 +34,10 @@ def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray
     return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
 
 
-@pytest.mark.parametrize(
-    ("file_format", "subtype", "tolerance"),
-    [
-        ("WAV", "FLOAT", 1e-7),
-        ("FLAC", "PCM_24", 2**-22),
-        ("OGG", "VORBIS", 0.1),
-        ("OGG", "OPUS", 0.1),
-        ("MP3", None, 0.1),
-    ],
-)
+FORMATS = [("WAV", "FLOAT", 1e-7), ("FLAC", "PCM_24", 2**-22), ("OGG", "VORBIS", 0.1), ("OGG", "OPUS", 0.1)]
+
+
+@pytest.mark.parametrize(("file_format", "subtype", "tolerance"), [*FORMATS, ("MP3", None, 0.1)])
 def test_round_trip(file_format: str, subtype: str | None, tolerance: float) -> None:
     """And a crop is a slice of the whole, from wherever it begins."""
     original = tone(440, SECOND, 3) + 0.2 * tone(1234, SECOND, 3)
@@ -107,11 +101,11 @@ def test_resampling_keeps_pitch_and_loudness(sample_rate: int) -> None:
     assert decode(encode(tone(1000, sample_rate, 2.5), sample_rate, "FLAC"))[-2000:].abs().max() > 0.4
 
 
-@pytest.mark.parametrize(("num_samples", "repeats", "padding"), [(8, 2, 2), (6, 2, 0), (5, 1, 2), (3, 1, 0)])
-def test_short_files_are_repeated_and_padded(num_samples: int, repeats: int, padding: int) -> None:
-    samples = np.array([0.25, -0.5, 0.75])
-    decoded = decode(encode(samples, SECOND, "WAV", "FLOAT"), num_samples=num_samples)
-    assert decoded.tolist() == [*samples] * repeats + [0] * padding
+def test_short_files_are_repeated_and_padded() -> None:
+    samples = [0.25, -0.5, 0.75]
+    encoded = encode(np.array(samples), SECOND, "WAV", "FLOAT")
+    for num_samples, repeats, padding in ((8, 2, 2), (6, 2, 0), (5, 1, 2), (3, 1, 0)):
+        assert decode(encoded, num_samples).tolist() == samples * repeats + [0] * padding
 
 
 @pytest.mark.parametrize("file_format", ["WAV", "FLAC"])

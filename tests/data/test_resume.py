@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from clap_ds.data import shard_reader
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_tars, numbers_in, put, wav, write_tar
 
@@ -70,20 +68,6 @@ def test_interrupted_equals_uninterrupted(
                 pairs = zip(next(source).tensors(), expected[number].tensors(), strict=True)
                 assert all(torch.equal(*pair) for pair in pairs), (stop, number)
             assert source.state() == states[-1]
-
-
-def test_passing_over_decodes_nothing(shards: Path, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Mock(wraps=shard_reader.read_clip)
-    monkeypatch.setattr(shard_reader, "read_clip", decode)
-    names, settings = str(shards / "{0..2}.tar"), {"micro_batch": 2, "shuffle_buffer": 9}
-    with open_source(names, **settings) as source:
-        for _ in range(10):
-            next(source)
-        state = source.state()
-    decode.reset_mock()
-    with open_source(names, state, **settings) as source:
-        next(source)
-    assert 2 <= decode.call_count <= 6  # two rows, and broken items met on the way to them
 
 
 def test_another_setup_resumes_in_a_new_order(

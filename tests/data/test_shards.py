@@ -4,10 +4,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import time
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +20,6 @@ from clap_ds.data.shards import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
-
-
-@pytest.mark.parametrize("micro_batch", [3, 40])
-def test_every_item_comes_once_a_pass_in_file_order(tmp_path: Path, open_source: OpenSource, micro_batch: int) -> None:
-    """Micro-batches smaller and larger than the pieces of 32, and than a pass of 14 items."""
-    with open_source(marked_tars(tmp_path, 2, 7), micro_batch=micro_batch) as source:
-        assert numbers_in(source, 4) == [count % 14 for count in range(4 * micro_batch)]
 
 
 def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
@@ -122,17 +113,6 @@ def test_a_worker_without_a_usable_item_stops_the_run(
     assert not (set(multiprocessing.active_children()) - others)
 
 
-def test_tars_of_few_items_may_be_more_than_files_open_at_once(tmp_path: Path, open_source: OpenSource) -> None:
-    """Each stays open while an item of it waits to be shuffled."""
-    limits, shards = resource.getrlimit(resource.RLIMIT_NOFILE), marked_tars(tmp_path, num_tars=150, items_per_tar=1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
-    try:
-        with open_source(shards, shuffle_buffer=1000, micro_batch=75) as source:
-            assert sorted(numbers_in(source, 2)) == [*range(150)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_half_an_item_does_not_reach_the_next_tar(tmp_path: Path, open_source: OpenSource) -> None:
     """A tar ends with audio without its caption, and the next, of three, starts with an item of the same name; one vanishes."""
     first = write_tar(tmp_path / "first.tar", [*marked_item(1), marked_item(2)[0]])
@@ -165,19 +145,6 @@ def test_drawn_with_replacement_shards_differ_between_ranks(tmp_path: Path, open
         assert set(orders[-1]) == set(range(12))
         assert [orders[-1].count(4 * tar) for tar in range(3)] != [10, 10, 10]
     assert orders[0] != orders[1]
-
-
-def test_int16_waveforms_arrive_as_floats(tmp_path: Path, open_source: OpenSource) -> None:
-    audio = np.random.default_rng(0).uniform(-1, 1, (20, 480)).astype(np.float32)
-    audio[0, :4] = 1, -1, 2, -3
-    items = [((f"{n}.wav", wav(row)), (f"{n}.txt", b"x")) for n, row in enumerate(audio)]
-    write_tar(tmp_path / "a.tar", list(chain(*items)))
-    with open_source(str(tmp_path / "a.tar"), micro_batch=20, waveforms="int16") as source:
-        waveforms = next(source).audio
-    assert waveforms.dtype == torch.float32
-    error = (waveforms - torch.from_numpy(audio).clamp(-1, 1)).abs().max()
-    assert 0 < error <= 1 / 32768  # of 1 itself; half of that elsewhere
-    assert waveforms[0, :4].tolist() == [1 - 2**-15, -1, 1 - 2**-15, -1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,9 +1,9 @@
 import gzip
 import os
-import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,7 +11,8 @@ import pytest
 from webdataset.writer import TarWriter
 
 from clap_ds.data import tar_items
-from clap_ds.data.tar_items import Item, Place, count_samples, fetch, list_items, read_items
+from clap_ds.data.tar_items import Item, Place, fetch, list_items, read_items
+from tests import needs
 from tests.data.tars import marked_item, marked_items, write_tar
 
 CONTENT = {f"sub/{n}.{extension}": bytes([n]) * (511 + n) for n in range(3) for extension in ("wav", "txt")}
@@ -64,27 +65,9 @@ def test_a_tar_cut_while_its_audio_waits_costs_that_audio(
         fetch(listed[1])
 
 
-def test_the_disk_is_asked_ahead_for_what_will_be_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: asked.append(start))
-    monkeypatch.setattr(tar_items, "_READ_AHEAD_BYTES", 4096)
-    monkeypatch.setattr(tar_items, "_ASKED_FOR_BYTES", 1024)
-    assert (count_samples(str(tar)), asked) == (3, [])
-    found = list_items(str(tar), pytest.fail, ask_ahead=True)
-    next(found)
-    assert 4096 <= asked[-1] + 1024 < tar.stat().st_size
-    last = list(found)[-1]["wav"]
-    assert asked == list(range(0, asked[-1] + 1, 1024))
-    assert asked[-1] + 1024 >= last.start + last.size
-
-
-def gnu_tar(form: str) -> Callable[[Path, Path], None]:
-    def write(folder: Path, path: Path) -> None:
-        if not shutil.which("tar"):
-            pytest.skip("no tar here")
-        subprocess.run(["tar", f"--format={form}", "-cf", path, "sub"], cwd=folder, check=True)
-
-    return write
+def gnu_tar(form: str, folder: Path, path: Path) -> None:
+    needs.programs("tar")
+    subprocess.run(["tar", f"--format={form}", "-cf", path, "sub"], cwd=folder, check=True)
 
 
 def python_tar(folder: Path, path: Path) -> None:
@@ -103,7 +86,10 @@ def webdataset_tar(folder: Path, path: Path) -> None:
             tar.write({"__key__": f"sub/{n}", **{e: CONTENT[f"sub/{n}.{e}"] for e in ("wav", "txt")}})
 
 
-@pytest.mark.parametrize("write", [*map(gnu_tar, ("v7", "ustar", "gnu", "pax")), python_tar, webdataset_tar])
+FORMATS = ("v7", "ustar", "gnu", "pax")
+
+
+@pytest.mark.parametrize("write", [*(partial(gnu_tar, form) for form in FORMATS), python_tar, webdataset_tar])
 def test_what_others_write_is_read(tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
     (tmp_path / "in/sub").mkdir(parents=True)
     for name, content in CONTENT.items():
