@@ -7,13 +7,11 @@ Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` say
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.record import non_negative
+from clap_ds.analysis.record import json_lines, non_negative
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.errors import UserError, run_alone
@@ -34,26 +32,18 @@ CHECKS = {
 
 def load_samples(run_directory: Path) -> list[dict[str, Any]]:
     """Samples, each with its `source`, `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
-    saved = [line["checkpoint"] for line in _lines(run_directory / "metrics.jsonl") if line.get("checkpoint")]
+    spans = [line.get("checkpoint") for line in json_lines(run_directory / "metrics.jsonl")]
     saved = [
-        pair for pair in saved if isinstance(pair, list) and len(pair) == 2 and None not in map(non_negative, pair)
+        span for span in spans if isinstance(span, list) and len(span) == 2 and None not in map(non_negative, span)
     ]
     samples = []
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
-        for line in _lines(path):
+        for line in json_lines(path):
             sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
             if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
                 source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
                 samples.append({**sample, "source": source})
     return samples
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError):
-        for text in path.read_bytes().split(b"\n"):
-            with suppress(ValueError, RecursionError):  # the last line of a host that was killed
-                line = json.loads(text)
-                yield from [line] if isinstance(line, dict) else []
 
 
 def flagged(samples: pd.DataFrame, check: str) -> str:
