@@ -37,7 +37,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     Its rates are None where it ended before one window was complete, and `notes` says what is missing.
     """
     notes: list[str] = []
-    folder = path.parent / path.stem if path.suffix == ".jsonl" else path  # which isn't there where a file is alone
+    folder = path.parent if path.suffix == ".jsonl" else path
     summary, config, environment = (read_json(folder, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment or read_steps(path, "window")):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
@@ -101,7 +101,7 @@ def interval_fields(windows: Sequence[float], window_s: Sequence[float] = ()) ->
     """`Run`'s fields of the windows and their interval (none for fewer than two), of as many samples each where their seconds
     aren't given."""
     window_s = window_s or [1 / rate for rate in windows]
-    fields: dict[str, Any] = {"windows": tuple(windows), "window_s": tuple(window_s)}
+    fields: dict[str, Any] = {"windows": tuple(windows)}
     if len(windows) > 1:
         found = rate_interval(windows, window_s)
         fields |= {"interval": (found.low, found.high), "uncertainty_from": f"{found.label()} of 1 run"}

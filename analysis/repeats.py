@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from clap_ds.analysis.published import published_mfu_percent
@@ -20,7 +20,7 @@ from clap_ds.analysis.series import global_batch
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, median_interval, student_t
+from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, student_t
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
@@ -91,16 +91,17 @@ def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None 
     exposed = breakdown.get("exposed_communication_s")
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
-    targets, said = _times_to_target(runs)
-    notes = [*_notes(runs, used), *said, *doubtful_mfu(mfu, known["mfu_model_percent"])]
+    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
+    notes = [*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])]
+    notes += [f"target reached by {len(targets)} of {len(runs)} runs"] if targets else []
     return Scale(
-        runs=tuple(used), **known, **breakdown, **targets, scaling=scaling, mfu_percent=mfu, peak_tflops=peak,
+        runs=tuple(used), **known, **breakdown, scaling=scaling, mfu_percent=mfu, peak_tflops=peak,
         samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys(notes)),
+        time_to_target_s=median(targets) if targets else None, notes="; ".join(dict.fromkeys(notes)),
     )  # fmt: skip
 
 
@@ -125,20 +126,6 @@ def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
     known = [run.breakdown_s for run in runs if sum(run.breakdown_s.values()) > 0]
     parts = [part for part in STEP_PHASES if known and all(part in breakdown for breakdown in known)]
     return {f"{part}_s": fmean(breakdown[part] for breakdown in known) for part in parts}
-
-
-def _times_to_target(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:
-    """Columns of the seconds until the runs reached their target, and what is said of them; nothing where none did."""
-    seconds = [run.time_to_target_s for run in runs if run.time_to_target_s]
-    if not seconds:
-        return {}, []
-    found = median_interval(seconds)
-    columns = {"time_to_target_s": found.median}
-    said = f"target reached by {len(seconds)} of {len(runs)} runs, after {found.median:.0f} s"
-    if len(seconds) > 1:
-        columns |= {"time_to_target_low_s": found.low, "time_to_target_high_s": found.high}
-        said += f", {found.low:.0f} to {found.high:.0f} s ({found.label('runs')})"
-    return columns, [said]
 
 
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:

@@ -21,7 +21,6 @@ from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_of
-from clap_ds.record.schema import RECORD_FILES
 
 TABLE_SUFFIXES = (".csv", ".tsv")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
@@ -40,7 +39,7 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     for path in paths:
         before = len(runs) + len(problems)
         is_folder = os.path.isdir(path) and not is_record(path)
-        for source in _inputs_in(path) if is_folder else [_record_around(path)]:
+        for source in _inputs_in(path) if is_folder else [path]:
             try:
                 found = _read(source, given)
                 # A log that only lies in a folder may be any program's: it counts with a rate, or where it says its size.
@@ -77,13 +76,6 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if path.suffix.lower() in TABLE_SUFFIXES:
         return read_table_runs(path)
     return read_log(path, given.warmup_steps, given.gpus or (given.nodes or 0) * (given.gpus_per_node or 0))
-
-
-def _record_around(path: Path) -> Path:
-    """The run directory that a file is part of, or the path itself."""
-    of_record = path.name in (*RECORD_FILES, "rank0.log")
-    summed_up = any(os.path.isfile(path.parent / name) for name in RECORD_FILES if name.endswith(".json"))
-    return path.parent if of_record and summed_up else path
 
 
 def _inputs_in(folder: Path) -> Iterator[Path]:

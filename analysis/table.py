@@ -71,9 +71,7 @@ class Row:
     exposed_communication_s: float | None = None
     optimizer_s: float | None = None
     time_to_target_s: float | None = None
-    """Median of the training runs that reached their target, between the ends of its interval."""
-    time_to_target_low_s: float | None = None
-    time_to_target_high_s: float | None = None
+    """Median of the training runs that reached their target."""
     state: str = ""
     notes: str = ""
     """Joined by semicolons."""
@@ -145,8 +143,6 @@ class Run(Row):
     """Of the rate; `uncertainty_from` says what it is."""
     windows: tuple[float, ...] = ()
     """Samples/s/GPU of each."""
-    window_s: tuple[float, ...] = ()
-    """Seconds of each, or in proportion to them; the rate is all samples over all of them."""
     accumulation: int = 1
     """Micro-batches per optimiser step."""
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -50,8 +50,6 @@ class Start:
     positions: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
     """What `Dialect.points` makes of each line."""
-    interval: float = math.inf
-    """Least distance of two positions."""
     told_batch: int = 0
     """The global batch that lines of progress tell."""
     max_memory_gib: float = 0.0
@@ -153,13 +151,9 @@ class Scan:
         positions, values = positions[possible], values[possible]
         while len(positions):
             highest = np.maximum.accumulate(np.append([*start.positions[-1:], 0][:1], positions))[:-1]
-            ahead = positions - highest
-            start.interval = float(ahead[ahead > 0].min(initial=start.interval))
-            back = np.flatnonzero(
-                ahead < -2 * start.interval
-            )  # far back is a start of which only these lines are there
+            back = np.flatnonzero(positions < highest / 2)  # a start of which only these lines are there
             until = int(back[0]) if len(back) else len(positions)
-            new = ahead[:until] > 0
+            new = positions[:until] > highest[:until]
             start.positions.frombytes(positions[:until][new].tobytes())
             start.values.frombytes(values[:until][new].tobytes())
             self.left_out += int((~new).sum())

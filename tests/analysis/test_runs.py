@@ -66,15 +66,13 @@ def test_what_is_missing_or_contradicts_is_said(
         read_runs(sorted(tmp_path.iterdir()) or [tmp_path / "nothing"], given(**options))
 
 
-def test_files_of_a_run_directory_stand_for_it_and_its_log_counts_once(
+def test_metrics_find_the_rest_of_their_run_and_the_log_of_a_run_directory_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs" / "tiny-20261120T000000Z"
     shutil.copytree(DATA / "record_2ranks", folder)
-    write(folder / "rank0.log", "hello\n")
-    for names in (["metrics.jsonl"], ["rank0.log"], ["summary.json", "metrics.jsonl"]):
-        (run,) = read_runs([folder / name for name in names], given())
-        assert (run.source, run.gpus) == (str(folder), 2)
+    (run,) = read_runs([folder / "metrics.jsonl", folder], given())
+    assert run.gpus == 2
     log = write(tmp_path / "slurm-1.out", f"run directory: my runs/{folder.name}\n{LOG.read_text()}")
     capsys.readouterr()
     for inputs in ([log, folder], [tmp_path]):

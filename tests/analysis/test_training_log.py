@@ -41,7 +41,7 @@ def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path
             assert high < 1.12 * low
             assert run.rate == pytest.approx(16 / 0.13, rel=0.01 if noisy else 1e-9)
             assert run.engine_samples_per_s_per_gpu == run.rate
-            assert len(run.windows) == len(run.window_s) <= MAX_WINDOWS
+            assert len(run.windows) <= MAX_WINDOWS
             runs.append(run)
     for every in range(3):
         for row in scaling_table(runs[every::3]):
@@ -54,7 +54,6 @@ def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
     current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
     (run,) = read_log(TWO_RANKS)
     assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
-    assert sum(run.window_s) == pytest.approx(sum(128 / rate for rate in current[-30:]), rel=1e-3)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
     assert (run.precision, run.state, run.notes) == ("fp32", "completed", "DeepSpeed's timer: leaves out data loading")
