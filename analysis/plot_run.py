@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, check_format, log_axis, styled
+from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps, section
 from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import Row
@@ -42,7 +42,6 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
     The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories,
     runs that can't be drawn together or have no timed step, and where matplotlib is missing.
     """
-    check_format(output)
     notes: list[str] = []
     summaries = {directory: read_json(directory, "summary", notes) for directory in directories}
     of_training = []

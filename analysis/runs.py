@@ -130,18 +130,13 @@ def _each_once(runs: Sequence[Run]) -> list[Run]:
 
 
 INPUT_OPTIONS = ("--nodes", "--gpus", "--gpus_per_node", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
-MACHINE_OPTIONS = (
-    "--node_gbytes_per_s", "--gpu_gbytes_per_s", "--latency_us", "--peak_tflops", "--memory_tbytes_per_s",
-)  # fmt: skip
-PRICE_OPTIONS = ("--samples", "--price_per_gpu_hour", "--currency", "--price_source")
-COST_OPTIONS = (*PRICE_OPTIONS, "--deadline_hours")
+MACHINE_OPTIONS = ("--node_gbytes_per_s",)
+PRICE_OPTIONS = ("--samples", "--price_per_gpu_hour")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "inputs": {"nargs": "+", "type": Path, "help": "run directories, logs, folders of them, sweeps, tables"},
-    "tables": {"nargs": "+", "type": Path, "metavar": "TABLE", "help": "of efficiency.py, or published"},
     "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
     "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
     "b": {"type": Path, "metavar": "B", "help": "another"},
-    "--run_spread": {"type": positive, "metavar": "PERCENT", "help": "standard deviation of runs of one configuration"},
     "--nodes": {"type": whole_number(), "help": "node count of inputs that don't state it"},
     "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of inputs that don't state it"},
     "--gpus_per_node": {"type": whole_number(), "help": "for inputs that don't state nodes or GPUs"},
@@ -153,26 +148,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--csv": {"type": Path, "help": "write the table here"},
     "--markdown": {"type": Path, "help": "write what is printed here"},
     "--output": {"type": Path, "help": "picture to write: .png, .svg or .pdf"},
-    "--no_published": {"action": "store_true", "help": "leave the published curves out"},
     "--samples": {"type": positive, "help": "samples to train on, each pass counted"},
     "--price_per_gpu_hour": {"type": positive, "help": "money for an hour of one GPU"},
-    "--currency": {"help": "of the price: EUR, …"},
-    "--price_source": {"help": "whose price it is, and of when"},
-    "--deadline_hours": {"type": positive, "help": "name the cheapest scale that meets it"},
-    "--series": {"metavar": "NAME", "help": "of the series in a table of several: its model, or part of its title"},
     "--project_gpus": {
         "type": whole_number(), "nargs": "+", "default": (), "metavar": "GPUS", "help": "default: 4 × as far",
     },
-    "--num_parameters": {"type": positive, "help": "trained parameters, for models not published"},
-    "--joint_dim": {"type": whole_number(), "help": "width of the joint embedding, for models not published"},
-    "--gradient_bytes": {"type": int, "choices": (2, 4), "default": 4, "help": "per gradient on the network"},
-    "--no_overlap": {"action": "store_true", "help": "the all-reduce was not overlapped with backward"},
-    "--loss": {"choices": ("gather_with_grad", "exact_local"), "default": "gather_with_grad"},
-    "--node_gbytes_per_s": {"type": positive, "default": 80, "help": "into one node (default 80)"},
-    "--gpu_gbytes_per_s": {"type": positive, "default": 150, "help": "between a node's GPUs"},
-    "--latency_us": {"type": positive, "default": 10, "help": "of a hop between nodes"},
+    "--node_gbytes_per_s": {"type": positive, "default": 80, "help": "of all links into a node (default 80, a GH200 node's)"},
     "--peak_tflops": {"type": positive, "help": "dense peak of one GPU where not stated"},
-    "--memory_tbytes_per_s": {"type": positive, "default": 4, "help": "of one GPU's memory"},
 }  # fmt: skip
 """Every option of every command here."""
 
