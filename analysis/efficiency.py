@@ -17,7 +17,7 @@ from clap_ds.analysis.published import FORWARD_GFLOPS
 from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.series import scaled_settings, split_series
-from clap_ds.analysis.table import Row, Run, Scale, by_series, in_doubt, markdown_table, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.config.errors import UserError, run_alone
 
 BELOW = " ▼"
@@ -97,8 +97,10 @@ def _with_efficiency(row: Scale, baseline: Scale | None) -> Scale:
         row, scaling_efficiency_percent=percent, scaling_efficiency_2sigma_percent=0.0 if error and is_baseline else error,
         speedup=row.samples_per_s / baseline.samples_per_s,
     )  # fmt: skip
-    doubt = "efficiency above 100 % by more than its ±: the baseline's rate is in doubt"
-    return _noted(found, doubt) if row.gpus > baseline.gpus and in_doubt(percent, error) else found
+    # Where no ± is known, two points are put down to chance.
+    if row.gpus > baseline.gpus and percent - 100 > (2.0 if error is None else error):
+        return _noted(found, "efficiency above 100 % by more than its ±: the baseline's rate is in doubt")
+    return found
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:

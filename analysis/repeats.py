@@ -8,7 +8,6 @@ scale that ran once has that spread, too; where nothing was repeated, ± is half
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from clap_ds.analysis.series import global_batch
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, student_t
+from clap_ds.record.statistics import COVERAGE, student_t
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
@@ -47,16 +46,9 @@ class RunSpread:
         return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
     def label(self) -> str:
-        """What an interval of `COVERAGE` is from, in words; `degrees_of` reads them."""
+        """What an interval of `COVERAGE` is from, in words."""
         differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
         return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
-
-
-def degrees_of(uncertainty_from: str) -> int | None:
-    """Degrees of freedom of the 95 % interval that `uncertainty_from` describes, of repeats or windows; None for others."""
-    if found := re.match(r"95 % .*?(\d+) (degrees|windows)", uncertainty_from):
-        return int(found[1]) if found[2] == "degrees" else min(int(found[1]), MOST_WINDOWS) - 1
-    return None
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:

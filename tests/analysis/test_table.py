@@ -6,7 +6,7 @@ import pytest
 
 from clap_ds.analysis.csv_table import read_table, read_table_runs
 from clap_ds.analysis.runs import read_runs
-from clap_ds.analysis.table import COLUMNS, Row, choose_series, markdown_table, significant, unit, write_csv
+from clap_ds.analysis.table import COLUMNS, Row, markdown_table, significant, unit, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, given, write
 
@@ -120,17 +120,6 @@ def test_a_number_is_read_in_the_one_way_it_can_be_or_refused(tmp_path: Path, ce
     else:
         with pytest.raises(UserError, match=rf"t\.csv, line 2.*{rate}"):
             read_table(path)
-
-
-def test_one_of_several_series_is_chosen_by_a_part_of_its_title(tmp_path: Path) -> None:
-    rows = [Row(nodes, 4 * nodes, 1.0, model=model) for nodes in (1, 2) for model in ("clap_a", "clap_ab", "other")]
-    assert {row.model for row in choose_series(rows, "clap-a", "t.csv")} == {"clap_a"}
-    assert [row.nodes for row in choose_series(rows, "OTH", "t.csv")] == [1, 2]
-    assert choose_series(rows[:1], None, "t.csv") == rows[:1]
-    for name, message in ((None, "t.csv: --series NAME must choose one of 3 series: clap-a; clap-ab; other"),
-                          ("clap", "--series clap must choose"), ("x", "--series x must choose")):  # fmt: skip
-        with pytest.raises(UserError, match=message):
-            choose_series(rows, name, "t.csv")
 
 
 def test_what_ranks_run_on_is_named() -> None:
