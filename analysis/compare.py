@@ -11,11 +11,11 @@ the next run of the same configuration will do.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.repeats import degrees_of
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.config.errors import UserError, run_alone
@@ -50,11 +50,10 @@ class Comparison:
 
 
 def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
-    """Pair the rows of A and B by model, nodes and GPUs (two single rows whatever they are) and divide.
-
-    Raises UserError where one of them has no rate, or no scale of one is in the other.
-    """
-    a_rows, b_rows = _measured(a_runs, "A"), _measured(b_runs, "B")
+    """Pair the rows of A and B by model, nodes and GPUs (two single rows whatever they are) and divide; UserError where no two
+    with a rate can be paired."""
+    sides = [scaling_table(runs) for runs in (a_runs, b_runs)]
+    a_rows, b_rows = ([row for row in rows if row.rate] for rows in sides)
     if len(a_rows) == len(b_rows) == 1:
         return [_ratio(a_rows[0], b_rows[0])]
     found = []
@@ -63,16 +62,9 @@ def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
         partners.sort(key=lambda b: (b.variant != a.variant, b.scaling != a.scaling))
         found += [_ratio(a, b) for b in partners[:1]]
     if not found:
-        places = (", ".join(f"{row.model_name} on {row.scale}" for row in rows) for rows in (a_rows, b_rows))
-        raise UserError(f"A has {' and B has '.join(places)}: no model and scale in common")
+        has = [", ".join(f"{row.model_name} on {row.scale} ({row.state})" for row in rows) for rows in sides]
+        raise UserError(f"A has {' and B has '.join(has)}: no model and scale in common that have a rate")
     return found
-
-
-def _measured(runs: Sequence[Run], name: str) -> list[Scale]:
-    rows = scaling_table(runs)
-    if measured := [row for row in rows if row.rate]:
-        return measured
-    raise UserError(f"{name}: no rate was measured (state: {', '.join(dict.fromkeys(row.state for row in rows))})")
 
 
 def _ratio(a: Scale, b: Scale) -> Comparison:
@@ -91,10 +83,9 @@ def _ratio(a: Scale, b: Scale) -> Comparison:
 def _spread(row: Scale) -> tuple[float, int] | None:
     """Standard deviation of the logarithm of a run's rate, and its degrees of freedom, as the row's ± tells them; None where
     that isn't of repeats."""
-    told, half = re.match(r"95 % .*?(\d+) degrees", row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
-    if not (told and half and row.rate):
+    degrees, half = degrees_of(row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
+    if not (degrees and half and row.rate and "degrees of freedom" in row.uncertainty_from):
         return None
-    degrees = int(told[1])
     return half / row.rate / student_t(OF_RATES, degrees) * math.sqrt(row.repeats), degrees
 
 

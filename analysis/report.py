@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from clap_ds.analysis import cost, efficiency, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import INPUT_OPTIONS, MACHINE_OPTIONS, PRICE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, write_csv
+from clap_ds.analysis.table import Row, Scale, by_series, markdown_table, significant, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
@@ -46,7 +46,7 @@ def efficiencies(rows: Sequence[Scale]) -> Blocks:
     yield efficiency.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield Figure("scaling.png", "Efficiency, throughput and MFU by scale; published in grey", picture)
+        yield Figure("scaling.png", "Efficiency and throughput by scale; published in grey", picture)
 
 
 def step_times(rows: Sequence[Scale]) -> Blocks:
@@ -80,21 +80,26 @@ def projections(rows: Sequence[Scale], machine: Machine) -> Blocks:
         yield Figure(f"projection-{number}.png", caption, picture)
 
 
-def costs(rows: Sequence[Scale], samples: float, price_per_gpu_hour: float | None) -> Blocks:
-    if price_per_gpu_hour:
-        yield f"At {price_per_gpu_hour:g} for a GPU-hour."
+def costs(rows: Sequence[Row], samples: float, price_per_gpu_hour: float | None) -> Iterator[str]:
+    """Time, GPU-hours and, where there is a price, money in its currency, of `samples`, each pass over them counted; ± is that
+    of the rate."""
     for members in by_series([row for row in rows if row.rate]):
+        header, body = ["nodes", members[0].unit, "samples/s", "hours", "GPU-hours"], []
+        for row in members:
+            hours = samples / (row.samples_per_s or 1.0) / 3600
+            figures = [hours, hours * row.gpus]
+            figures += [hours * row.gpus * price_per_gpu_hour] if price_per_gpu_hour else []
+            share = (row.samples_per_s_per_gpu_2sigma or 0.0) / (row.rate or 1.0)
+            cells = [significant(value) + f" ± {float(f'{value * share:.2g}'):g}" * (share > 0) for value in figures]
+            body.append([*row.cells("nodes", "gpus", "samples_per_s"), *cells])
         yield f"### {members[0].title}"
-        yield cost.cost_table(members, samples, price_per_gpu_hour)
-    yield cost.NOT_IN_IT
+        price = [f"cost at {price_per_gpu_hour:g} for a GPU-hour"] if price_per_gpu_hour else []
+        yield markdown_table([*header, *price], body)
+    yield "Not in it: queueing, start-up, evaluation, checkpoints, and waiting for data where a rate is of DeepSpeed's timer."
 
 
-def summary(runs: Sequence[Run], rows: Sequence[Scale], machine: Machine) -> Blocks:
+def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
     """The answer: of each series what was measured, how well it scales, and how far it would."""
-    num_rows = sum(run.kind == "table" for run in runs)
-    counts = {"run": len(runs) - num_rows, "table row": num_rows}
-    read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
-    yield f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in rows}), 'scale')}."
     for members in by_series(rows):
         lines = [f"No rate was measured ({members[0].state})."]
         if measured := [row for row in members if row.rate]:
@@ -144,7 +149,7 @@ def main() -> None:
     runs, folder = read_runs(options.inputs, options), options.output
     rows, machine = efficiency.scaling_table(runs, options.baseline_nodes), Machine(1e9 * options.node_gbytes_per_s)
     sections: dict[str, Callable[[], Iterable[str | Figure]]] = {
-        "Summary": lambda: summary(runs, rows, machine),
+        "Summary": lambda: summary(rows, machine),
         "Efficiency": lambda: efficiencies(rows),
         "Where a step's time goes": lambda: step_times(rows),
         "Projection": lambda: projections(rows, machine),

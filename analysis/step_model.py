@@ -82,8 +82,6 @@ class Method:
 
 
 DEFAULT_BUCKET_MB: float = ClapSettings.model_fields["gradient_bucket_mb"].default
-THIS_PROJECTS = Method(gradient_bytes=2, loss="exact_local", bucket_bytes=1e6 * DEFAULT_BUCKET_MB)
-"""This project's loss and all-reduce, bf16 throughout."""
 
 
 def method_of(config: Mapping[str, Any]) -> Method:

@@ -9,7 +9,7 @@ import pytest
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.step_model import WORKLOADS, Machine, Method, StepModel
-from clap_ds.analysis.weak_scaling import LAWS, PLAIN_LAWS, STEP_MODEL, Series, read_series, series_of
+from clap_ds.analysis.weak_scaling import LAWS, STEP_MODEL, Series, read_series, series_of
 from clap_ds.config.errors import UserError
 from tests.analysis import samples
 
@@ -77,6 +77,7 @@ def test_bands_of_the_published_tables_are_sharp_and_repeat() -> None:
         assert np.mean([high - low for low, high, _ in found]) < widest
         spread = [high - low for low, high in measured.first(5).bands([32, 64, 128, 1024]).values()]
         assert spread == sorted(spread)
+    assert TINY.first(3).node_counts == [1, 2, 4, 8, 16]
     assert TINY.bands([512])[512] == TINY.bands([256, 512])[512]
     assert TINY.first(2).bands([512]) == {}
     alike, known = (series(of_law("a + b·n"), errors).bands([128])[128] for errors in ((), (0.1,) * 6))
@@ -142,7 +143,8 @@ def test_what_rows_tell_of_their_series() -> None:
                       {"model": "micro"})
     )  # fmt: skip
     assert micro.bands([512]) == whole.bands([512])
-    assert (micro.laws, bare.laws, other.laws) == (tuple(LAWS), PLAIN_LAWS, PLAIN_LAWS)
+    plain = ("a + b·log n", "a + b·√n", "a + b·n")
+    assert (micro.laws, bare.laws, other.laws) == (tuple(LAWS), plain, plain)
     without = {law: error for law, error in whole.foretold_points().items() if law != STEP_MODEL}
     assert bare.foretold_points() == other.foretold_points() == pytest.approx(without)
     assert bare.first(2).best_law() == "a + b·√n"
@@ -161,10 +163,3 @@ def test_what_rows_tell_of_their_series() -> None:
 def test_what_nothing_can_be_projected_from_is_refused(rates: dict[int, float], changes: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         of_runs(rates, **changes)
-
-
-def test_node_counts_are_those_asked_for_or_reach_four_times_as_far() -> None:
-    assert TINY.first(3).node_counts() == [1, 2, 4, 8, 16]
-    assert TINY.first(3).node_counts([2048]) == [1, 2, 4, 512]
-    with pytest.raises(UserError, match="--project_gpus: expected multiples of the 4 GPUs of a node, found 7"):
-        TINY.node_counts([8, 7])
