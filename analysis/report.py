@@ -9,7 +9,8 @@ The page holds its figures and refers to nothing outside.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -107,10 +108,8 @@ def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
             lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in all."]
             lines += beside_published(last)
         if len({row.nodes for row in measured}) > 1:
-            try:
+            with suppress(UserError):  # which its own section tells
                 lines.append(f"Projected: {project.headline(series_of(members, machine))}.")
-            except UserError as error:
-                lines.append(f"No projection: {error}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
 
 
@@ -124,14 +123,14 @@ def beside_published(row: Row) -> Iterator[str]:
             yield f"{ratio} published on {other.gpus} {facts['device']}."
 
 
-def assemble(sections: dict[str, Callable[[], Iterable[str | Figure]]], folder: Path) -> str:
+def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> str:
     """The sections as Markdown, each under its heading, with their figures written to `folder`. What can't be made is named in
     its place."""
     blocks: list[str] = []
-    for heading, make in sections.items():
+    for heading, section in sections.items():
         blocks.append(f"## {heading}")
         try:
-            for block in make():
+            for block in section:
                 if isinstance(block, Figure):
                     block.picture.save(folder / block.name)
                     block = f"![{block.caption}]({block.name})"
@@ -148,19 +147,17 @@ def main() -> None:
     options = parse_options(description, *names, output={"default": Path("report"), "help": told, "metavar": "FOLDER"})
     runs, folder = read_runs(options.inputs, options), options.output
     rows, machine = efficiency.scaling_table(runs, options.baseline_nodes), Machine(1e9 * options.node_gbytes_per_s)
-    sections: dict[str, Callable[[], Iterable[str | Figure]]] = {
-        "Summary": lambda: summary(rows, machine),
-        "Efficiency": lambda: efficiencies(rows),
-        "Where a step's time goes": lambda: step_times(rows),
-        "Projection": lambda: projections(rows, machine),
-        "Runs": lambda: [provenance(runs)],
+    sections: dict[str, Iterable[str | Figure]] = {
+        "Summary": summary(rows, machine),
+        "Efficiency": efficiencies(rows),
+        "Where a step's time goes": step_times(rows),
+        "Projection": projections(rows, machine),
+        "Runs": [provenance(runs)],
     }
     if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
-        sections["What the GPUs did meanwhile"] = lambda: [watched]
+        sections["What the GPUs did meanwhile"] = [watched]
     if options.samples:
-        sections[f"Cost of {options.samples:g} samples"] = lambda: costs(
-            rows, options.samples, options.price_per_gpu_hour
-        )
+        sections[f"Cost of {options.samples:g} samples"] = costs(rows, options.samples, options.price_per_gpu_hour)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"

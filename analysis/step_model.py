@@ -160,8 +160,9 @@ class StepModel:
         return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
 
     def step_s(self, nodes: int) -> float:
-        stated = sum(self.known_terms_s(nodes).values()) if self.stated else 0.0
-        return self.compute_s + stated + self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
+        stated = self.known_terms_s(nodes).values() if self.stated else ()
+        waiting = self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
+        return sum([self.compute_s, *stated, waiting])
 
     def rate(self, nodes: int) -> float:
         """Samples/s/GPU."""

@@ -111,4 +111,4 @@ def test_a_part_that_cannot_be_made_is_named_in_its_place(tmp_path: Path, monkey
     section = text[text.index("## Efficiency\n") :].partition("\n## ")[0]
     assert "**This part can't be made**: matplotlib is not there." in section
     assert "samples/s/GPU" in section  # what could be made of it stays
-    assert text.count("nothing is projected: the best law") == 2
+    assert text.count("nothing is projected: the best law") == 1
