@@ -1,7 +1,7 @@
 """Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
 
 Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`), so that no
-median is one of different things.
+mean is one of different things.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ last part counts."""
 SCALED_SETTINGS = ("optimizer.params.lr", "scheduler.", "gradient_accumulation_steps")
 """Settings that may follow the scale within a series; a word is said then."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
-MOST_NAMED = 8
 
 
 def split_series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
@@ -53,43 +52,37 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
     known, unknown = [run for run in group if run.config], [run for run in group if not run.config]
     if known and unknown:
-        found = split_settings(known)
-        if len(found) == 1 and not any(run.rate for run in unknown):
-            return [(found[0][0], list(group))]
-        return [*found, ("settings not recorded", unknown)]
+        return [*split_settings(known), ("settings not recorded", unknown)]
     facts = [_facts(run) for run in group]
     names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
-    # What all have recorded says most, and how it was measured least.
-    names.sort(key=lambda name: (any(name not in of_run for of_run in facts), name.startswith("clap.bench.")))
+    names.sort(key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
     naming: list[str] = []
     for name in names:
-        if len({_values(of_run, [*naming, name]) for of_run in facts}) > len(
-            {_values(of_run, naming) for of_run in facts}
-        ):
+        if len({_values(each, [*naming, name]) for each in facts}) > len({_values(each, naming) for each in facts}):
             naming.append(name)
     alike: dict[tuple[str, ...], list[Run]] = defaultdict(list)
-    for run, of_run in zip(group, facts, strict=True):
-        alike[_values(of_run, naming)].append(run)
-    also = [name for name in names if name not in naming]
+    for run, each in zip(group, facts, strict=True):
+        alike[_values(each, naming)].append(run)
+    also = _listed([name for name in names if name not in naming])
+    note = f"series differ in {also}, too" if also else ""
     series = []
     for values, runs in sorted(alike.items()):
-        title = ", ".join(f"{_short(name)}={value[:40]}" for name, value in zip(naming, values, strict=True))
-        notes = [runs[0].notes, f"series differ in {_listed(also)}, too" if also else ""]
-        series.append((title, [replace(runs[0], notes="; ".join(filter(None, notes))), *runs[1:]]))
+        title = ", ".join(f"{_listed([name])}={value[:40]}" for name, value in zip(naming, values, strict=True))
+        first = replace(runs[0], notes="; ".join(filter(None, (runs[0].notes, note))))
+        series.append((title, [first, *runs[1:]]))
     return series
 
 
 def _facts(run: Run) -> dict[str, str]:
     """Settings, code and hardware, as text, by their dotted names; settings first."""
-    flat = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
-    flat["gradient_accumulation_steps"] = run.accumulation
+    found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
+    found["gradient_accumulation_steps"] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
-    found = {name: versions.get(name) for name in PACKAGES}
-    found |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
-    found["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
-    return {
-        name: _text(value) for name, value in (flat | {name: value for name, value in found.items() if value}).items()
-    }
+    told = {name: versions.get(name) for name in PACKAGES}
+    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
+    told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
+    found |= {name: value for name, value in told.items() if value}
+    return {name: _text(value) for name, value in found.items()}
 
 
 def short_commit(commit: str) -> str:
@@ -119,13 +112,8 @@ def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str,
     return name.startswith(SCALED_SETTINGS) and len(found) == len(set(scales))
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("clap.")
-
-
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(map(_short, names[:MOST_NAMED])) + more
+    return ", ".join(name.removeprefix("clap.") for name in names)
 
 
 def scaled_settings(runs: Sequence[Run]) -> str:

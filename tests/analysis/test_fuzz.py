@@ -29,7 +29,6 @@ COMMANDS: dict[Callable[[], None], list[str]] = {
 }
 LOGS = [
     (DATA / "deepspeed_2ranks.log").read_text(), (DATA / "deepspeed_failed.log").read_text(), running_log([1.0] * 40),
-    "run directory: x\nmicro on 2 × GH200, 1 node, bf16, micro-batch 4, 77 text tokens\n│ samples/s/GPU │ 1.50 │\n",
     "".join(f"| Train Epoch: 0 [ {616 * n}/9999 (1%)] Batch (t): 0.5, 1232./s, 616./s/gpu LR: 1\n" for n in range(1, 30, 4)),
 ]  # fmt: skip
 ODD: list[Any] = [

@@ -45,15 +45,12 @@ def training(folder: Path, **changes: Any) -> Path:
 
 def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     picture = draw_benchmark(benchmark(tmp_path / "run"))
-    facts, times, parts = picture.panels
-    names, values = (text.get_text().splitlines() for text in facts.texts)
-    assert dict(zip(names, values, strict=True)) == {
-        "samples/s/rank": "10.00", "range": "9.00 – 11.00", "samples/s in all": "20.00", "step, median": "400 ms",
-        "step, 95th percentile": "485 ms", "step, slowest rank": "450 ms", "waiting for data": "0.50 %",
-        "peak memory per rank": "1.00 GiB",
-    }  # fmt: skip
+    times, parts = picture.panels
     title = picture.figure.get_suptitle().replace("\n", " ")
-    assert title == "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"
+    assert title == (
+        "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens: 10.00 samples/s/rank (range: 9.00 – 11.00), "
+        "median step 400 ms"
+    )
     warmup, timed, median = (line.get_xydata().tolist() for line in times.lines)
     assert warmup == [[1, 0.1]]
     assert timed == [[2, 0.2], [3, 0.3], [4, 0.4], [5, 0.5]]
@@ -61,7 +58,9 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers] == [(0, 100), (100, 200)]
     assert "backward 66.7\xa0%" in {text.get_text() for text in picture.figure.legends[0].get_texts()}
     killed = draw_benchmark(benchmark(tmp_path / "killed", state="terminated", **dict.fromkeys(MEASURED)))
-    assert killed.panels[0].texts[1].get_text().startswith("11.43\n8.89 – 16.00\n22.86\n350 ms")  # two windows
+    assert "11.43 samples/s/rank (range: 8.89 – 16.00)" in killed.figure.get_suptitle().replace(
+        "\n", " "
+    )  # two windows
 
 
 def test_a_training_run_and_its_control_share_the_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_a_training_run_and_its_control_share_the_axes(tmp_path: Path, monkeypat
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
-    summary = COMMON | {"state": "failed", "time_to_target_s": 12.0}
+    summary = COMMON | {"state": "failed"}
     picture = draw_training({training(tmp_path / "run"): summary})
     loss, rate, _, norm, speed, evaluation = picture.panels
     every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
@@ -82,12 +81,12 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert (len(mean), [len(line.get_xydata()) for line in rate.lines]) == (46, [50])
     assert norm.get_yscale() == "log"
     drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
-    assert drawn == {"zero shot top1 (chance 0.25)": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
+    assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
     assert {text.get_text() for text in picture.figure.legends[0].get_texts()} == set(drawn)
     assert (rate.get_ylim()[0], speed.get_ylim()[0], evaluation.get_ylim()[0]) == (0, 0, 0)
     assert speed.lines[0].get_xydata()[0].tolist() == [2, 20.0]
-    assert picture.figure.get_suptitle().replace("\n", " ").endswith("0 samples, failed, target reached after 12 s")
+    assert picture.figure.get_suptitle().replace("\n", " ").endswith("0 samples, failed")
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
