@@ -11,11 +11,11 @@ the next run of the same configuration will do.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.repeats import degrees_of
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.config.errors import UserError, run_alone
@@ -83,9 +83,10 @@ def _ratio(a: Scale, b: Scale) -> Comparison:
 def _spread(row: Scale) -> tuple[float, int] | None:
     """Standard deviation of the logarithm of a run's rate, and its degrees of freedom, as the row's ± tells them; None where
     that isn't of repeats."""
-    degrees, half = degrees_of(row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
-    if not (degrees and half and row.rate and "degrees of freedom" in row.uncertainty_from):
+    told, half = re.search(r"(\d+) degrees of freedom", row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
+    if not (told and half and row.rate):
         return None
+    degrees = int(told[1])
     return half / row.rate / student_t(OF_RATES, degrees) * math.sqrt(row.repeats), degrees
 
 
