@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,8 @@ def test_the_step_model_is_fitted_as_it_was_made_and_no_fitted_time_is_negative(
 
 
 def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
-    cases = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
-    assert cases == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
+    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
+    assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
     (_, one), (_, two), (_, four) = TINY.rates[:3]
     root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)  # a + b·√n through two points, by hand
     error = abs(100 / root / one - 100 * four / one)
@@ -119,8 +120,8 @@ def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
     assert TINY.first(2).foretold_points() == {}
     assert TINY.first(2).best_law() == STEP_MODEL
     for measured, limit in ((TINY, 1.1), (BASE, 3.0)):
-        errors = [abs(small.efficiency_percent(small.fit().rate(nodes)) - actual)
-                  for small, nodes, actual in measured.hold_outs()]  # fmt: skip
+        cases = measured.hold_outs()
+        errors = [abs(small.efficiency_percent(small.fit().rate(nodes)) - actual) for small, nodes, actual in cases]
         assert max(errors) < limit
         assert measured.foretold_points()[STEP_MODEL] == pytest.approx(np.mean(errors))
 
@@ -135,13 +136,11 @@ def test_what_rows_tell_of_their_series() -> None:
     config = {"bf16": {"enabled": True}, "clap": {"gradient_sync": "deepspeed"}}
     found = of_runs({1: 10.0, 2: 9.0}, config=config, by_nodes=lambda n: {"interval": (9 - n, 9 + n)})
     assert (found.rates, found.errors) == (((1, 10.0), (2, 9.0)), pytest.approx((1 / 10, 2 / 9)))
-    assert (found.machine.node_bytes_per_s, found.method.overlap, found.workload.batch_per_gpu) == (5e9, False, 8)
-    rates = dict(TINY.rates)
-    whole, micro, bare, other = (
-        of_runs(rates, **known)
-        for known in ({"batch_per_gpu": 616}, {"batch_per_gpu": None, "micro_batch": 616}, {"batch_per_gpu": None},
-                      {"model": "micro"})
-    )  # fmt: skip
+    assert (found.machine.node_bytes_per_s, found.method.overlap) == (5e9, False)
+    assert found.workload == replace(WORK, batch_per_gpu=8)
+    sizes: list[dict[str, Any]] = [{"batch_per_gpu": 616}, {"batch_per_gpu": None, "micro_batch": 616}]
+    sizes += [{"batch_per_gpu": None}, {"model": "micro"}]
+    whole, micro, bare, other = (of_runs(dict(TINY.rates), **known) for known in sizes)
     assert micro.bands([512]) == whole.bands([512])
     plain = ("a + b·log n", "a + b·√n", "a + b·n")
     assert (micro.laws, bare.laws, other.laws) == (tuple(LAWS), plain, plain)
