@@ -9,12 +9,11 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.analysis.table import COLUMNS, COUNTS, LEAST, TEXTS, Row, Run, is_measurable, settings_of
+from clap_ds.analysis.table import COLUMNS, COUNTS, LEAST, TEXTS, Row, Run, is_measurable
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
@@ -134,14 +133,8 @@ def _plain(where: str, cell: str, marks: Collection[str]) -> str:
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table as runs, so that its efficiencies and MFU can be worked out again; errors as of `read_table`."""
-    series_of: dict[Row, tuple[str, str]] = {}
     runs = []
     for number, row in enumerate(read_table(path)):
-        # A scale that serves weak and strong scaling has a row in each; it was measured once. Equal rows of one are repeats.
-        measured = replace(row, scaling="", variant=settings_of(row.variant), notes="", scaling_efficiency_percent=None,
-                           scaling_efficiency_2sigma_percent=None, speedup=None)  # fmt: skip
-        if series_of.setdefault(measured, (row.scaling, row.variant)) != (row.scaling, row.variant):
-            continue
         rate, spread, total = row.rate, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
         known: dict[str, Any] = {"time_to_target_s": None, "state": row.state or "completed"}
         if rate and total:

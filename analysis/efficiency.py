@@ -39,8 +39,8 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
     """One row per series and scale, series after series, scales in rising order.
 
     A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
-    batch per GPU constant (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline,
-    usually) has a row in each. Raises UserError where no series has the `baseline_nodes` given.
+    batch per GPU constant (weak scaling) or the global batch constant (strong). Raises UserError where no series has the
+    `baseline_nodes` given.
     """
     series = [(scaling, _by_scale(members)) for scaling, members in split_series(runs)]
     spreads = {

@@ -58,17 +58,14 @@ def counted(runs: Sequence[Run]) -> list[Run]:
 
 
 def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
-    """Of scales' runs, each scale counted once; None where none has two that count."""
-    groups: dict[object, Sequence[Run]] = {}
-    for runs in scales:
-        if len(used := counted(runs)) > 1:  # a scale of weak and strong scaling comes twice
-            groups[runs[0].nodes, runs[0].gpus, *((run.source, run.rate) for run in used)] = used
-    if not groups:
+    """Of scales' runs; None where none has two that count."""
+    groups = [[math.log(run.rate) for run in counted(runs) if run.rate] for runs in scales]
+    repeated = [logs for logs in groups if len(logs) > 1]
+    if not repeated:
         return None
-    all_logs = [[math.log(run.rate) for run in used if run.rate] for used in groups.values()]
-    squares = sum((value - fmean(logs)) ** 2 for logs in all_logs for value in logs)
-    degrees = sum(len(logs) - 1 for logs in all_logs)
-    return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, all_logs)))
+    squares = sum((value - fmean(logs)) ** 2 for logs in repeated for value in logs)
+    degrees = sum(len(logs) - 1 for logs in repeated)
+    return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, repeated)))
 
 
 def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from clap_ds.analysis.table import BATCHES, Run, settings_of
+from clap_ds.analysis.table import BATCH, Run, settings_of
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -35,16 +35,9 @@ def split_series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
         for settings, alike in split_settings(group):
             found = split_scaling(alike)
             for scaling, members in found:
-                several = sum(other == scaling for other, _ in found) > 1
-                parts = (given, settings, _batch(scaling, members[0]) if several else "")
-                variant = ", ".join(str(part) for part in parts if part)
+                batch = f"{BATCH} {members[0].batch_per_gpu or 'not stated'}" if len(found) > 1 else ""
+                variant = ", ".join(str(part) for part in (given, settings, batch) if part)
                 yield scaling, [replace(run, variant=variant) for run in members]
-
-
-def _batch(scaling: str, run: Run) -> str:
-    """What a series keeps constant, in words."""
-    name, size = (BATCHES[1], global_batch(run)) if scaling == "strong" else (BATCHES[0], run.batch_per_gpu)
-    return f"{name} {size or 'not stated'}"
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -125,24 +118,18 @@ def scaled_settings(runs: Sequence[Run]) -> str:
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
 
-    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture,
-    every batch per GPU and every global batch that occurs at two scales or more makes a series, and what fits neither
-    stands alone. A failed run that doesn't state its batch goes with the others where there is only one choice.
+    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture every batch
+    per GPU makes a series. A failed run that doesn't state its batch goes with the others where there is only one choice.
     """
-    per_gpu = {run.batch_per_gpu for run in group if run.batch_per_gpu}
-    if not per_gpu:
+    batches = dict.fromkeys(run.batch_per_gpu for run in group)
+    if not any(batches):
         return [("", list(group))]
-    if len(per_gpu) == 1:
-        return [("weak", [replace(run, batch_per_gpu=next(iter(per_gpu))) for run in group])]
-    found: list[tuple[str, list[Run]]] = []
-    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", global_batch)):
-        for size in sorted({size for run in group if (size := size_of(run))}):
-            members = [run for run in group if size_of(run) == size]
-            found += [(name, members)] if len({run.gpus for run in members}) > 1 else []
-    placed = {id(run) for _, members in found for run in members}
-    alone = [run for run in group if id(run) not in placed]
-    sizes = dict.fromkeys(run.batch_per_gpu for run in alone)
-    return found + [("", [run for run in alone if run.batch_per_gpu == size]) for size in sizes]
+    if len(known := [batch for batch in batches if batch]) == 1:
+        return [("weak", [replace(run, batch_per_gpu=known[0]) for run in group])]
+    if len({global_batch(run) for run in group}) == 1:
+        return [("strong", list(group))]
+    split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]
+    return [("weak" if len({run.gpus for run in members}) > 1 else "", members) for members in split]
 
 
 def global_batch(run: Run) -> int | None:

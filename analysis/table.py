@@ -122,13 +122,13 @@ class Row:
         return [self.cell(column) for column in columns]
 
 
-BATCHES = ("batch per GPU", "global batch")
-"""What the parts of `variant` begin with that say no setting, but which batch a series keeps constant."""
+BATCH = "batch per GPU"
+"""What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
 
 
 def settings_of(variant: str) -> str:
     """A variant without the batch that its series keeps constant."""
-    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCHES))
+    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCH))
 
 
 @dataclass(frozen=True)

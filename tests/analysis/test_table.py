@@ -100,10 +100,10 @@ def test_a_rate_of_all_gpus_stands_for_that_of_one(tmp_path: Path) -> None:
     assert read_table(write(tmp_path / "t.csv", "hosts,ranks,samples/s\n2,8,492\n"))[0].rate == 61.5
 
 
-def test_equal_rows_are_repeats_and_a_scale_of_two_series_is_measured_once(tmp_path: Path) -> None:
-    text = "nodes,gpus,samples_per_s_per_gpu,model,scaling\n"
-    table = write(tmp_path / "t.csv", text + 3 * "1,4,600,m,weak\n" + "2,8,577,m,weak\n2,8,577,m,strong\n")
-    copy = write(tmp_path / "copy.csv", table.read_text())
+def test_equal_rows_are_repeats_and_those_of_a_copy_are_not(tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n" + 3 * "1,4,600\n" + "2,8,577\n")
+    (tmp_path / "copy").mkdir()
+    copy = write(tmp_path / "copy" / "t.csv", table.read_text())
     assert [run.nodes for run in read_runs([table, copy, table], given())] == [1, 1, 1, 2]
 
 
