@@ -1,5 +1,6 @@
 """Figures of scaling: the data in them is the table's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,16 +84,18 @@ def test_the_command_takes_runs_beside_tables_each_for_itself(tmp_path: Path, mo
 
 
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
-    series = read_series(TINY)
+    series = replace(read_series(TINY), errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)))
     picture = draw_projection([series], "The answer")
     (efficiency,) = picture.panels
     assert picture.figure.get_suptitle() == "The answer"
     (points,) = efficiency.containers
     assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
+    (low, high) = points.lines[2][0].get_segments()[-1]
+    assert high[1] - low[1] == pytest.approx(2 * 0.128 * 87.3, abs=0.05)
     band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
     long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
     assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # measured ends where extrapolated begins
-    percents = [series.efficiency_percent(series.fit().rate(nodes)) for nodes in (128, 512)]
+    percents = [series.efficiency_percent(series.fit(series.best_law()).rate(nodes)) for nodes in (128, 512)]
     assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

@@ -43,6 +43,7 @@ def test_what_is_printed_is_what_was_fitted() -> None:
         assert list(map(float, row[4:])) == pytest.approx(errors, abs=0.006)
     means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.foretold_points().items())
     assert f"by which is projected: {means}. The band held 9 of 9." in text
+    assert "The band held 7 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 400.0))))
 
 
 def test_what_was_assumed_and_fitted_is_said() -> None:

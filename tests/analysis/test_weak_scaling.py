@@ -90,12 +90,14 @@ def test_fit_recovers_what_made_the_data(law: str) -> None:
     made, tolerance = series(of_law(law)), 1e-3 if law == STEP_MODEL else 1e-6
     assert made.fit(law).step_s(512) == pytest.approx(0.95 + 0.1 * GROWN[law](512), rel=tolerance)
     assert made.best_law() == law
-    # A noisy scale pulls less.
-    wrong = [*made.rates[:-1], (32, 0.9 * made.rates[-1][1])]
-    alike, known = (series(wrong, (*[0.01] * 5, last)).fit(law).rate(8) for last in (0.01, 0.2))
-    expected, equal = made.fit(law).rate(8), series(wrong).fit(law).rate(8)
-    assert alike == pytest.approx(equal)
-    assert abs(known - expected) < 0.1 * abs(alike - expected)
+
+
+def test_scales_weigh_by_their_standard_error_and_what_no_law_explains() -> None:
+    nodes, rates, errors = np.array([1, 2, 4, 8]), np.array([600.0, 560, 540, 470]), np.array([0.004, 0.02, 0.01, 0.03])
+    weights = rates / 616 / np.sqrt((errors / 2) ** 2 + 0.003**2)
+    slope, start = np.polyfit(4 * nodes - 1, 616 / rates, 1, w=weights)
+    found = series([(1, 600.0), (2, 560.0), (4, 540.0), (8, 470.0)], tuple(errors)).fit("a + b·n")
+    assert (found.delay_s, found.compute_s) == pytest.approx((slope, start))
 
 
 def test_the_step_model_is_fitted_as_it_was_made_and_no_fitted_time_is_negative() -> None:
