@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
@@ -27,83 +26,64 @@ COVERAGE = 0.99
 room for that."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How fast B is at one scale: its samples/s/GPU over A's, each the mean of repeats."""
-
-    a: Scale
-    b: Scale
-    ratio: float
-    interval: tuple[float, float] | None
-    """With a probability of `COVERAGE`; None where nothing was repeated."""
-    spread: str
-    """What repeats differ by, in words."""
-
-    @property
-    def verdict(self) -> str:
-        """One sentence: faster, slower, or not told apart."""
-        if not self.interval:
-            return f"B / A = {self.ratio:.4f}: not told apart, as nothing was repeated; run each three times"
-        low, high = self.interval
-        found = "B is faster" if low > 1 else "B is slower" if high < 1 else "not told apart"
-        return f"B / A = {self.ratio:.4f} ({low:.5g}–{high:.5g}, {100 * COVERAGE:g} % interval, {self.spread}): {found}"
-
-
-def compare(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[Comparison]:
-    """Pair the rows of A and B by model, nodes and GPUs (two single rows whatever they are) and divide.
-
-    Raises UserError where one of them has no rate, or no scale of one is in the other.
-    """
-    a_rows, b_rows = _measured(a_runs, "A"), _measured(b_runs, "B")
+def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
+    """Rows of A and B of the same model, nodes and GPUs (two single rows whatever they are); UserError where no two that have a
+    rate are alike."""
+    sides = [scaling_table(runs) for runs in (a_runs, b_runs)]
+    a_rows, b_rows = ([row for row in rows if row.rate] for rows in sides)
     if len(a_rows) == len(b_rows) == 1:
-        return [_ratio(a_rows[0], b_rows[0])]
+        return [(a_rows[0], b_rows[0])]
     found = []
     for a in a_rows:
         partners = [b for b in b_rows if (b.model, b.nodes, b.gpus) == (a.model, a.nodes, a.gpus)]
         partners.sort(key=lambda b: (b.variant != a.variant, b.scaling != a.scaling))
-        found += [_ratio(a, b) for b in partners[:1]]
+        found += [(a, b) for b in partners[:1]]
     if not found:
-        places = (", ".join(f"{row.model_name} on {row.scale}" for row in rows) for rows in (a_rows, b_rows))
-        raise UserError(f"A has {' and B has '.join(places)}: no model and scale in common")
+        has = [", ".join(f"{row.model_name} on {row.scale} ({row.state})" for row in rows) for rows in sides]
+        raise UserError(f"A has {' and B has '.join(has)}: no model and scale in common that have a rate")
     return found
 
 
-def _measured(runs: Sequence[Run], name: str) -> list[Scale]:
-    rows = scaling_table(runs)
-    if measured := [row for row in rows if row.rate]:
-        return measured
-    raise UserError(f"{name}: no rate was measured (state: {', '.join(dict.fromkeys(row.state for row in rows))})")
+def spread(a: Scale, b: Scale) -> tuple[float, int]:
+    """Standard deviation of the logarithms of runs' rates, and its degrees of freedom, pooled over both as their ± tell them;
+    zeros where nothing was repeated."""
+    square, total = 0.0, 0
+    for row in (a, b):
+        told, half = re.search(r"(\d+) degrees of freedom", row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
+        if told and half and row.rate:
+            degrees = int(told[1])
+            square += degrees * row.repeats * (half / row.rate / student_t(OF_RATES, degrees)) ** 2
+            total += degrees
+    return (math.sqrt(square / total), total) if total else (0.0, 0)
 
 
-def _ratio(a: Scale, b: Scale) -> Comparison:
-    """From what repeats differ by, of either or pooled."""
-    ratio, spreads = (b.rate or 0.0) / (a.rate or 1.0), [spread for row in (a, b) if (spread := _spread(row))]
-    if not spreads:
-        return Comparison(a, b, ratio, None, "")
-    degrees = sum(degrees for _, degrees in spreads)
-    deviation = math.sqrt(sum(deviation**2 * degrees for deviation, degrees in spreads) / degrees)
+def interval(a: Scale, b: Scale) -> tuple[float, float]:
+    """Where B's rate over A's lies with a probability of `COVERAGE`, of rows of which one was repeated."""
+    ratio, (deviation, degrees) = (b.rate or 0.0) / (a.rate or 1.0), spread(a, b)
     half = student_t(COVERAGE, degrees) * deviation * math.sqrt(1 / a.repeats + 1 / b.repeats)
     factor = math.exp(min(half, 300.0))  # two runs far apart say nothing at all
+    return ratio / factor, ratio * factor
+
+
+def verdict(a: Scale, b: Scale) -> str:
+    """One sentence: faster, slower, or not told apart."""
+    ratio, (deviation, degrees) = f"B / A = {(b.rate or 0.0) / (a.rate or 1.0):.4f}", spread(a, b)
+    if not degrees:
+        return f"{ratio}: not told apart, as nothing was repeated; run each three times"
+    low, high = interval(a, b)
+    found = "B is faster" if low > 1 else "B is slower" if high < 1 else "not told apart"
     differ = f"runs of one scale differ by {100 * deviation:.2g} %, {degrees} degrees of freedom"
-    return Comparison(a, b, ratio, (ratio / factor, ratio * factor), f"of {a.repeats} and {b.repeats} runs; {differ}")
-
-
-def _spread(row: Scale) -> tuple[float, int] | None:
-    """Standard deviation of the logarithm of a run's rate, and its degrees of freedom, as the row's ± tells them; None where
-    that isn't of repeats."""
-    told, half = re.match(r"95 % .*?(\d+) degrees", row.uncertainty_from), row.samples_per_s_per_gpu_2sigma
-    if not (told and half and row.rate):
-        return None
-    degrees = int(told[1])
-    return half / row.rate / student_t(OF_RATES, degrees) * math.sqrt(row.repeats), degrees
+    of = f"{100 * COVERAGE:g} % interval, of {a.repeats} and {b.repeats} runs; {differ}"
+    return f"{ratio} ({low:.5g}–{high:.5g}, {of}): {found}"
 
 
 def main() -> None:
     options = parse_options("Compare two sets of runs: how much faster is B than A.", "a", "b", *INPUT_OPTIONS)
-    for found in compare(*(read_runs([path], options) for path in (options.a, options.b))):
-        titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (found.a, found.b))
-        a, b = (row.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma") for row in (found.a, found.b))
-        print(f"### {' and '.join(titles)}\n\nA {a} and B {b} samples/s/{found.a.unit[:-1]}. {found.verdict}.\n")
+    for a, b in pairs(*(read_runs([path], options) for path in (options.a, options.b))):
+        titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
+        rates = [row.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma") for row in (a, b)]
+        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit[:-1]}. {verdict(a, b)}."
+        print(f"### {' and '.join(titles)}\n\n{told}\n")
 
 
 def command() -> None:

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 COLUMN_WIDTH_INCHES = 3.3
 LINE_INCHES = 0.16
-IDEAL: Mapping[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
-ESTIMATE: Mapping[str, Any] = {"linestyle": "--", "marker": "", "linewidth": 1.0}
-"""Of what was not measured here: extrapolated, or published by others."""
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 STACK_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 SERIES_STYLES: list[Mapping[str, Any]] = [

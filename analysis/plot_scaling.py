@@ -1,4 +1,4 @@
-"""Runs and scaling tables → one figure: scaling efficiency, throughput with the ideal line and MFU against GPUs.
+"""Runs and scaling tables → one figure: scaling efficiency and throughput, with the ideal line, against GPUs.
 
     python analysis/plot_scaling.py RUN_OR_TABLE… --output scaling.png|svg|pdf
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.figure import ESTIMATE, IDEAL, SERIES_STYLES, Picture, gpu_axis, log_axis, styled
+from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import INPUT_OPTIONS, TABLE_SUFFIXES, parse_options, read_runs
 from clap_ds.analysis.table import Scale, by_series, unit
@@ -27,10 +27,9 @@ from clap_ds.config.errors import UserError, run_alone
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
 PUBLISHED_STYLE: dict[str, Any] = {"color": "0.6", "markerfacecolor": "white", "zorder": 1.5}
 """Of what others published, where there is anything else."""
-BY_WORK: dict[str, Any] = {"linestyle": ":", "marker": "."}
-"""MFU of the work done; all other markers are those of a series."""
 Curves = Mapping[str, Sequence[Scale]]
 
 
@@ -76,31 +75,24 @@ def answer(rows: Sequence[Scale]) -> str:
 
 @styled()
 def draw(curves: Curves) -> Picture:
-    """Draw efficiency, throughput and, where it is known, MFU, one panel under the other, the answer over them."""
-    has_mfu = any(row.mfu_percent or row.mfu_model_percent for rows in curves.values() for row in rows)
-    picture = Picture((2.6, 1.3, 1.1)[: 2 + has_mfu], share_x=True)
+    """Draw efficiency over throughput, under the answer."""
+    picture = Picture((2.6, 1.3), share_x=True)
     answers = {label: answer(rows) for label, rows in curves.items()}
     picture.title("\n".join(f"{label}: {text}" if len(curves) > 1 else text for label, text in answers.items()))
-    efficiency, throughput, *mfu = picture.panels
+    efficiency, throughput = picture.panels
     shown = [(*each, style) for each, style in zip(curves.items(), cycle(SERIES_STYLES), strict=False)]
     for mark, each in zip("ds", published_curves(curves).items(), strict=False):
         shown.append((*each, PUBLISHED_STYLE | {"marker": mark}))
     for label, rows, style in shown:
         _draw_efficiency(efficiency, fill(label, 60), rows, style)
         _draw_totals(throughput, rows, style)
-        for axes in mfu:
-            _draw_mfu(axes, rows, style, "mfu_percent", "published convention")
-            _draw_mfu(axes, rows, {**style, **BY_WORK}, "mfu_model_percent", "work done")
     all_rows = [row for _, rows, _ in shown for row in rows]
-    gpu_axis(picture.panels[-1], [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
+    gpu_axis(throughput, [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
     efficiency.axhline(100, **IDEAL)
     efficiency.set_ylabel("scaling efficiency (%)")
     log_axis(throughput)
     throughput.set_ylabel("samples/s (log)")
     throughput.legend()
-    for axes in mfu:
-        axes.set(ylim=(0, 1.06 * axes.get_ylim()[1]), ylabel="MFU (%)")
-        axes.legend()
     for what in dict.fromkeys(row.uncertainty_from for row in all_rows if row.samples_per_s_per_gpu_2sigma):
         efficiency.plot([], [], "|", color="0.3", label=fill(f"±: {what}", 60))
     picture.name_below(efficiency)
@@ -131,51 +123,39 @@ def _draw_totals(axes: Axes, rows: Sequence[Scale], style: Mapping[str, Any]) ->
     axes.errorbar([row.gpus for row in rows], totals, errors if any(errors) else None, elinewidth=0.8, **style)
 
 
-def _draw_mfu(axes: Axes, rows: Sequence[Scale], style: Mapping[str, Any], column: str, name: str) -> None:
-    known = [(row.gpus, value) for row in rows if (value := getattr(row, column))]
-    if known:
-        named = name in axes.get_legend_handles_labels()[1]
-        axes.plot(*zip(*known, strict=True), label="_" if named else name or "_", **style)
-
-
 @styled()
-def draw_projection(found: Sequence[Series], title: str = "", gpus: Sequence[int] = ()) -> Picture:
+def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
     """Draw projected efficiency with its band over the measured one.
 
-    Points are measured; the law's line is solid as far as they go, and dashed, in a band, beyond, up to these `gpus` or four
-    times as far.
+    Points are measured; the law's line is solid as far as they go, and dashed, in a band, beyond.
     """
     picture = Picture((2.6,))
     picture.title(title)
     (efficiency,) = picture.panels
-    shown: list[int] = []
     for series, style in zip(found, cycle(SERIES_STYLES), strict=False):
-        counts = series.node_counts(gpus)
-        shown += [nodes * series.workload.gpus_per_node for nodes in counts]
-        _draw_projected(efficiency, series, style, counts)
-    gpu_axis(efficiency, shown, unit(*(series.title for series in found)))
+        _draw_projected(efficiency, series, style)
+    gpus = [nodes * series.workload.gpus_per_node for series in found for nodes in series.node_counts]
+    gpu_axis(efficiency, gpus, unit(*(series.title for series in found)))
     efficiency.set(ylabel="efficiency (%)", ylim=(0, None))
     picture.name_below(efficiency)
     return picture
 
 
-def _draw_projected(axes: Axes, series: Series, style: Mapping[str, Any], counts: Sequence[int]) -> None:
+def _draw_projected(axes: Axes, series: Series, style: Mapping[str, Any]) -> None:
     """Points, fitted line and band of one series."""
-    law, color, last = series.best_law(), style["color"], counts.index(series.rates[-1][0])
-    per_node, model, bands = series.workload.gpus_per_node, series.fit(law), series.bands(counts)
+    law, color, counts, scales = series.best_law(), style["color"], series.node_counts, len(series.rates)
+    model, bands, gpus = series.fit(law), series.bands(counts), [n * series.workload.gpus_per_node for n in counts]
     points = [series.efficiency_percent(rate) for _, rate in series.rates]
     halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
-    measured = [nodes * per_node for nodes, _ in series.rates]
     look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{series.name}, measured"}
-    axes.errorbar(measured, points, halves, **look)
-    gpus = [nodes * per_node for nodes in counts]
-    projected = [series.efficiency_percent(model.rate(nodes)) for nodes in counts]
-    axes.plot(gpus[: last + 1], projected[: last + 1], color=color)
-    label = f"{series.name}, by {law} with 95 % band"
-    axes.plot(gpus[last:], projected[last:], color=color, label=label, **ESTIMATE)
+    axes.errorbar(gpus[:scales], points, halves, **look)
+    fitted = [series.efficiency_percent(model.rate(nodes)) for nodes in counts]
+    axes.plot(gpus[:scales], fitted[:scales], color=color)
+    beyond = slice(scales - 1, None)
+    axes.plot(gpus[beyond], fitted[beyond], "--", color=color, label=f"{series.name}, by {law} with 95 % band")
     if bands:
-        low, high = zip(*(bands[nodes] for nodes in counts[last:]), strict=True)
-        axes.fill_between(gpus[last:], low, high, color=color, alpha=0.18, linewidth=0)
+        low, high = zip(*(bands[nodes] for nodes in counts[beyond]), strict=True)
+        axes.fill_between(gpus[beyond], low, high, color=color, alpha=0.18, linewidth=0)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Runs and scaling tables → how training would scale to more GPUs, and how sure that is.
 
-    python analysis/project.py RUN_OR_TABLE… [--project_gpus 4096] [--output projection.png|svg|pdf]
+    python analysis/project.py RUN_OR_TABLE… [--output projection.png|svg|pdf]
 
 A few laws are fitted to each series (`clap_ds.analysis.step_model`), and the one that foretells the measured scales best from
 smaller ones is projected, with a 95 % band over all of them, to four times the GPUs measured.
@@ -8,28 +8,25 @@ smaller ones is projected, with a 95 % band over all of them, to four times the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import INPUT_OPTIONS, MACHINE_OPTIONS, parse_options
-from clap_ds.analysis.step_model import THIS_PROJECTS, Machine
-from clap_ds.analysis.table import count_of, markdown_table
-from clap_ds.analysis.weak_scaling import FURTHEST, STEP_MODEL, Series, series_of
+from clap_ds.analysis.step_model import Machine
+from clap_ds.analysis.table import markdown_table
+from clap_ds.analysis.weak_scaling import STEP_MODEL, Series, series_of
 from clap_ds.config.errors import run_alone
 
 
-def render(series: Series, gpus: Sequence[int] = ()) -> str:
-    """The whole answer as Markdown, for these numbers of GPUs besides what was measured."""
-    counts = series.node_counts(gpus)
-    blocks = [f"## Projection of {series.title}", f"**{headline(series, counts[-1])}.**", *_scaling(series, counts)]
-    blocks += [*_hold_outs(series), *_by_step_model(series, counts[-1])]
-    return "\n\n".join(blocks) + "\n"
+def render(series: Series) -> str:
+    """The whole answer as Markdown."""
+    title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
+    return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series), _fitted(series)]) + "\n"
 
 
-def headline(series: Series, nodes: int = 0) -> str:
-    """Efficiency at that many nodes, or at `FURTHEST` times as many as measured, with its band."""
-    nodes = nodes or FURTHEST * series.rates[-1][0]
+def headline(series: Series) -> str:
+    """Efficiency at `FURTHEST` times as many nodes as measured, with its band."""
+    nodes = series.node_counts[-1]
     band = _band(series.bands([nodes]), nodes)
     percent = series.efficiency_percent(series.fit(series.best_law()).rate(nodes))
     around = f" (95 % band {band})" if band else ", without a band, which needs three scales"
@@ -40,14 +37,14 @@ def _band(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
     return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
 
 
-def _scaling(series: Series, counts: Sequence[int]) -> list[str]:
+def _scaling(series: Series) -> list[str]:
     """Every scale as measured, by the best law and by the others."""
-    best, measured, bands = series.best_law(), dict(series.rates), series.bands(counts)
+    best, measured, bands = series.best_law(), dict(series.rates), series.bands(series.node_counts)
     halves = dict(zip(measured, series.errors, strict=False))
     laws = [best, *(law for law in series.laws if law != best)]
     models = [series.fit(law) for law in laws]
     rows = []
-    for nodes in counts:
+    for nodes in series.node_counts:
         rate, half = measured.get(nodes), halves.get(nodes)
         known = [f"{rate:.1f}" + (f" ± {rate * half:.1f}" if half else "") if rate else ""]
         known.append(f"{series.efficiency_percent(rate):.1f}" if rate else "")
@@ -82,44 +79,36 @@ def _hold_outs(series: Series) -> list[str]:
     return [title, markdown_table(header, rows), text]
 
 
-def _by_step_model(series: Series, nodes: int) -> list[str]:
-    """What the step model alone can tell: this project's method in place of the one fitted, and what it assumes."""
+def _fitted(series: Series) -> str:
+    """What the step model assumes and what was fitted of it."""
     if STEP_MODEL not in series.laws:
-        return [f"The model or its batch per GPU isn't known: weak scaling is assumed, and the {STEP_MODEL} left out."]
-    model, baseline = series.fit(), series.rates[0][0]
-    told = [
-        f"{100 * each.rate(nodes) / each.rate(baseline):.1f} % ({each.rate(nodes):.1f})"
-        for each in (replace(model, method=THIS_PROJECTS), model)
-    ]
-    machine, method, workload = model.machine, model.method, model.workload
+        return f"The model or its batch per GPU isn't known: weak scaling is assumed, and the {STEP_MODEL} left out."
+    model, machine, method, workload = series.fit(), series.machine, series.method, series.workload
     hidden = "hidden under the backward pass but for the last bucket" if method.overlap else "not overlapped"
-    return [
-        f"By the {STEP_MODEL}, with this project's loss and all-reduce in place of those fitted: efficiency on "
-        f"{nodes * workload.gpus_per_node} GPUs of {told[0]} in place of {told[1]} (samples/s/GPU), each over its own on "
-        f"{count_of(baseline, 'node')}.",
+    return (
         f"Assumed by the {STEP_MODEL}: {machine.node_bytes_per_s / 1e9:g} GB/s into a node of {workload.gpus_per_node} GPUs, "
         f"and within it a GH200 node's rates; {workload.num_parameters / 1e6:.1f} M gradients of {method.gradient_bytes} "
-        f"bytes, {hidden}; features of {workload.joint_dim} × {method.feature_bytes} bytes, loss {method.loss}. What grows beyond "
-        f"that is counted as waiting for the slowest: {1000 * model.compute_s:.1f} ms of compute and delays of scale "
-        f"{1000 * model.delay_s:.2f} ms, which grow as √n, are fitted.",
-    ]
+        f"bytes, {hidden}; features of {workload.joint_dim} × {method.feature_bytes} bytes, loss {method.loss}. What grows "
+        f"beyond that is counted as waiting for the slowest: {1000 * model.compute_s:.1f} ms of compute and delays of scale "
+        f"{1000 * model.delay_s:.2f} ms, which grow as √n, are fitted."
+    )
 
 
 def main() -> None:
-    names = "inputs", "--project_gpus", "--output", "--markdown", *MACHINE_OPTIONS, *INPUT_OPTIONS
+    names = "inputs", "--output", "--markdown", *MACHINE_OPTIONS, *INPUT_OPTIONS
     options = parse_options("Project the scaling of runs and tables to more GPUs.", *names)
     machine = Machine(1e9 * options.node_gbytes_per_s)
     curves = plot_scaling.read_curves(options.inputs, options).values()
     # In many a folder there are strong scaling and single scales, too.
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1] or curves
     found = [series_of(rows, machine) for rows in swept]
-    text = "\n".join(render(series, options.project_gpus) for series in found)
+    text = "\n".join(render(series) for series in found)
     print(text, end="")
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")
     if options.output:
         title = "\n".join(f"{series.name}: {headline(series)}" for series in found)
-        plot_scaling.draw_projection(found, title, options.project_gpus).save(options.output)
+        plot_scaling.draw_projection(found, title).save(options.output)
 
 
 def command() -> None:

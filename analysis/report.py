@@ -9,19 +9,20 @@ The page holds its figures and refers to nothing outside.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from clap_ds.analysis import cost, efficiency, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import INPUT_OPTIONS, MACHINE_OPTIONS, PRICE_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Run, Scale, by_series, count_of, markdown_table, write_csv
+from clap_ds.analysis.table import Row, Scale, by_series, markdown_table, significant, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
@@ -46,7 +47,7 @@ def efficiencies(rows: Sequence[Scale]) -> Blocks:
     yield efficiency.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield Figure("scaling.png", "Efficiency, throughput and MFU by scale; published in grey", picture)
+        yield Figure("scaling.png", "Efficiency and throughput by scale; published in grey", picture)
 
 
 def step_times(rows: Sequence[Scale]) -> Blocks:
@@ -80,21 +81,26 @@ def projections(rows: Sequence[Scale], machine: Machine) -> Blocks:
         yield Figure(f"projection-{number}.png", caption, picture)
 
 
-def costs(rows: Sequence[Scale], samples: float, price_per_gpu_hour: float | None) -> Blocks:
-    if price_per_gpu_hour:
-        yield f"At {price_per_gpu_hour:g} for a GPU-hour."
+def costs(rows: Sequence[Row], samples: float, price_per_gpu_hour: float | None) -> Iterator[str]:
+    """Time, GPU-hours and, where there is a price, money in its currency, of `samples`, each pass over them counted; ± is that
+    of the rate."""
     for members in by_series([row for row in rows if row.rate]):
+        header, body = ["nodes", members[0].unit, "samples/s", "hours", "GPU-hours"], []
+        for row in members:
+            hours = samples / (row.samples_per_s or 1.0) / 3600
+            figures = [hours, hours * row.gpus]
+            figures += [hours * row.gpus * price_per_gpu_hour] if price_per_gpu_hour else []
+            share = (row.samples_per_s_per_gpu_2sigma or 0.0) / (row.rate or 1.0)
+            cells = [significant(value) + f" ± {float(f'{value * share:.2g}'):g}" * (share > 0) for value in figures]
+            body.append([*row.cells("nodes", "gpus", "samples_per_s"), *cells])
         yield f"### {members[0].title}"
-        yield cost.cost_table(members, samples, price_per_gpu_hour)
-    yield cost.NOT_IN_IT
+        price = [f"cost at {price_per_gpu_hour:g} for a GPU-hour"] if price_per_gpu_hour else []
+        yield markdown_table([*header, *price], body)
+    yield "Not in it: queueing, start-up, evaluation, checkpoints, and waiting for data where a rate is of DeepSpeed's timer."
 
 
-def summary(runs: Sequence[Run], rows: Sequence[Scale], machine: Machine) -> Blocks:
+def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
     """The answer: of each series what was measured, how well it scales, and how far it would."""
-    num_rows = sum(run.kind == "table" for run in runs)
-    counts = {"run": len(runs) - num_rows, "table row": num_rows}
-    read = " and ".join(count_of(number, noun) for noun, number in counts.items() if number)
-    yield f"From {read}, at {count_of(len({(row.nodes, row.gpus) for row in rows}), 'scale')}."
     for members in by_series(rows):
         lines = [f"No rate was measured ({members[0].state})."]
         if measured := [row for row in members if row.rate]:
@@ -102,10 +108,8 @@ def summary(runs: Sequence[Run], rows: Sequence[Scale], machine: Machine) -> Blo
             lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in all."]
             lines += beside_published(last)
         if len({row.nodes for row in measured}) > 1:
-            try:
+            with suppress(UserError):  # which its own section tells
                 lines.append(f"Projected: {project.headline(series_of(members, machine))}.")
-            except UserError as error:
-                lines.append(f"No projection: {error}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
 
 
@@ -119,14 +123,14 @@ def beside_published(row: Row) -> Iterator[str]:
             yield f"{ratio} published on {other.gpus} {facts['device']}."
 
 
-def assemble(sections: dict[str, Callable[[], Iterable[str | Figure]]], folder: Path) -> str:
+def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> str:
     """The sections as Markdown, each under its heading, with their figures written to `folder`. What can't be made is named in
     its place."""
     blocks: list[str] = []
-    for heading, make in sections.items():
+    for heading, section in sections.items():
         blocks.append(f"## {heading}")
         try:
-            for block in make():
+            for block in section:
                 if isinstance(block, Figure):
                     block.picture.save(folder / block.name)
                     block = f"![{block.caption}]({block.name})"
@@ -143,19 +147,17 @@ def main() -> None:
     options = parse_options(description, *names, output={"default": Path("report"), "help": told, "metavar": "FOLDER"})
     runs, folder = read_runs(options.inputs, options), options.output
     rows, machine = efficiency.scaling_table(runs, options.baseline_nodes), Machine(1e9 * options.node_gbytes_per_s)
-    sections: dict[str, Callable[[], Iterable[str | Figure]]] = {
-        "Summary": lambda: summary(runs, rows, machine),
-        "Efficiency": lambda: efficiencies(rows),
-        "Where a step's time goes": lambda: step_times(rows),
-        "Projection": lambda: projections(rows, machine),
-        "Runs": lambda: [provenance(runs)],
+    sections: dict[str, Iterable[str | Figure]] = {
+        "Summary": summary(rows, machine),
+        "Efficiency": efficiencies(rows),
+        "Where a step's time goes": step_times(rows),
+        "Projection": projections(rows, machine),
+        "Runs": [provenance(runs)],
     }
     if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
-        sections["What the GPUs did meanwhile"] = lambda: [watched]
+        sections["What the GPUs did meanwhile"] = [watched]
     if options.samples:
-        sections[f"Cost of {options.samples:g} samples"] = lambda: costs(
-            rows, options.samples, options.price_per_gpu_hour
-        )
+        sections[f"Cost of {options.samples:g} samples"] = costs(rows, options.samples, options.price_per_gpu_hour)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"

@@ -150,9 +150,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--output": {"type": Path, "help": "picture to write: .png, .svg or .pdf"},
     "--samples": {"type": positive, "help": "samples to train on, each pass counted"},
     "--price_per_gpu_hour": {"type": positive, "help": "money for an hour of one GPU"},
-    "--project_gpus": {
-        "type": whole_number(), "nargs": "+", "default": (), "metavar": "GPUS", "help": "default: 4 × as far",
-    },
     "--node_gbytes_per_s": {"type": positive, "default": 80, "help": "of all links into a node (default 80, a GH200 node's)"},
     "--peak_tflops": {"type": positive, "help": "dense peak of one GPU where not stated"},
 }  # fmt: skip

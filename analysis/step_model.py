@@ -82,8 +82,6 @@ class Method:
 
 
 DEFAULT_BUCKET_MB: float = ClapSettings.model_fields["gradient_bucket_mb"].default
-THIS_PROJECTS = Method(gradient_bytes=2, loss="exact_local", bucket_bytes=1e6 * DEFAULT_BUCKET_MB)
-"""This project's loss and all-reduce, bf16 throughout."""
 
 
 def method_of(config: Mapping[str, Any]) -> Method:
@@ -162,8 +160,9 @@ class StepModel:
         return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
 
     def step_s(self, nodes: int) -> float:
-        stated = sum(self.known_terms_s(nodes).values()) if self.stated else 0.0
-        return self.compute_s + stated + self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
+        stated = self.known_terms_s(nodes).values() if self.stated else ()
+        waiting = self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
+        return sum([self.compute_s, *stated, waiting])
 
     def rate(self, nodes: int) -> float:
         """Samples/s/GPU."""

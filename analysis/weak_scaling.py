@@ -31,7 +31,6 @@ from clap_ds.config.errors import UserError
 STEP_MODEL = "step model"
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0, STEP_MODEL: 0.5}
 """Of the step time on n nodes, by the shape of its growth; all but the step model have nothing stated, all fitted."""
-PLAIN_LAWS = tuple(law for law in LAWS if law != STEP_MODEL)
 BOUNDED = "a growth that ends"
 """Which bands reckon with, and nothing is projected by."""
 SHAPES: Mapping[str, float] = {BOUNDED: -1.0, **LAWS}
@@ -44,7 +43,7 @@ DRIFT = 0.5
 simulation (tests/analysis/test_weak_scaling.py)."""
 DRAWS = 4000
 FURTHEST = 4
-"""Times the largest measured scale that is projected to where nobody asks for more; a power of two."""
+"""Times the largest measured scale that is projected to; a power of two."""
 WORST_FIT = 10.0
 """Points of efficiency by which the best law may miss what it is fitted to and still be projected."""
 ABOVE_ALL = "efficiency above 100 %"
@@ -72,7 +71,7 @@ class Series:
     @property
     def laws(self) -> tuple[str, ...]:
         """All laws; where batch or sizes aren't known, those that need none."""
-        return tuple(LAWS) if self.workload.batch_per_gpu else PLAIN_LAWS
+        return tuple(law for law in LAWS if law != STEP_MODEL or self.workload.batch_per_gpu)
 
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
@@ -179,14 +178,11 @@ class Series:
         """What foretold the scales best; where that can't be told the step model, or √n, as which its waiting grows."""
         return next(iter(self.foretold_points()), STEP_MODEL if STEP_MODEL in self.laws else "a + b·√n")
 
-    def node_counts(self, gpus: Sequence[int] = ()) -> list[int]:
-        """Measured node counts, and beyond them those of so many `gpus`, or doublings to `FURTHEST` times as far. UserError for
-        `gpus` that don't fill whole nodes."""
-        measured, per_node = [nodes for nodes, _ in self.rates], self.workload.gpus_per_node
-        if wrong := [count for count in gpus if count % per_node]:
-            raise UserError(f"--project_gpus: expected multiples of the {per_node} GPUs of a node, found {wrong[0]}")
-        doublings = [measured[-1] * 2**power for power in range(1, FURTHEST.bit_length())]
-        return sorted({*measured, *([count // per_node for count in gpus] or doublings)})
+    @property
+    def node_counts(self) -> list[int]:
+        """Measured, and beyond them doublings to `FURTHEST` times as far."""
+        measured = [nodes for nodes, _ in self.rates]
+        return [*measured, *(measured[-1] * 2**power for power in range(1, FURTHEST.bit_length()))]
 
 
 def read_series(path: Path) -> Series:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import compare as compare_command
-from clap_ds.analysis.compare import compare
+from clap_ds.analysis.compare import interval, pairs, verdict
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.table import Run, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, run
@@ -23,62 +22,61 @@ def measured(generator: random.Random, offset: float, speed: float = 1.0) -> lis
     return [run(1, 100 * speed * math.exp(offset * generator.gauss(0, 1))) for _ in range(3)]
 
 
+def compared(a: list[Run], b: list[Run]) -> str:
+    (pair,) = pairs(a, b)
+    return verdict(*pair)
+
+
 def test_runs_of_one_configuration_get_a_verdict_in_one_of_fifty_comparisons_at_most() -> None:
     generator = random.Random(1)
-    pairs = [[measured(generator, (0.005, 0.02, 0.1)[trial % 3]) for _ in "AB"] for trial in range(300)]
-    told = [compare(*pair)[0].verdict for pair in pairs]
-    assert sum(not verdict.endswith("not told apart") for verdict in told) <= 6
+    sides = [[measured(generator, (0.005, 0.02, 0.1)[trial % 3]) for _ in "AB"] for trial in range(300)]
+    assert sum(not compared(*each).endswith("not told apart") for each in sides) <= 6
 
 
 @pytest.mark.parametrize(("speed", "found"), [(1.1, "B is faster"), (0.9, "B is slower")])
 def test_a_real_difference_is_told(speed: float, found: str) -> None:
     generator = random.Random(0)
-    pairs = [[measured(generator, 0.01, each) for each in (1.0, speed)] for _ in range(20)]
-    verdicts = [compare(*pair)[0].verdict for pair in pairs]
-    assert sum(verdict.endswith(found) for verdict in verdicts) >= 17
-    assert all(verdict.endswith((found, "not told apart")) for verdict in verdicts)
+    verdicts = [compared(measured(generator, 0.01), measured(generator, 0.01, speed)) for _ in range(20)]
+    assert sum(each.endswith(found) for each in verdicts) >= 17
+    assert all(each.endswith((found, "not told apart")) for each in verdicts)
 
 
 def test_repeats_are_compared_by_what_they_differ_by(tmp_path: Path) -> None:
     """By hand: deviations of logs 0.01 and 0.0182, pooled 0.0147; t of 4 degrees 4.604; 0.0147·4.604·√(2/3) = 0.0553."""
-    (comparison,) = compare(A, B)
-    assert comparison.ratio == pytest.approx(1.1, rel=1e-3)
-    assert comparison.interval == pytest.approx((1.1 * math.exp(-0.056), 1.1 * math.exp(0.056)), rel=2e-3)
+    ((a, b),) = pairs(A, B)
+    assert interval(a, b) == pytest.approx((1.1 * math.exp(-0.056), 1.1 * math.exp(0.056)), rel=2e-3)
     differ = r"runs of one scale differ by 1.5 %, 4 degrees of freedom\): B is faster$"
-    assert re.search(f"99 % interval, of 3 and 3 runs; {differ}", comparison.verdict)
-    for name, runs in (("a", A), ("b", B)):
-        write_csv(tmp_path / f"{name}.csv", scaling_table(runs))
-    (of_tables,) = compare(*(read_table_runs(tmp_path / f"{name}.csv") for name in "ab"))
-    assert of_tables.interval == pytest.approx(comparison.interval, rel=2e-3)
-    (one_sided,) = compare(A, B[1:2])  # 2 degrees: t is 9.925
+    assert re.match(rf"B / A = 1.100\d \(1.04.*–1.16.*, 99 % interval, of 3 and 3 runs; {differ}", verdict(a, b))
+    for name, row in (("a", a), ("b", b)):
+        write_csv(tmp_path / f"{name}.csv", [row])
+    (of_tables,) = pairs(*(read_table_runs(tmp_path / f"{name}.csv") for name in "ab"))
+    assert interval(*of_tables) == pytest.approx(interval(a, b), rel=2e-3)
+    (one_sided,) = pairs(A, B[1:2])  # 2 degrees: t is 9.925
     half = 9.925 * 0.01 * (1 / 3 + 1) ** 0.5
-    assert one_sided.interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=2e-3)
-    assert "e+" in compare([run(1, 1.0), run(1, 1e6)], [run(1, 9.0)])[0].verdict  # 1 degree of freedom says nothing
+    assert interval(*one_sided) == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=2e-3)
+    assert "e+" in compared([run(1, 1.0), run(1, 1e6)], [run(1, 9.0)])  # 1 degree of freedom says nothing
 
 
 def test_single_runs_are_not_told_apart_whatever_their_windows_say() -> None:
-    stated = {"uncertainty_from": "95 % interval of 10 windows of 1 run"}
-    (comparison,) = compare(
-        [run(1, 10.0, interval=(9.9, 10.1), **stated)], [run(1, 15.0, interval=(14.9, 15.1), **stated)]
-    )
-    assert comparison.verdict.startswith("B / A = 1.5000: not told apart, as nothing was repeated")
+    stated = {"interval": (9.9, 10.1), "uncertainty_from": "95 % interval of 10 windows of 1 run"}
+    told = compared([run(1, 10.0, **stated)], [run(1, 15.0, **stated)])
+    assert told.startswith("B / A = 1.5000: not told apart, as nothing was repeated")
 
 
 def test_rows_are_paired_by_scale_and_variant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = read_table_runs(TINY)
-    assert [(each.a.gpus, each.ratio) for each in compare(tiny[:4], tiny[2:])] == [(16, 1.0), (32, 1.0)]
-    assert compare(tiny[:1], tiny[7:])[0].ratio == pytest.approx(
-        544.6 / 623.7, rel=1e-4
-    )  # two single ones, whatever they are
+    assert [(a.gpus, b.gpus) for a, b in pairs(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
+    assert [(a.gpus, b.gpus) for a, b in pairs(tiny[:1], tiny[7:])] == [(4, 512)]  # two single ones, whatever they are
     sides = [[run(1, 9.0 + number, variant=name) for number, name in enumerate(names)] for names in ("pq", "qp")]
-    assert [(each.a.variant, each.b.variant) for each in compare(*sides)] == [("p", "p"), ("q", "q")]
-    with pytest.raises(
-        UserError, match=r"A has htsat-tiny-roberta-base on 1 node, 4 GPUs.*no model and scale in common"
+    assert [(a.variant, b.variant) for a, b in pairs(*sides)] == [("p", "p"), ("q", "q")]
+    failed, where = run(1, None, state="failed"), r"A has .*base on 1 node, 4 GPUs \(published\).*B has .*"
+    for b, why in (
+        (tiny[2:], r"on 4 nodes.*no model and scale in common"),
+        ([failed], r"\(failed\).*that have a rate"),
     ):
-        compare(tiny[:2], tiny[2:])
-    with pytest.raises(UserError, match=r"B: no rate was measured \(state: out_of_memory\)"):
-        compare(tiny, [run(1, None, state="out_of_memory")])
+        with pytest.raises(UserError, match=where + why):
+            pairs(tiny[:2], b)
     command(monkeypatch, compare_command.main, TINY, TINY)
     assert capsys.readouterr().out.count("B / A = 1.0000") == 8

@@ -1,5 +1,6 @@
 """Figures of scaling: the data in them is the table's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
 MICRO = [
     Row(nodes, 4 * nodes, rate, rate * 4 * nodes, samples_per_s_per_gpu_2sigma=8.0, uncertainty_from="2σ of 3", repeats=3,
-        mfu_model_percent=5.0, model="micro", scaling="weak", state="completed")
+        model="micro", scaling="weak", state="completed")
     for nodes, rate in ((1, 700.0), (2, 680.0), (4, 650.0))
 ]  # fmt: skip
 
@@ -27,7 +28,7 @@ def curves(*runs: Run, baseline_nodes: int | None = None) -> dict[str, list[Scal
 def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
     picture = draw(read_curves([tmp_path / "t.csv"], given()))
-    efficiency, throughput, mfu = picture.panels
+    efficiency, throughput = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert picture.figure.get_suptitle().replace("\n", " ") == (
         f"92.9 ± {error:.2f}\xa0% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
@@ -41,7 +42,6 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path)
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
-    assert [list(line.get_ydata()) for line in mfu.lines] == [[5.0] * 3]
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert sorted(named) == ["micro", "±: 2σ of 3"]
 
@@ -84,16 +84,18 @@ def test_the_command_takes_runs_beside_tables_each_for_itself(tmp_path: Path, mo
 
 
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
-    series = read_series(TINY)
+    series = replace(read_series(TINY), errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)))
     picture = draw_projection([series], "The answer")
     (efficiency,) = picture.panels
     assert picture.figure.get_suptitle() == "The answer"
     (points,) = efficiency.containers
     assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
+    (low, high) = points.lines[2][0].get_segments()[-1]
+    assert high[1] - low[1] == pytest.approx(2 * 0.128 * 87.3, abs=0.05)
     band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
     long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
     assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # measured ends where extrapolated begins
-    percents = [series.efficiency_percent(series.fit().rate(nodes)) for nodes in (128, 512)]
+    percents = [series.efficiency_percent(series.fit(series.best_law()).rate(nodes)) for nodes in (128, 512)]
     assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

@@ -12,7 +12,7 @@ import pytest
 
 from clap_ds.analysis import report
 from clap_ds.analysis.record import read_record
-from clap_ds.analysis.table import write_csv
+from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import VERSION
 from tests.analysis.samples import DATA, ROOT, TINY, command, record
@@ -45,7 +45,7 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
     made = datetime.fromtimestamp((folder / "report.html").stat().st_mtime, UTC)
     assert f"{made:%Y-%m-%d}" in text
     assert f"by version {VERSION}" in text
-    assert "At 2 for a GPU-hour" in text
+    assert "cost at 2 for a GPU-hour" in text
     shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
     assert {re.sub(r"-\d+", "", name) for name in shown} == {"scaling.png", "breakdown.png", "projection.png"}
     assert sorted(shown) == sorted(path.name for path in folder.glob("*.png"))
@@ -76,6 +76,16 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
         assert part in runs
 
 
+def test_costs_are_arithmetic_on_rates_and_have_their_uncertainty() -> None:
+    """1e6 samples at 40 a second are 6.944 hours on 4 GPUs; ± 5 %."""
+    rows = [Row(1, 4, 10.0, 40.0, samples_per_s_per_gpu_2sigma=0.5), Row(2, 8, 9.0, 72.0), Row(4, 16, state="failed")]
+    _, table, _ = report.costs(rows, 1e6, 3.0)
+    *_, first, second = [line.split("|")[3:-1] for line in table.splitlines()]
+    assert list(map(str.strip, first)) == ["40.00", "6.944 ± 0.35", "27.78 ± 1.4", "83.33 ± 4.2"]
+    assert list(map(str.strip, second)) == ["72.00", "3.858", "30.86", "92.59"]
+    assert "cost" not in [*report.costs(rows, 1e6, None)][1]
+
+
 def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {key: SUMMARY[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
     failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")
@@ -93,7 +103,7 @@ def test_a_part_that_cannot_be_made_is_named_in_its_place(tmp_path: Path, monkey
         raise UserError("matplotlib is not there")
 
     monkeypatch.setattr(report.plot_scaling, "draw", broken)
-    rows = [report.Row(nodes, 4 * nodes, rate, 4 * nodes * rate, model="htsat_tiny_roberta_base", batch_per_gpu=64)
+    rows = [Row(nodes, 4 * nodes, rate, 4 * nodes * rate, model="htsat_tiny_roberta_base", batch_per_gpu=64)
             for nodes, rate in ((1, 150.0), (2, 60.0), (4, 25.0), (8, 140.3))]  # fmt: skip
     write_csv(tmp_path / "poor.csv", rows)
     command(monkeypatch, report.main, tmp_path / "poor.csv", "--output", tmp_path / "out")
@@ -101,4 +111,4 @@ def test_a_part_that_cannot_be_made_is_named_in_its_place(tmp_path: Path, monkey
     section = text[text.index("## Efficiency\n") :].partition("\n## ")[0]
     assert "**This part can't be made**: matplotlib is not there." in section
     assert "samples/s/GPU" in section  # what could be made of it stays
-    assert text.count("nothing is projected: the best law") == 2
+    assert text.count("nothing is projected: the best law") == 1
