@@ -8,7 +8,6 @@ A dialect is a pattern. The names of its groups say what each number is:
     step_s, or step_ms    in place of `average`: time of a step, mean since the line before
     rate                  samples/s of all GPUs in the last step; it tells the global batch, nothing more
     global_batch          samples of a step of all GPUs
-    memory_gb             peak memory
 
 Nothing is anchored to a line's start, so prefixes (pdsh, srun) and merged lines don't matter. A pattern touches a block of
 a log only where a faster search has found a text that its lines have (`gate`), and begins with a literal.
@@ -90,7 +89,6 @@ DIALECTS = {
         b"RunningAvgSamplesPerSec=",
         re.compile(
             rb"global_step=(?P<step>%s), RunningAvgSamplesPerSec=(?P<average>%s), CurrSamplesPerSec=%s(?=[,\s])"
-            rb"(?:, MemAllocated=[0-9.]{1,20}GB, MaxMemAllocated=(?P<memory_gb>\d{1,9}(?:\.\d{1,9})?)GB)?"
             % (WHOLE, NUMBER, NUMBER)
         ),
         untimed=2,
@@ -109,41 +107,44 @@ DIALECTS = {
 
 _DOTS = rb" [ .]*"
 _COUNT = rb"(" + WHOLE + rb")\b"
-_LINES = [
-    (b"run directory: ", "directory", rb"run directory: ([^\n\r\x1b]{1,300})"),
-    (b"num_local_procs=", "nodes", rb"nnodes=(" + WHOLE + rb"), num_local_procs=\d+"),
-    (b"dist_world_size=", "gpus", rb"dist_world_size=" + _COUNT),
-    (b"world_size .", "gpus", rb"world_size(?<![a-z_]world_size)" + _DOTS + _COUNT),
-    (b"train_batch_size .", "global_batch", rb"train_batch_size" + _DOTS + _COUNT),
-    (b"bfloat16_", "bf16", rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True|False)"),
-    (b"float16_config .", "fp16", rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True|False)"),
-    (b"torch_autocast_dtype ", "torch_autocast", rb"torch_autocast_dtype" + _DOTS + rb"torch\.(\w+)"),
-    (b"gradient_accumulation_steps ", "accumulation", rb"gradient_accumulation_steps" + _DOTS + _COUNT),
-    (b"train_micro_batch_size_per_gpu ", "micro_batch", rb"train_micro_batch_size_per_gpu" + _DOTS + _COUNT),
-    (b"timers_config ", "host_alone", rb"timers_config" + _DOTS + rb"enabled=\w+ synchronized=(False)"),
-    (b"|   world_size: ", "gpus", rb"\|   world_size: " + _COUNT),  # open_clip's and LAION-CLAP's parameters
-    (b"|   batch_size: ", "micro_batch", rb"\|   batch_size: " + _COUNT),
-    (b"|   accum_freq: ", "accumulation", rb"\|   accum_freq: " + _COUNT),
-    (b"|   model: ", "model", rb"\|   model: ([\w-]{1,80})"),
-    (b"|   precision: ", "precision", rb"\|   precision: (\w{1,40})"),
-    (b"OutOfMemoryError", "out_of_memory", rb"OutOfMemoryError"),
-    (b"CUDA out of memory", "out_of_memory", rb"CUDA out of memory"),
-    (b"CANCELLED AT", "terminated", rb"CANCELLED AT"),
-    (b"DUE TO TIME LIMIT", "timeout", rb"DUE TO TIME LIMIT"),
-    (b"process received SIG", "terminated", rb"Main process received SIG"),
-    (b"Traceback (most", "failed", rb"Traceback \(most recent call last\)"),
-    (b"exits with return", "failed", rb"exits with return code = -?[1-9]"),
-    (b"exits successfully", "completed", rb"exits successfully"),
-]
-"""Text that must be in a block, the kind of line, and its pattern."""
-_PATTERNS = [(gate, kind, re.compile(pattern)) for gate, kind, pattern in _LINES]
+_LINES: dict[bytes, dict[str, bytes]] = {
+    b"run directory: ": {"directory": rb"run directory: ([^\n\r\x1b]{1,300})"},
+    b"num_local_procs=": {"nodes": rb"nnodes=(" + WHOLE + rb"), num_local_procs=\d+"},
+    b"dist_world_size=": {"gpus": rb"dist_world_size=" + _COUNT},
+    b" ..........": {
+        "gpus": rb"world_size(?<![a-z_]world_size)" + _DOTS + _COUNT,
+        "global_batch": rb"train_batch_size" + _DOTS + _COUNT,
+        "bf16": rb"bfloat16_(?:config|enabled)" + _DOTS + rb"(?:enabled=)?(True|False)",
+        "fp16": rb"float16_config(?<!bfloat16_config)" + _DOTS + rb"enabled=(True|False)",
+        "torch_autocast": rb"torch_autocast_dtype" + _DOTS + rb"torch\.(\w+)",
+    },
+    b"gradient_accumulation_steps ": {"accumulation": rb"gradient_accumulation_steps" + _DOTS + _COUNT},
+    b"train_micro_batch_size_per_gpu ": {"micro_batch": rb"train_micro_batch_size_per_gpu" + _DOTS + _COUNT},
+    b"timers_config ": {"host_alone": rb"timers_config" + _DOTS + rb"enabled=\w+ synchronized=(False)"},
+    b" |   ": {  # open_clip's and LAION-CLAP's parameters
+        "gpus": rb"\|   world_size: " + _COUNT,
+        "micro_batch": rb"\|   batch_size: " + _COUNT,
+        "accumulation": rb"\|   accum_freq: " + _COUNT,
+        "model": rb"\|   model: ([\w-]{1,80})",
+        "precision": rb"\|   precision: (\w{1,40})",
+    },
+    b"OutOfMemoryError": {"out_of_memory": rb"OutOfMemoryError"},
+    b" out of memory": {"out_of_memory": rb"CUDA out of memory"},
+    b"CANCELLED AT": {"terminated": rb"CANCELLED AT", "timeout": rb"DUE TO TIME LIMIT"},
+    b"process received SIG": {"terminated": rb"Main process received SIG"},
+    b"Traceback (most": {"failed": rb"Traceback \(most recent call last\)"},
+    b"exits with return": {"failed": rb"exits with return code = -?[1-9]"},
+    b"exits successfully": {"completed": rb"exits successfully"},
+}
+"""Text that must be in a block, and the lines of each kind that may then be in it: a search for it costs far less."""
+_PATTERNS = [(gate, [(kind, re.compile(pattern)) for kind, pattern in lines.items()]) for gate, lines in _LINES.items()]
 
 
 def find_lines(block: bytes) -> list[tuple[int, str, str]]:
     """What a block says beside progress: (where, kind, the word that the line tells), in the order it stands."""
     found = []
-    for gate, kind, pattern in _PATTERNS:
-        if gate in block:
+    for gate, lines in _PATTERNS:
+        for kind, pattern in lines if gate in block else ():
             for match in pattern.finditer(block):
                 found.append((match.start(), kind, (match[1] if match.lastindex else b"").decode(errors="replace")))
     return sorted(found, key=itemgetter(0))

@@ -42,12 +42,12 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
     batch per GPU constant (weak scaling) or the global batch constant (strong). Raises UserError where no series has the
     `baseline_nodes` given.
     """
-    series = [(scaling, _by_scale(members)) for scaling, members in split_series(runs)]
+    series = [_by_scale(members) for members in by_series(split_series(runs))]
     spreads = {
-        device: pooled_spread(scale for _, scales in series for scale in scales if scale[0].device == device)
+        device: pooled_spread(scale for scales in series for scale in scales if scale[0].device == device)
         for device in {run.device for run in runs}
     }
-    rows = [row for scaling, scales in series for row in _series_rows(scaling, scales, baseline_nodes, spreads)]
+    rows = [row for scales in series for row in _series_rows(scales, baseline_nodes, spreads)]
     if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
         counts = sorted({run.nodes for run in runs if run.rate})
         raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
@@ -62,10 +62,9 @@ def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _series_rows(
-    scaling: str, scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
+    scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
 ) -> list[Scale]:
-    runs = [run for members in scales for run in members]
-    rows = [combine_repeats(scaling, members, spreads[members[0].device]) for members in scales]
+    rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
     # The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs.
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
     fewest = 1 if baseline_nodes is None else -1
@@ -73,9 +72,9 @@ def _series_rows(
     rows = [_with_efficiency(row, baseline) for row in rows]
     if len(rows) == 1 and rows[0].speedup:
         rows[0] = _noted(rows[0], "one scale only: nothing to scale against")
-    if len(rows) > 1 and not scaling and all(run.batch_per_gpu is None for run in runs):
+    if len(rows) > 1 and not rows[0].scaling:
         rows[0] = _noted(rows[0], "batch not stated: weak or strong scaling can't be told")
-    if differing := scaled_settings(runs):
+    if differing := scaled_settings([run for members in scales for run in members]):
         rows[0] = _noted(rows[0], f"settings differ between scales: {differing}")
     return rows
 

@@ -23,7 +23,9 @@ from clap_ds.record.statistics import COVERAGE, student_t
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
-_IDENTITY = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "micro_batch", "batch_per_gpu", "variant")
+_IDENTITY = (
+    "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
+)  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
              "slowest_rank_step_time_s", "data_wait_percent")  # fmt: skip
 
@@ -68,7 +70,7 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
     return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, repeated)))
 
 
-def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
+def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
@@ -84,7 +86,7 @@ def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None 
     notes = [*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])]
     notes += [f"target reached by {len(targets)} of {len(runs)} runs"] if targets else []
     return Scale(
-        runs=tuple(used), **known, **breakdown, scaling=scaling, mfu_percent=mfu, peak_tflops=peak,
+        runs=tuple(used), **known, **breakdown, mfu_percent=mfu, peak_tflops=peak,
         samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clap_ds.analysis.table import BATCH, Run, settings_of
@@ -25,19 +25,21 @@ SCALED_SETTINGS = ("optimizer.params.lr", "scheduler.", "gradient_accumulation_s
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
-def split_series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    """Runs by model, GPU, precision, caption length, and whatever else differs, each with its `variant` filled in; then as
-    `split_scaling` does: (`weak`, `strong` or nothing, runs)."""
+def split_series(runs: Sequence[Run]) -> list[Run]:
+    """The runs with `scaling` and `variant` filled in, so that those of one series have the same model, GPU, precision, caption
+    length and whatever else makes a difference."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.model, run.device, run.precision, run.text_tokens or 0, settings_of(run.variant)].append(run)
+    found = []
     for (*_, given), group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
         for settings, alike in split_settings(group):
-            found = split_scaling(alike)
-            for scaling, members in found:
-                batch = f"{BATCH} {members[0].batch_per_gpu or 'not stated'}" if len(found) > 1 else ""
+            parts = split_scaling(alike)
+            for scaling, members in parts:
+                batch = f"{BATCH} {members[0].batch_per_gpu or 'not stated'}" if len(parts) > 1 else ""
                 variant = ", ".join(str(part) for part in (given, settings, batch) if part)
-                yield scaling, [replace(run, variant=variant) for run in members]
+                found += [replace(run, variant=variant, scaling=scaling) for run in members]
+    return found
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:

@@ -49,10 +49,9 @@ class Start:
     state: str = "unknown"
     positions: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
-    """What `Dialect.points` makes of each line."""
+    """What `Dialect.points` makes of each line that is possible."""
     told_batch: int = 0
     """The global batch that lines of progress tell."""
-    max_memory_gib: float = 0.0
 
     @property
     def is_broken_off(self) -> bool:
@@ -80,13 +79,28 @@ class Start:
         elif int(word):
             self.facts[kind] = int(word)
 
-    def windows(self, warmup_steps: int) -> tuple[list[float], list[float], float | None]:
+    def pieces(self) -> list[tuple[Numbers, Numbers]]:
+        """Its points in order, without those of a step already seen (another rank's); a piece more where they fall far back,
+        to a start of which only these lines are there."""
+        positions, values, found = np.array(self.positions), np.array(self.values), []
+        while len(positions):
+            highest = np.maximum.accumulate(np.append(0, positions))[:-1]
+            back = np.flatnonzero(positions < highest / 2)
+            until = int(back[0]) if len(back) else len(positions)
+            new = positions[:until] > highest[:until]
+            found.append((positions[:until][new], values[:until][new]))
+            positions, values = positions[until:], values[until:]
+        return found
+
+    def windows(
+        self, points: tuple[Numbers, Numbers], warmup_steps: int
+    ) -> tuple[list[float], list[float], float | None]:
         """Of at most `MAX_WINDOWS` stretches after the warm-up samples/s of all GPUs and seconds (in proportion to them where
         the global batch isn't known); and samples/s from the first timed step on."""
-        if not (self.dialect and self.positions and (self.global_batch or self.dialect.is_cumulative)):
+        if not (self.dialect and (self.global_batch or self.dialect.is_cumulative)):
             return [], [], None
         batch = self.global_batch or 1
-        steps, times = self.dialect.times(np.array(self.positions), np.array(self.values), batch)
+        steps, times = self.dialect.times(*points, batch)
         later = np.append(True, times[1:] > np.maximum.accumulate(times)[:-1])
         steps, times = steps[later], times[later]
         average = float(batch * (steps[-1] - self.dialect.untimed) / times[-1])
@@ -107,7 +121,7 @@ class Scan:
     def __init__(self) -> None:
         self.starts = [Start()]
         self.left_out = 0
-        """Lines of an impossible rate, of a step already seen (another rank's, or out of order), cut or overwritten."""
+        """Lines of an impossible rate, cut or overwritten."""
         self.num_bytes = 0
         self.is_damaged = False
         """The gzip file ends too early or is broken."""
@@ -136,31 +150,15 @@ class Scan:
         """Take in what lies between two other lines."""
         for dialect in DIALECTS.values():
             if dialect.gate in block and (lines := dialect.pattern.findall(block)):
-                self.left_out += block.count(dialect.gate) - len(lines)
                 start = self.starts[-1]
                 start = start if start.dialect in (None, dialect) else self._restart()
-                start.dialect = dialect
-                self._points(start, dialect, dialect.columns(lines))
-
-    def _points(self, start: Start, dialect: Dialect, columns: dict[str, Numbers]) -> None:
-        start.told_batch = math.gcd(start.told_batch, dialect.global_batch(columns))
-        start.max_memory_gib = max(start.max_memory_gib, np.nan_to_num(columns.get("memory_gb", np.zeros(1))).max())
-        positions, values = dialect.points(columns)
-        possible = (positions > dialect.untimed) & (values >= LEAST) & (values <= MOST)
-        self.left_out += int((~possible).sum())
-        positions, values = positions[possible], values[possible]
-        while len(positions):
-            highest = np.maximum.accumulate(np.append([*start.positions[-1:], 0][:1], positions))[:-1]
-            back = np.flatnonzero(positions < highest / 2)  # a start of which only these lines are there
-            until = int(back[0]) if len(back) else len(positions)
-            new = positions[:until] > highest[:until]
-            start.positions.frombytes(positions[:until][new].tobytes())
-            start.values.frombytes(values[:until][new].tobytes())
-            self.left_out += int((~new).sum())
-            positions, values = positions[until:], values[until:]
-            if len(positions):
-                batch, start = start.told_batch, self._restart()
-                start.dialect, start.told_batch = dialect, batch
+                columns = dialect.columns(lines)
+                start.dialect, start.told_batch = dialect, math.gcd(start.told_batch, dialect.global_batch(columns))
+                positions, values = dialect.points(columns)
+                possible = (positions > dialect.untimed) & (values >= LEAST) & (values <= MOST)
+                start.positions.frombytes(positions[possible].tobytes())
+                start.values.frombytes(values[possible].tobytes())
+                self.left_out += block.count(dialect.gate) - int(possible.sum())
 
 
 def scan_log(path: Path) -> Scan:
@@ -211,44 +209,41 @@ def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
         start for start in scan.starts[-1:] if start.is_broken_off
     ]
     if not found:
-        raise UserError(f"{path}: {_why_nothing(scan)}")
+        none = f"no throughput lines that can be used, {scan.left_out} damaged or of an impossible rate"
+        printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
+        raise UserError(f"{path}: {f'{none} ({printed})' if scan.num_bytes else 'empty file'}")
     groups: dict[object, list[Start]] = {}
     for start in found:
         groups.setdefault(start.size, []).append(start)
     return [_run(path, starts, scan, warmup_steps, gpus) for starts in groups.values()]
 
 
-def _why_nothing(scan: Scan) -> str:
-    if not scan.num_bytes:
-        return "empty file" + (" (truncated gzip)" if scan.is_damaged else "")
-    if scan.left_out:
-        return f"all {scan.left_out} throughput lines have a zero, negative or infinite rate, or are damaged"
-    return 'no throughput lines (DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps)'
-
-
 def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, given_gpus: int) -> Run:
     last, facts = starts[-1], starts[-1].facts
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    measured = [start.windows(warmup_steps) for start in starts]
-    rates = [rate / gpus for of_start, _, _ in measured for rate in of_start]
-    window_s = [seconds for _, of_start, _ in measured for seconds in of_start]
+    pieces = [(start, points) for start in starts for points in start.pieces()]
+    measured = [start.windows(points, warmup_steps) for start, points in pieces]
+    rates = [rate / gpus for of_piece, _, _ in measured for rate in of_piece]
+    window_s = [seconds for _, of_piece, _ in measured for seconds in of_piece]
     averages = [average / gpus for _, _, average in measured if average]
     rate = rate_over(rates, window_s) or (averages[-1] if averages else None)
     by_timer = any(start.dialect and not start.dialect.counts_data_wait for start in starts)
+    left_out = (
+        scan.left_out + sum(len(start.positions) for start in starts) - sum(len(steps) for _, (steps, _) in pieces)
+    )
     noted = {
         "DeepSpeed's timer: leaves out data loading": by_timer,
         HOST_ALONE: by_timer and "host_alone" in facts,
         "too short to drop the warm-up: the running average is given": averages and not rates,
-        f"{len(scan.starts)} starts in the log": len(scan.starts) > 1,
-        f"{scan.left_out} throughput lines left out (repeated, damaged or impossible)": scan.left_out,
+        f"{len(pieces)} starts in the log": len(pieces) > 1,
+        f"{left_out} throughput lines left out (repeated, damaged or impossible)": left_out,
         "the gzip file is cut or damaged": scan.is_damaged,
     }
     micro_batch = facts.get("micro_batch") or last.global_batch // gpus // accumulation
     return Run(
         source=str(path), kind="log", state=last.state, model=facts.get("model", ""), precision=facts.get("precision", ""),
         directory=facts.get("directory", ""), nodes=facts.get("nodes", 0), gpus=facts.get("gpus", 0),
-        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        samples_per_s_per_gpu=rate, engine_samples_per_s_per_gpu=rate if by_timer else None, **interval_fields(rates, window_s),
-        memory_peak_gib=max(start.max_memory_gib for start in starts) or None,
+        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation, samples_per_s_per_gpu=rate,
+        engine_samples_per_s_per_gpu=rate if by_timer else None, **interval_fields(rates, window_s),
         notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

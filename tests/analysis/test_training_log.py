@@ -65,7 +65,6 @@ def test_windows_of_sparse_lines_cover_the_steps_between_them(tmp_path: Path) ->
     times = [9.0, 9.0, 2.0, 1.0, 4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
     (run,) = read_log(write(tmp_path / "run.log", running_log(times, batch=64, every=2)), 4)
     assert run.windows == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
-    assert run.memory_peak_gib == 1.5
 
 
 @pytest.mark.parametrize(
@@ -174,9 +173,9 @@ def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.M
     ("content", "message"),
     [
         (b"", "empty"),
-        (gzip.compress(b"", mtime=0)[:12], "empty file .truncated gzip"),
+        (gzip.compress(b"", mtime=0)[:12], "empty file"),
         (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
-        (running_log([1.0] * 9, batch=0).encode(), "zero, negative or infinite"),
+        (running_log([1.0] * 9, batch=0).encode(), "7 damaged or of an impossible rate"),
         (None, "can't be read"),
     ],
 )
