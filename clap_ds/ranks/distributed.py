@@ -60,17 +60,17 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself."""
         _adopt_slurm_step()
+        words = sys.argv  # of commands, too, that fail before they have read them
+        folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
         given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         if not any(given.values()):
-            return cls(0, 1, 0, 1, job_folder=job_folder())
+            return cls(0, 1, 0, 1, job_folder=folder)
         if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
             found = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise UserError(
-                f"in a launcher's environment: expected whole numbers, RANK below WORLD_SIZE; found {found}"
-            )
+            raise UserError(f"of a launcher: expected whole numbers, RANK below WORLD_SIZE; found {found}")
         rank, world_size, local_rank = map(int, given.values())
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        return cls(rank, world_size, local_rank, local_world_size, job_folder=job_folder())
+        return cls(rank, world_size, local_rank, local_world_size, job_folder=folder)
 
     @property
     def is_first(self) -> bool:
@@ -105,12 +105,6 @@ def _adopt_slurm_step() -> None:
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
         os.environ.setdefault("MASTER_ADDR", expand(os.environ["SLURM_STEP_NODELIST"])[0])
         os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
-
-
-def job_folder() -> Path | None:
-    """What `--job_folder` on the command line says: also of commands that fail before they have read it."""
-    words = sys.argv
-    return Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
