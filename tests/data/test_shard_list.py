@@ -20,8 +20,6 @@ def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
 def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
     assert [Path(path).resolve() for path in expand_shards(shards)] == three_tars
-    absolute = [str(three_tars[0].parent / shard) for shard in ([shards] if isinstance(shards, str) else shards)]
-    assert expand_shards(absolute) == list(map(str, three_tars))
 
 
 @pytest.mark.parametrize(
