@@ -64,11 +64,13 @@ def check_url(url: str) -> None:
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
             raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
-    for part in url.split("::"):
+    for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
-            fsspec.get_filesystem_class(part.split("://")[0])
-        except (ValueError, ImportError) as error:
-            raise ValueError(f"{url}: {error}") from None
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise ValueError(f"{url}: there is no protocol {protocol!r}") from None
+        except ImportError as error:
+            raise ValueError(f"{url}: the package for {protocol}:// is not installed: {error}") from None
 
 
 def problem_with(url: str) -> str | None:
