@@ -70,12 +70,13 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """In page-locked host memory, which the GPU can copy from while the host goes on."""
-        return self._map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch of what `function` makes of each tensor."""
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)

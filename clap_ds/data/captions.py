@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from clap_ds.config.files import parse_json
 from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
@@ -20,10 +20,10 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     found: Any = None
     try:
         if "txt" in members:
-            found = members["txt"].decode("utf-8-sig")
-        elif "json" in members and isinstance(content := json.loads(members["json"].decode("utf-8-sig")), dict):
+            found = bytes(members["txt"]).decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(bytes(members["json"])), dict):
             found = next((content[name] for name in CAPTION_FIELDS if name in content), None)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):

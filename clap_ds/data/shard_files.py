@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from clap_ds.config.files import open_regular
 from clap_ds.config.places import cache_folder
 from clap_ds.config.sections import ShardData
 
@@ -41,7 +42,8 @@ class OpenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
         """Up to `size` bytes, fewer where the file ends within them."""
@@ -62,11 +64,13 @@ def check_url(url: str) -> None:
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
             raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
-    for part in url.split("::"):
+    for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
-            fsspec.get_filesystem_class(part.split("://")[0])
-        except (ValueError, ImportError) as error:
-            raise ValueError(f"{url}: {error}") from None
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise ValueError(f"{url}: there is no protocol {protocol!r}") from None
+        except ImportError as error:
+            raise ValueError(f"{url}: the package for {protocol}:// is not installed: {error}") from None
 
 
 def problem_with(url: str) -> str | None:
@@ -77,7 +81,7 @@ def problem_with(url: str) -> str | None:
     except FileNotFoundError:
         return "is not there"
     except Exception as error:  # whatever the file system's package raises
-        return f"can't be reached: {error or repr(error)}"
+        return f"can't be reached: {str(error) or repr(error)}"
     return "is empty" if info.get("size") == 0 else None
 
 

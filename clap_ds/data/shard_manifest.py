@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fsspec
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
@@ -60,16 +60,16 @@ def read_manifest(folder: str) -> ShardManifest:
 
     def read() -> bytes:
         with fsspec.open(path, "rb", expand=False) as file:
-            return bytes(file.read())
+            return bytes(file.read(MOST_BYTES))
 
     try:
-        found = again(read)
+        found = again(read) if is_remote(path) else read_bytes(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
         return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
     try:
-        content = json.loads(found)
+        content = parse_json(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
         return ShardManifest(shards, content.get("kind", "encoded"), front_end)

@@ -46,18 +46,14 @@ def test_the_parts_of_all_workers_are_an_epoch(
 def _given(
     open_source: OpenSource, shards: str, steps: int, world_size: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """The items that all ranks give in each step, each rank being stopped and resumed after a third of them; where workers
-    stand at the end."""
+    """The items that all ranks give in each step; where workers stand at the end."""
     by_step: list[list[int]] = [[] for _ in range(steps)]
     ends = []
     for rank in range(world_size):
-        state = None
-        for part in (range(steps // 3), range(steps // 3, steps)):
-            with open_source(shards, state, rank=rank, world_size=world_size, **options) as source:
-                for step in part:
-                    by_step[step] += numbers_in(source, 1)
-                state = source.state()
-        ends += state["positions"]
+        with open_source(shards, rank=rank, world_size=world_size, **options) as source:
+            for numbers in by_step:
+                numbers += numbers_in(source, 1)
+            ends += source.state()["positions"]
     return by_step, ends
 
 

@@ -20,8 +20,6 @@ def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
 def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
     assert [Path(path).resolve() for path in expand_shards(shards)] == three_tars
-    absolute = [str(three_tars[0].parent / shard) for shard in ([shards] if isinstance(shards, str) else shards)]
-    assert expand_shards(absolute) == list(map(str, three_tars))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +33,8 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("memory://{listed/a,nowhere/b,nowhere/a}.tar", r"memory://nowhere/a\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
-        ("gopher://host/a.tar", "Protocol not known: gopher"),
-        ("s3://bucket/a.tar", r"s3://bucket/a\.tar: .*s3fs"),
+        ("gopher://host/a.tar", "there is no protocol 'gopher'"),
+        ("s3://bucket/a.tar", "the package for s3:// is not installed: .*s3fs"),
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
         ("https://somebody@host/a.tar", "https URL of host carries credentials"),
         ({}, "empty list"),
