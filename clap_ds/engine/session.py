@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from deepspeed.comm import log_summary
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils.timer import ThroughputTimer
 
 from clap_ds.config.check import missing_monitors
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
-from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.ending import recorded_ending
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.kernels import choose_kernels
@@ -34,11 +32,6 @@ from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
 
-HOST_ALONE = (
-    "note: DeepSpeed's samples/s (RunningAvgSamplesPerSec) are those of the host, which queues steps before the GPU has done"
-    " them: timers.throughput.synchronized is false"
-)
-
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
@@ -48,7 +41,6 @@ def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
-        cuda_graphs=run.clap.cuda_graphs,
     )
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
@@ -59,13 +51,6 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
     """Raises ValueError for what DeepSpeed would find wrong later, on one rank alone while the others wait for it."""
     for problem in missing_monitors(deepspeed):
         raise ValueError(f"{path}: {problem}")
-    for name in ("tensorboard", "csv_monitor"):
-        section = deepspeed.get(name, {})
-        if section.get("enabled") and (folder := section.get("output_path")):
-            try:
-                Path(folder, section.get("job_name", "DeepSpeedJobName")).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"{path}: {name}.output_path: {error}") from None
     try:
         DeepSpeedConfig(dict(deepspeed))
     except Exception as error:
@@ -143,8 +128,6 @@ def build_engine(
     """The engine around the model, with its kernels chosen and this rank's random numbers ahead. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
-    if ranks.is_first and times_host_alone(engine.deepspeed.tput_timer, device):
-        print(HOST_ALONE, flush=True)
     if device.type == "cuda":
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
@@ -152,11 +135,6 @@ def build_engine(
     # Weights are the same on every rank, dropout and augmentation are not.
     torch.manual_seed(run.clap.seed + 1 + ranks.rank)
     return engine
-
-
-def times_host_alone(timer: ThroughputTimer, device: torch.device) -> bool:
-    """Whether DeepSpeed's samples/s tell how fast the host queues steps, not how fast the device has them done."""
-    return device.type == "cuda" and timer.config.enabled and not timer.config.synchronized
 
 
 @dataclass
@@ -234,5 +212,3 @@ def ready_to_step(
             log_summary()
         if ranks.is_first:
             record.update_summary(data=batches.statistics())
-            if run.clap.compile != "off":
-                record.update_summary(compile=compile_statistics())

@@ -27,12 +27,7 @@ from tests.rank_pool import RankPool
 CPU = torch.device("cpu")
 RIGHT = ChosenKernel(kernel="triton", problem=None)
 FP32: dict[str, Any] = {"bf16": {"enabled": False}}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": FP32,
-    "fp16": {**FP32, "fp16": {"enabled": True}},
-    "bf16": {},
-    "autocast": {**FP32, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": FP32, "fp16": {**FP32, "fp16": {"enabled": True}}, "bf16": {}}
 Blocks = list[tuple[str, str]]
 
 
@@ -74,15 +69,13 @@ def test_what_agrees_is_taken_where_it_is_left_open(
         return plain(qkv, bias)
 
     fake(monkeypatch, "attention", note)
-    chosen, blocks = choose(precision)
-    assert chosen == {"attention": RIGHT, "mlp": RIGHT}
     # There is no kernel for MLPs of 16 channels.
-    assert blocks == [("triton", "torch")] * 2 + [("triton", "triton")]
+    assert choose(precision) == (
+        {"attention": RIGHT, "mlp": RIGHT}, [("triton", "torch"), ("triton", "torch"), ("triton", "triton")]
+    )  # fmt: skip
     assert capsys.readouterr().out == "kernels: attention triton; mlp triton\n"
-    assert seen == [(4, 48, 2, {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16))]
+    assert seen == [(4, 48, 2, kernels.DTYPES.get(precision, torch.float32))]
     assert choose(precision, attention="sdpa", mlp="torch") == ({}, [("sdpa", "torch")] * 3)
-    chosen, blocks = choose(precision, attention="sdpa")
-    assert (chosen, blocks[-1]) == ({"mlp": RIGHT}, ("sdpa", "triton"))
 
 
 def wrong_gradient(number: int) -> Callable[..., Tensor]:
@@ -99,10 +92,6 @@ def fails(*_: Any) -> Tensor:
     raise RuntimeError("no such instruction\nat line 3")
 
 
-def fails_silently(*_: Any) -> Tensor:
-    raise AssertionError
-
-
 def wrong_mask(plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return partial(plain, mask_GNN=torch.zeros(4, 64, 64))(*tensors)
 
@@ -114,7 +103,6 @@ FAULTS: list[tuple[str, Callable[..., Tensor], str]] = [
     ("attention", wrong_gradient(0), "its gradient of qkv is off by 0.1 of"),
     ("attention", wrong_gradient(1), "its gradient of bias is off by 0.1 of"),
     ("attention", fails, "no such instruction"),
-    ("attention", fails_silently, "AssertionError"),
     *(
         ("mlp", wrong_gradient(number), f"its gradient of {name} is off by 0.1 of")
         for number, name in enumerate(("tokens", "weight 1", "bias 1", "weight 2", "bias 2"))
@@ -139,12 +127,6 @@ def test_a_fault_costs_its_kernel_and_is_said(
     assert blocks[-1] == (("matmul", "triton") if part == "attention" else ("triton", "torch"))
 
 
-def test_without_a_gpu_the_real_kernels_are_not_taken() -> None:
-    chosen, blocks = choose()
-    assert all(each["problem"] for each in chosen.values())
-    assert blocks == [("matmul", "torch")] * 3
-
-
 def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], Blocks]:
     """Attention fails on rank 1, the MLP on none."""
     with pytest.MonkeyPatch.context() as patch:
@@ -165,10 +147,10 @@ def test_what_a_model_is_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
     for field in kernels.FIELDS:
         asked = settings(**{field: "triton"})
         assert kernels.build_kernels(asked, torch.device("cuda"))[field] == "triton"
-        with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' runs on GPUs, found a CPU"):
+        with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' needs a GPU and the triton package"):
             kernels.build_kernels(asked, CPU)
     monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
-    with pytest.raises(ValueError, match=r"clap\.model\.mlp: 'triton' needs the triton"):
+    with pytest.raises(ValueError, match="needs a GPU and the triton"):
         kernels.build_kernels(asked, torch.device("cuda"))
 
 
