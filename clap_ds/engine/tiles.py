@@ -26,8 +26,8 @@ def tiled_row_sums(
     scale's type."""
     lses, targets = [], []
     for columns in _tiles(all_ND, tile):
-        similarity_BK = similarities(own_BD, all_ND[columns], scale.dtype)
-        lse_B, *target_B = compiled_on_gpu(_row_sums, similarity_BK, scale, _pairs(own_BD, columns, first))
+        rest = scale, _pairs(own_BD, columns, first)
+        lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
         lses.append(lse_B)
         targets += target_B
     return torch.stack(lses).logsumexp(dim=0), torch.stack(targets).sum(dim=0)
@@ -69,10 +69,10 @@ def tiled_softmax_gradient(
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
     for columns in _tiles(all_ND, tile):
         others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
-        similarity_BK = similarities(own_BD, others_KD, scale.dtype)
-        weights = compiled_on_gpu(_weights, similarity_BK, scale, *lses, pairs, weight_dtype)
+        rest = scale, *lses, pairs, weight_dtype
+        weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
-        del weights, similarity_BK  # before the next tile is made
+        del weights  # before the next tile is made
     # Σ_ij weight_ij · own_i·all_j, where the sum over j has just been made
     return weighted_BD * scale, (weighted_BD * own_BD).sum()
 

@@ -139,7 +139,8 @@ def trace_step(
             timer: Any = partial(_part_of_phase, recorded)
             _note_gradients(model, recorded)
             engine.set_accumulation_steps(1)
-            engine.step(batches, timer)
+            with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
+                engine.step(batches, timer)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
             recorded.hold(_state(engine.deepspeed.optimizer), "optimizer state")
             recorded.restart()
