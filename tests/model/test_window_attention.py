@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from clap_ds.model import window_attention
-from clap_ds.model.window_attention import Kernel, default_kernel
+from clap_ds.model.window_attention import Kernel
 from tests.model.kernel_cases import CASES, TOLERANCE, Case, by, draw, eager, errors, largest_error, results
 
 LARGE: list[Case] = [(64, 4, 24, 4), (64, 4, 32, 0), (32, 8, 24, 4), (8, 32, 24, 0)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
 def test_kernels_agree_with_the_eager_form(kernel: Kernel, dtype: torch.dtype, case: Case) -> None:
     assert largest_error(by(kernel, case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
@@ -69,7 +69,3 @@ def test_the_eager_form_is_attention_by_definition(case: Case) -> None:
     scores = q @ k.transpose(1, 2) / dim**0.5 + bias[:, inside][:, :, inside]
     expected = scores.masked_fill(~together, -torch.inf).softmax(dim=2) @ v
     torch.testing.assert_close(got.view(-1, heads, dim).transpose(0, 1), expected)
-
-
-def test_the_quicker_of_torchs_operations_by_device() -> None:
-    assert [default_kernel(torch.device(name)) for name in ("cpu", "cuda")] == ["matmul", "sdpa"]
