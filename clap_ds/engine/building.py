@@ -22,6 +22,7 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.text import pretrained
 from clap_ds.ranks.agreement import on_first
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
@@ -36,16 +37,14 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
     Rank 0 looks first, so that where it can't be had one rank finds out and all stop; then one rank of every other host. All
     others find it in the cache of their host. A collective; ValueError where it can't be had, or doesn't fit the model.
     """
-    text, data = run.clap.preset().text, run.clap.data
 
     def load() -> None:
+        text, data = run.clap.preset().text, run.clap.data
         if isinstance(data, ShardData):
             from clap_ds.model.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
         if run.clap.model.text_from_hub:
-            from clap_ds.model.text import pretrained
-
             pretrained(text)
 
     on_first(load)
@@ -118,7 +117,11 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         raise ValueError(
             f"{run.path}: clap.fused_adam: {str(error).splitlines()[0]}; 'torch' needs no compiler"
         ) from None
-    _undo_initial_step(engine.optimizer)
+    if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
+        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients, to allocate their state. That decays every
+        # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
+        inner.state.clear()
+        engine.optimizer.refresh_fp32_params()
     return engine
 
 
@@ -132,19 +135,6 @@ def takes_flat_adamw(run: RunSettings) -> bool:
         and params.keys() <= OPTIONS | REQUIRED.keys()
         and all(params.get(name, value) is value for name, value in REQUIRED.items())
     )
-
-
-def _undo_initial_step(optimizer: Any) -> None:
-    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
-    their state.
-
-    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
-    steps.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if inner is not None:
-        inner.state.clear()
-        optimizer.refresh_fp32_params()
 
 
 def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:

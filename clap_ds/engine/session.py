@@ -5,6 +5,7 @@ it, and all that a run that steps has at hand. The steps are the command's.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
-        record = RunDirectory(on_first(lambda: _describe(run, ranks, device, here, everywhere)))
+        record = RunDirectory(on_first(lambda: _describe(run, ranks, here, everywhere)))
     if ranks.is_first:
+        record.update_summary(device_type=device.type)
         if ranks.job_folder is not None:
             (ranks.job_folder / "run_directory").write_text(f"{record.path}\n")
         print(f"run directory: {record.path}", flush=True)
@@ -85,30 +87,24 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     record.close()
 
 
-def _describe(
-    run: RunSettings, ranks: Ranks, device: torch.device, here: Environment, everywhere: list[tuple[str, str]]
-) -> Path:
+def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
     """Make the run directory with its first files, of what is run on what; `everywhere` has each rank's host and device."""
     root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
-    hosts = list(dict.fromkeys(host for host, _ in everywhere))
+    per_host = Counter(host for host, _ in everywhere)
+    places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
+    places |= {"gpus_per_node": [*per_host.values()], "device_names": sorted({name for _, name in everywhere})}
     try:
         record = RunDirectory(RunDirectory.create(Path(root), run.label).path.resolve())
         start_log(record.path / "rank0.log")
         record.write_json("config.json", run.resolved())
-        record.write_json(
-            "environment.json",
-            here
-            | {"world_size": ranks.world_size, "num_nodes": len(hosts), "hosts": hosts}
-            | {"gpus_per_node": [sum(host == h for h, _ in everywhere) for host in hosts]}
-            | {"device_names": sorted({name for _, name in everywhere})},
-        )
+        record.write_json("environment.json", {**here, **places})
     except OSError as error:
         raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
     record.update_summary(
         state="running",
         error=None,
         preset=run.clap.model.preset,
-        num_nodes=len(hosts),
+        num_nodes=len(per_host),
         world_size=ranks.world_size,
         micro_batch_per_gpu=sizes.micro_batch,
         gradient_accumulation_steps=sizes.accumulation_steps,
@@ -117,7 +113,6 @@ def _describe(
         text=run.clap.text,
         precision=run.precision,
         device_name=here["device_name"],
-        device_type=device.type,
     )
     return record.path
 
