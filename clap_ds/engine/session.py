@@ -169,7 +169,6 @@ class Session:
 def ready_to_step(
     run: RunSettings,
     ranks: Ranks,
-    device: torch.device,
     record: RunDirectory,
     engine: ClapEngine,
     *,
@@ -192,14 +191,14 @@ def ready_to_step(
             rank=ranks.rank,
             world_size=ranks.world_size,
             seed=run.clap.seed,
-            device=device,
+            device=engine.device,
             pack_captions=run.clap.text == "packed",
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
     with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
-            yield Session(run, ranks, device, record, engine, batches, scalars)
+            yield Session(run, ranks, engine.device, record, engine, batches, scalars)
         finally:
             watch.ending()
             scalars.write()
