@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +29,6 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
-MOST_GPUS = 2**16
-"""Whose loss is recorded tile by tile in some 20 s."""
 DELAYS_FROM = "jupiter_htsat_tiny"
 """The published series whose waiting for the slowest rank is assumed."""
 
@@ -48,8 +43,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="default: 4")
     add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
     add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
-    told = "what the model is fed: with mel, log-mel features of prepared shards, there is no STFT (default: waveform)"
-    add("--audio", choices=("waveform", "mel"), default="waveform", help=told)
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
     add_options(parser, "--node_gbytes_per_s", *PRICE_OPTIONS)
     add("--json", action="store_true", help="print JSON")
@@ -59,34 +52,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Plan and print; a UserError for a bad configuration, GPU or caption length."""
     arguments = parse_arguments(argv)
-    if (most := max(arguments.nodes) * arguments.gpus_per_node) > MOST_GPUS:
-        raise UserError(f"--nodes, --gpus_per_node: plans are made for up to {MOST_GPUS:,} GPUs, found {most:,}")
     if arguments.price_per_gpu_hour and not arguments.samples:
         raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
-    smallest = min(arguments.nodes) * arguments.gpus_per_node
-    gpu, run = gpu_named(arguments.gpu), _changed(load_run(arguments.deepspeed_config, smallest), arguments)
+    gpu = gpu_named(arguments.gpu)
+    run = _changed(load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node), arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
-    try:
-        report = make_plan(run, gpu, arguments)
-    except ValueError as error:
-        raise UserError(f"{run.path}: {error}") from error
+    report = make_plan(run, gpu, arguments)
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
 
 
 def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
-    clap, micro_batch = run.clap, arguments.micro_batch
-    if arguments.text_tokens:
-        longest = clap.preset().text.max_tokens
-        if arguments.text_tokens > longest:
-            reserved = " (of RoBERTa's 514, two are reserved)" if longest == 512 else ""
-            wanted = f"{clap.model.preset} has positions for {longest}{reserved}"
-            raise UserError(f"--text_tokens {arguments.text_tokens}: {wanted}")
+    """The run with the options' micro-batch and caption length."""
+    clap, deepspeed, tokens = run.clap, dict(run.deepspeed), arguments.text_tokens
+    if tokens:
+        if tokens > (longest := clap.preset().text.max_tokens):
+            raise UserError(f"--text_tokens {tokens}: {clap.model.preset} has positions for {longest}")
         data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
-        clap = clap.model_copy(update={"text_tokens": arguments.text_tokens, "data": data})
-    deepspeed = dict(run.deepspeed)
-    if micro_batch:
-        deepspeed[MICRO_BATCH] = micro_batch
+        clap = clap.model_copy(update={"text_tokens": tokens, "data": data})
+    if arguments.micro_batch:
+        deepspeed[MICRO_BATCH] = arguments.micro_batch
         deepspeed.pop(GLOBAL_BATCH, None)
+    elif GLOBAL_BATCH in deepspeed and len(set(arguments.nodes)) > 1:
+        given = f"{GLOBAL_BATCH} {deepspeed[GLOBAL_BATCH]} holds at one scale, --nodes gives {len(arguments.nodes)}"
+        raise UserError(f"{run.path}: {given}; expected one, or {MICRO_BATCH} (--micro_batch), which holds at all")
     return RunSettings(run.path, clap, deepspeed)
 
 
@@ -96,51 +84,41 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     from clap_ds.planning.step import check_plannable, trace_loss, trace_step
 
     check_plannable(run)
-    nodes, per_node = sorted(set(arguments.nodes)), arguments.gpus_per_node
-    smallest, largest = nodes[0] * per_node, nodes[-1] * per_node
-    if GLOBAL_BATCH in run.deepspeed and smallest != largest:
-        given = f"{GLOBAL_BATCH} {run.deepspeed[GLOBAL_BATCH]} holds at one scale, --nodes gives {len(nodes)}"
-        raise ValueError(f"{given}; expected one, or {MICRO_BATCH} (--micro_batch), which holds at all")
+    nodes = sorted(set(arguments.nodes))
+    smallest, largest = (count * arguments.gpus_per_node for count in (nodes[0], nodes[-1]))
     few, many = (trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest))
-    loss_bytes = max(0, many - few)
+    own, found = trace_step(run, run.micro_batch, world_size=smallest), None
 
-    def peak_gib(step: Step) -> float:
-        extra = loss_bytes * step.micro_batch // run.micro_batch
-        return sum(memory_parts(step, largest, extra).values())
+    def memory(step: Step) -> dict[str, float]:
+        """By part at the largest scale, where the loss takes more than at the smallest, which is recorded."""
+        return memory_parts(step, largest, max(0, many - few) * step.micro_batch // run.micro_batch)
 
-    traced = partial(trace_step, world_size=smallest, front_end=arguments.audio == "waveform")
-    own = traced(run, run.micro_batch)
-    found = None
+    def peak_gib(micro_batch: int) -> float:
+        step = own if micro_batch == run.micro_batch else trace_step(run, micro_batch, world_size=smallest)
+        return sum(memory(step).values())
+
     if arguments.find_micro_batch:
-        peaks = {run.micro_batch: peak_gib(own)}
-        found = largest_micro_batch(
-            lambda size: peaks.get(size) or peak_gib(traced(run, size)), run.micro_batch, gpu.memory_gib
-        )
-    chosen = _speed(own, gpu, run.clap.compile != "off")
+        found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
+    parts, speed, kernels = memory(own), _speed(own, gpu), run.clap.model
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
-        "audio": arguments.audio, "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
-        "attention": _kernel(run.clap.model.attention, "sdpa"), "mlp": _kernel(run.clap.model.mlp, "torch"),
-        "compile": run.clap.compile, "fits": peak_gib(own) <= gpu.memory_gib, "peak_memory_gib": peak_gib(own), **chosen,
-        "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found,
-        "memory_gib": memory_parts(own, largest, loss_bytes),
+        "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
+        "attention": "sdpa" if kernels.attention == "auto" else kernels.attention,
+        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp,
+        "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
+        "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,
-        "scales": _scales(run, gpu, chosen, own.num_parameters, nodes, arguments),
-        "assumed": _assumed(run, gpu, arguments),
+        "scales": _scales(run, gpu, speed["step_s"], own.num_parameters, nodes, arguments),
+        "assumed": _assumed(gpu, arguments.node_gbytes_per_s),
     }  # fmt: skip
 
 
-def _kernel(setting: str, without_triton: str) -> str:
-    return without_triton if setting == "auto" else setting
-
-
-def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
+def _speed(step: Step, gpu: Gpu) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
-    from clap_ds.planning.roofline import fused, rates_of, seconds_by_part
+    from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
 
-    recorded = [each for each in step.recorded.operations if not each.is_collective]
-    operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
-    by_case = {case: seconds_by_part(operations, rates) for case, rates in rates_of(gpu).items()}
+    operations = [(each, step.times(each)) for each in step.recorded.operations if not each.is_collective]
+    by_case = {case: seconds_by_part(operations, rates_of(gpu, case)) for case in CASES}
     return {
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
         "step_s": {part: {case: parts[part] for case, parts in by_case.items()} for part in by_case["middle"]},
@@ -151,33 +129,33 @@ def _speed(step: Step, gpu: Gpu, compiled: bool) -> dict[str, Any]:
 
 
 def _scales(
-    run: RunSettings, gpu: Gpu, chosen: dict[str, Any], num_parameters: int, nodes: Sequence[int],
+    run: RunSettings, gpu: Gpu, step_s: dict[str, dict[str, float]], num_parameters: int, nodes: list[int],
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rates and efficiency at each number of nodes. They are between those of two cases: waiting for the slowest rank is as
     long as in the published runs, or as long a share of the step."""
     published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv").fit()
-    accumulated = run.gradient_accumulation_steps
+    per_node, accumulated = arguments.gpus_per_node, run.gradient_accumulation_steps
+    workload = Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, per_node)
+    machine = Machine(
+        1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
+        1e12 * gpu.bf16_tflops, 1e12 * gpu.memory_tbytes_per_s,
+    )  # fmt: skip
     by_case: dict[str, list[float]] = {}
-    for case in ("low", "middle", "high"):
-        seconds = {part: cases[case] / accumulated for part, cases in chosen["step_s"].items()}
+    for case in step_s["step"]:
+        seconds = {part: cases[case] / accumulated for part, cases in step_s.items()}
         shrink = seconds["step"] / published.step_s(1)
         model = StepModel(
-            Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, arguments.gpus_per_node),
-            Machine(1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
-                    1e12 * gpu.bf16_tflops, 1e12 * gpu.memory_tbytes_per_s),
-            method_of(run.resolved()),
-            compute_s=seconds["step"] - seconds["loss"],
-            window_s=seconds.get("audio backward", 0) + seconds.get("text backward", 0),
-            shape=published.shape,
+            workload, machine, method_of(run.resolved()), compute_s=seconds["step"] - seconds["loss"],
+            delay_s=published.delay_s * {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}[case],
+            window_s=seconds.get("audio backward", 0) + seconds.get("text backward", 0), shape=published.shape,
         )  # fmt: skip
-        shares = {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}
-        by_case[case] = [replace(model, delay_s=published.delay_s * shares[case]).rate(n) for n in nodes]
-    price, rows = arguments.price_per_gpu_hour, []
+        by_case[case] = [model.rate(count) for count in nodes]
+    rows = []
     for place, count in enumerate(nodes):
         rates = {case: found[place] for case, found in by_case.items()}
         efficiency = {case: 100 * found[place] / found[0] for case, found in by_case.items()}
-        gpus = count * arguments.gpus_per_node
+        gpus = count * per_node
         row: dict[str, Any] = {
             "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle"],
             "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
@@ -186,65 +164,49 @@ def _scales(
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
             row["gpu_hours"] = gpus * row["hours"]
-            row |= {"money": price * row["gpu_hours"]} if price else {}
+            if arguments.price_per_gpu_hour:
+                row["money"] = arguments.price_per_gpu_hour * row["gpu_hours"]
         rows.append(row)
     return rows
 
 
-def _assumed(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> list[str]:
+def _assumed(gpu: Gpu, node_gbytes_per_s: float) -> list[str]:
     from clap_ds.planning import memory, roofline
 
-    def shares(found: dict[str, float]) -> str:
-        return "–".join(f"{100 * value:.0f}" for value in (found["low"], found["high"])) + " %"
-
-    left_open = [name for name in ("attention", "mlp") if getattr(run.clap.model, name) == "auto"]
-    auto = f"`auto` of {' and '.join(f'clap.model.{name}' for name in left_open)} is what a GPU takes without Triton's kernels"
+    product, attention, moved = (
+        f"{100 * share['low']:.0f}–{100 * share['high']:.0f} %"
+        for share in (roofline.PRODUCT_SHARE, roofline.ATTENTION_SHARE, roofline.MEMORY_SHARE)
+    )
     return [
-        *(
-            [f"{auto}; where these are right, the run takes them: name them in the JSON to plan that"]
-            if left_open
-            else []
-        ),
+        "`auto` of clap.model.attention and clap.model.mlp is what a GPU takes without Triton's kernels; where these are"
+        " right, the run takes them: name them in the JSON to plan that",
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"products reach {shares(roofline.PRODUCT_SHARE)} of the peak, fused attention"
-        f" {shares(roofline.ATTENTION_SHARE)}, memory {shares(roofline.MEMORY_SHARE)} of its bandwidth; a kernel takes"
+        f"products reach {product} of the peak, fused attention {attention}, memory {moved} of its bandwidth; a kernel takes"
         f" {1e6 * roofline.KERNEL_S['high']:g}–{1e6 * roofline.KERNEL_S['low']:g} µs at least",
-        "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
+        "towers without clap.compile: of compiled ones, an upper bound of time and memory",
         f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
         f" {100 * memory.FRAGMENTATION:g} % of fragmentation",
-        f"{arguments.node_gbytes_per_s:g} GB/s into a node; waiting for the slowest rank as in the published runs"
+        f"{node_gbytes_per_s:g} GB/s into a node; waiting for the slowest rank as in the published runs"
         f" ({DELAYS_FROM}), unchanged or in proportion to the step; data is always there in time",
     ]
 
 
 def render(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    verdict = "fits" if report["fits"] else "does NOT fit"
-    rate, step = report["samples_per_s_per_gpu"], report["step_s"]
-    lines = [
-        f"## Predicted, nothing measured: {report['preset']} on {report['gpu']}, {report['precision']}, micro-batch"
-        f" {report['micro_batch']}, {report['text_tokens']} text tokens, {report['text']}"
-        + (", fed log-mel features" if report["audio"] == "mel" else ""),
-        f"{report['attention']} attention, {report['mlp']} MLPs, compile {report['compile']}: **{verdict}**,"
-        f" {report['peak_memory_gib']:.1f} of {report['device_memory_gib']:.1f} GiB with {report['scales'][-1]['gpus']:,} GPUs;"
-        f" **{rate['middle']:,.0f} samples/s/GPU** ({rate['low']:,.0f}–{rate['high']:,.0f}) before anything is sent.",
-    ]  # fmt: skip
-    if report["largest_micro_batch"]:
-        lines.append(f"Largest micro-batch that fits: {report['largest_micro_batch']}.")
+    rate, scales = report["samples_per_s_per_gpu"], report["scales"]
+    title = (
+        "## Predicted, nothing measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
+        " tokens, {text}\n\n{attention} attention, {mlp} MLPs: **{verdict}**, {peak_memory_gib:.1f} of"
+        " {device_memory_gib:.1f} GiB with {most:,} GPUs; **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) before"
+        " anything is sent."
+    ).format(verdict="fits" if report["fits"] else "does NOT fit", most=scales[-1]["gpus"], **rate, **report)
+    found = f"Largest micro-batch that fits: {report['largest_micro_batch']}."
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
-    lines.append(markdown_table(["memory at the peak", "GiB"], memory))
-    times = [[part, *(f"{1000 * step[part][case]:.1f}" for case in ("high", "middle", "low"))] for part in step]
-    lines.append(markdown_table(["step", "ms at high rates", "middle", "low"], times))
-    lines.append(_scale_table(report["scales"]))
-    lines.append(
-        f"{report['gigabytes_moved']:.0f} GB moved and {report['kernels']:,} kernels a step, {report['tflop']:.1f} TFLOP."
-    )
-    lines.append("Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]))
-    return "\n\n".join(lines)
-
-
-def _scale_table(scales: list[dict[str, Any]]) -> str:
+    times = [
+        [part, *(f"{1000 * cases[case]:.1f}" for case in ("high", "middle", "low"))]
+        for part, cases in report["step_s"].items()
+    ]
     extra = [name for name in ("hours", "gpu_hours", "money") if name in scales[0]]
     header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s"]
     rows = [
@@ -253,7 +215,15 @@ def _scale_table(scales: list[dict[str, Any]]) -> str:
          f"{each['samples_per_s']:,.0f}", *(significant(each[name]) for name in extra)]
         for each in scales
     ]  # fmt: skip
-    return markdown_table([*header, *(name.replace("_", "-") for name in extra)], rows)
+    return "\n\n".join([
+        title,
+        *([found] if report["largest_micro_batch"] else []),
+        markdown_table(["memory at the peak", "GiB"], memory),
+        markdown_table(["step", "ms at high rates", "middle", "low"], times),
+        markdown_table([*header, *(name.replace("_", "-") for name in extra)], rows),
+        "{gigabytes_moved:.0f} GB moved and {kernels:,} kernels a step, {tflop:.1f} TFLOP.".format(**report),
+        "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),
+    ])  # fmt: skip
 
 
 def command() -> None:

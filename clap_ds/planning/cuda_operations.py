@@ -44,15 +44,9 @@ def like_cuda() -> Iterator[None]:
 
 
 def efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`F.scaled_dot_product_attention` as its memory-efficient kernel computes it, the bias brought into the form it takes."""
     assert not enable_gqa
     if torch.is_autocast_enabled("cpu"):

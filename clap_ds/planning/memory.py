@@ -17,18 +17,13 @@ NCCL_GIB = 0.8
 """Buffers of its channels, where there is more than one rank (assumed)."""
 FRAGMENTATION = 0.03
 """Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
-MULTIPLE = 8
-"""Micro-batches are looked for in multiples of this."""
-LEAP, MOST_TRIES = 4, 8
+MULTIPLE, LEAP, MOST_TRIES = 8, 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
 def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, float]:
-    """GiB by part at the peak, largest first; their sum is the peak.
-
-    Args:
-        loss_bytes: what the loss needs beyond what was recorded, of more ranks.
-    """
+    """GiB by part at the peak, largest first; their sum is the peak. `loss_bytes` are those that the loss needs beyond what
+    was recorded, of more ranks."""
     found: defaultdict[str, float] = defaultdict(float)
     for (part, _), num_bytes in step.recorded.at_peak.items():
         found[_NAMES.get(part, part)] += num_bytes / GIB

@@ -2,12 +2,13 @@
 is more (the roofline, Williams et al. 2009), one after the other.
 
 A GPU reaches only a share of its data sheet's rates. Which share isn't known before a measurement, so that a time has three
-values, of low, middle and high rates. What torch.compile makes of element-wise operations is modelled by `fused`.
+values, of low, middle and high rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +17,15 @@ from clap_ds.flop_count.peaks import Gpu
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
-PRODUCT_SHARE = dict(zip(CASES, (0.50, 0.60, 0.70), strict=True))
+PRODUCT_SHARE = {"low": 0.50, "middle": 0.60, "high": 0.70}
 """Of the peak, in matrix products and convolutions: the models' are narrower than those that reach 80 %."""
-ATTENTION_SHARE = dict(zip(CASES, (0.15, 0.25, 0.40), strict=True))
+ATTENTION_SHARE = {"low": 0.15, "middle": 0.25, "high": 0.40}
 """Of the peak, in fused attention: heads are 24 to 64 wide."""
-MEMORY_SHARE = dict(zip(CASES, (0.70, 0.80, 0.90), strict=True))
+MEMORY_SHARE = {"low": 0.70, "middle": 0.80, "high": 0.90}
 """Of the memory's bandwidth, in operations that only move data."""
-KERNEL_S = dict(zip(CASES, (8e-6, 5e-6, 3e-6), strict=True))
+KERNEL_S = {"low": 8e-6, "middle": 5e-6, "high": 3e-6}
 """Least time of a kernel: what Python takes to launch the next."""
+TOWERS = ("audio", "text")
 ATTENTION = tuple(
     name + direction
     for name in ("aten._scaled_dot_product_efficient_attention", "clap_ds.window_attention", "torch_attn._varlen_attn")
@@ -33,14 +35,8 @@ ATTENTION = tuple(
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device reaches.
-
-    Attributes:
-        flops_per_s: of matrix products, by dtype.
-        bytes_per_s: of what an operation reads and writes.
-        kernel_s: least time of an operation.
-        flops_per_s_of: of some operations by name, where they differ from that.
-    """
+    """What a device reaches: FLOPs a second of matrix products, by dtype, and of operations that reach less, by name; bytes a
+    second that operations read and write; and the least time of one."""
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
@@ -57,65 +53,19 @@ class DeviceRates:
         return max(compute_s, memory_s, self.kernel_s)
 
 
-def rates_of(gpu: Gpu) -> dict[str, DeviceRates]:
-    """What a GPU is assumed to reach, by `CASES`."""
-    found = {}
-    for case in CASES:
-        fast, slow = (PRODUCT_SHARE[case] * 1e12 * tflops for tflops in (gpu.bf16_tflops, gpu.fp32_tflops))
-        by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
-        attention = ATTENTION_SHARE[case] * 1e12 * gpu.bf16_tflops
-        memory = MEMORY_SHARE[case] * 1e12 * gpu.memory_tbytes_per_s
-        found[case] = DeviceRates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
-    return found
-
-
-def fused(operations: Sequence[Operation], parts: Collection[str] = ("audio", "text")) -> list[Operation]:
-    """What torch.compile leaves of the operations of some parts: those between two products, FFTs or custom operations become
-    one kernel, which reads once what comes from before and writes only what is used after it.
-
-    An optimistic model of Inductor in that it keeps everything in registers, a pessimistic one in that it recomputes nothing.
-    """
-    last_read = {number: place for place, op in enumerate(operations) for number, _ in op.read}
-    result: list[Operation] = []
-    group: list[Operation] = []
-
-    def close(place: int) -> None:
-        if group:
-            result.append(_merged(group, {number for number, last in last_read.items() if last >= place}))
-            group.clear()
-
-    for place, operation in enumerate(operations):
-        if not operation.launches:
-            continue
-        fusible = operation.part in parts and not operation.flops and operation.name.startswith("aten.")
-        if not fusible or (group and (group[0].part, group[0].backward) != (operation.part, operation.backward)):
-            close(place)
-        (group if fusible else result).append(operation)
-    close(len(operations))
-    return result
-
-
-def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operation:
-    read: dict[int, int] = {}
-    written: dict[int, int] = {}
-    for operation in group:
-        for number, num_bytes in operation.read:
-            if number not in written:
-                read[number] = max(read.get(number, 0), num_bytes)
-        for number, num_bytes in operation.written:
-            written[number] = max(written.get(number, 0), num_bytes)
-    kept = tuple((number, num_bytes) for number, num_bytes in written.items() if number in used_later)
-    first = group[0]
-    return Operation(
-        "fused", first.part, first.backward, 0, tuple(read.items()), kept, True, first.dtype, (),
-    )  # fmt: skip
+def rates_of(gpu: Gpu, case: str) -> DeviceRates:
+    """What a GPU is assumed to reach, low, middle or high."""
+    fast, slow = (PRODUCT_SHARE[case] * 1e12 * tflops for tflops in (gpu.bf16_tflops, gpu.fp32_tflops))
+    by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
+    attention = ATTENTION_SHARE[case] * 1e12 * gpu.bf16_tflops
+    memory = MEMORY_SHARE[case] * 1e12 * gpu.memory_tbytes_per_s
+    return DeviceRates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
     """Seconds of operations, each done so many times, by `part` and direction: `audio forward`, …, and in all (`step`)."""
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for operation, times in operations:
-        direction = "backward" if operation.backward else "forward"
-        name = f"{operation.part} {direction}" if operation.part in ("audio", "text") else operation.part
-        found[name] = found.get(name, 0.0) + times * rates.seconds(operation)
+        direction = " backward" if operation.backward else " forward"
+        found[operation.part + direction * (operation.part in TOWERS)] += times * rates.seconds(operation)
     return {**found, "step": sum(found.values())}

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,26 +40,16 @@ CPU = torch.device("cpu")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """Of DeepSpeed's sections, those that say what a step computes and holds."""
 PARTS = {
-    "data_wait": "batches",
-    "forward": "gradients",
-    "loss": "loss",
-    "backward": "gradients",
-    "optimizer": "optimizer",
-}
+    "data_wait": "batches", "forward": "gradients", "loss": "loss", "backward": "gradients", "optimizer": "optimizer",
+}  # fmt: skip
 """A phase of the engine's step → the part of what it does outside the towers and autograd: a forward pass, to have torch's
 reducer make its buckets."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded step.
-
-    Attributes:
-        recorded: of at least one micro-batch and one update.
-        num_samples: of one rank, in the whole step.
-        repeats: how often the step does what was recorded of micro-batches.
-        num_parameters: trained ones.
-    """
+    """A recorded step: at least one micro-batch and one update, a rank's samples in the whole step, how often it does what was
+    recorded of micro-batches, and the number of trained parameters."""
 
     recorded: Recorded
     micro_batch: int
@@ -82,12 +71,6 @@ def check_plannable(run: RunSettings) -> None:
         raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {kind!r}")
 
 
-def with_model_settings(run: RunSettings, **changes: Any) -> RunSettings:
-    """The run with fields of `clap.model` replaced."""
-    model = run.clap.model.model_copy(update=changes)
-    return RunSettings(run.path, run.clap.model_copy(update={"model": model}), run.deepspeed)
-
-
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     """Real tokens of a batch's captions: synthetic ones' as many of each length as the run's histogram expects; others are
     taken to be full."""
@@ -103,18 +86,9 @@ def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     return lengths
 
 
-def trace_step(
-    run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda: bool = True, front_end: bool = True
-) -> Step:
-    """Record a step.
-
-    Args:
-        run: checked by `check_plannable`.
-        micro_batch: in place of the run's.
-        world_size: ranks.
-        cuda: as on a GPU; else as a CPU does it by torch's operations.
-        front_end: batches hold waveforms; else log-mel features, as of mel shards.
-    """
+def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda: bool = True) -> Step:
+    """Record a step of a run checked by `check_plannable`, with this micro-batch in place of its own, on one of so many ranks;
+    as on a GPU, else as a CPU does it by torch's operations."""
     run = _without_side_effects(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
     num_traced = number if cached else min(number, 2)  # every further one is like the second
@@ -134,9 +108,9 @@ def trace_step(
         faked_by(fakes),
     ):
         engine = ClapEngine(run, model, CPU)
-        batches = _batches(run, micro_batch, captions, cuda=cuda, front_end=front_end)
+        batches = _batches(run, micro_batch, captions, cuda=cuda)
         with trace(parts, captions.formulas) as recorded, like_cuda() if cuda else nullcontext():
-            timer: Any = partial(_part_of_phase, recorded)
+            timer: Any = lambda phase: recorded.part(PARTS[phase])  # noqa: E731
             _note_gradients(model, recorded)
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
@@ -168,8 +142,9 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     """The run as the engine is given it: towers uncompiled and by torch's operations, AdamW by the project's, and none of
     DeepSpeed's monitors and timers."""
-    run = with_model_settings(run, text_from_hub=False)
-    clap = run.clap.model_copy(update={"compile": "off", "cpu_kernels": "off", "fused_adam": "torch"})
+    model = run.clap.model.model_copy(update={"text_from_hub": False})
+    plain = {"compile": "off", "cpu_kernels": "off", "fused_adam": "torch"}
+    clap = run.clap.model_copy(update={"model": model, **plain})
     params = run.deepspeed["optimizer"].get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
@@ -179,11 +154,6 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
         "log_level": "error",
     }
     return RunSettings(run.path, clap, config)
-
-
-def _part_of_phase(recorded: Recorded, phase: str) -> AbstractContextManager[None]:
-    """What the engine's timer is for it here."""
-    return recorded.part(PARTS[phase])
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:
@@ -229,22 +199,19 @@ class _Captions:
         return cls(sum(lengths), packed, layout, formulas)
 
 
-def _batches(
-    run: RunSettings, micro_batch: int, captions: _Captions, *, cuda: bool, front_end: bool
-) -> Iterator[Batch]:
+def _batches(run: RunSettings, micro_batch: int, captions: _Captions, *, cuda: bool) -> Iterator[Batch]:
     """As `BatchSource` has them. On a GPU one more is on its way, and beside it what comes from the host in 16 bits."""
-    audio, data = run.clap.preset().audio, run.clap.data
-    shape = (audio.num_samples,) if front_end else audio.feature_shape
+    data, num_samples = run.clap.data, run.clap.preset().audio.num_samples
 
     def make() -> Batch:
         ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
-        return Batch(torch.empty(micro_batch, *shape), ids, mask, captions.num_tokens, captions.packed)
+        return Batch(torch.empty(micro_batch, num_samples), ids, mask, captions.num_tokens, captions.packed)
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
         kept = [make() for _ in range(data.num_batches)]
         yield from itertools.cycle(kept) if cuda else (join([each], CPU) for each in itertools.cycle(kept))
-    is_narrow = not front_end or getattr(data, "waveforms", None) == "int16"
-    ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, *shape, dtype=torch.int16)
+    is_narrow = getattr(data, "waveforms", None) == "int16"
+    ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, num_samples, dtype=torch.int16)
     while True:
         batch, ahead = ahead, make()
         yield batch

@@ -18,7 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,15 +47,12 @@ class Operation:
     """One dispatched operation.
 
     Attributes:
-        name: such as `aten.mm`.
-        part: of the traced code, as `parts` and `Recorded.part` name them; in the backward pass, of what is differentiated.
+        part: of the traced code; in the backward pass, of what is differentiated.
         backward: whether autograd ran it, recomputation included.
         flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
-        read, written: of its inputs and of its results, which storage (a number of its own) and how many bytes of it: each
-            element once, broadcast ones as they lie in memory. Empty where nothing is launched.
-        launches: whether it starts a kernel on a GPU; views and allocations don't.
+        read, written: of its inputs and results, which storage (a number of its own) and how many bytes of it: each element
+            once, broadcast ones as they lie in memory. Empty where nothing is launched, as for views and allocations.
         dtype: of its first floating-point input; without one, of its first such result; None without either.
-        shapes: of its tensors, inputs and then results.
     """
 
     name: str
@@ -66,7 +63,6 @@ class Operation:
     written: tuple[tuple[int, int], ...]
     launches: bool
     dtype: torch.dtype | None
-    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def bytes_moved(self) -> int:
@@ -86,29 +82,28 @@ class _Storage:
     """What it counts as; None before it counts."""
 
 
-@dataclass
-class Recorded:
-    """What was recorded.
+class Recorded(TorchDispatchMode):
+    """Records what is dispatched while it is entered.
 
     Attributes:
         operations: in the order in which they were dispatched.
-        live_bytes: of storages alive now.
-        peak_bytes: most of it at any time.
+        live_bytes, peak_bytes: of storages alive now, and the most at any time.
         at_peak: bytes by (part, whether allocated in the backward pass) at that time.
     """
 
-    operations: list[Operation] = field(default_factory=list)
-    live_bytes: int = 0
-    peak_bytes: int = 0
-    at_peak: dict[tuple[str, bool], int] = field(default_factory=dict)
-    _live: defaultdict[tuple[str, bool], int] = field(default_factory=lambda: defaultdict(int))
-    _storages: dict[int, _Storage] = field(default_factory=dict)
-    _num_storages: int = 0
-    _entered: list[tuple[int, str]] = field(default_factory=lambda: [(0, OTHER)])
+    def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.live_bytes = self.peak_bytes = 0
+        self.at_peak: dict[tuple[str, bool], int] = {}
+        self._live: defaultdict[tuple[str, bool], int] = defaultdict(int)
+        self._storages: dict[int, _Storage] = {}
+        self._num_storages = 0
+        self._entered = [(0, OTHER)]
+        self._formulas = FORMULAS | dict(formulas or {})
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
-        """Sum of one of `Operation`'s numbers (`flops`, `bytes_moved`, `launches`, …), collectives left out, over those of a
-        part or of one direction."""
+        """Sum of one of `Operation`'s numbers, collectives left out, over those of a part or of one direction."""
         return sum(
             int(getattr(operation, what))
             for operation in self.operations
@@ -118,13 +113,14 @@ class Recorded:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What is dispatched within, and its backward pass, is part `name`."""
-        before = self._enter(name)
+        before = self.enter(name)
         try:
             yield
         finally:
-            self._enter(before)
+            self.enter(before)
 
-    def _enter(self, name: str) -> str:
+    def enter(self, name: str) -> str:
+        """What follows is part `name`; returns the part before."""
         self._entered.append((torch.autograd._get_sequence_nr(), name))
         return self._entered[-2][1]
 
@@ -141,6 +137,35 @@ class Recorded:
         self.operations.clear()
         self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func._overloadpacket)
+        if func.namespace == "prim":  # asks for a fake tensor's device
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # composites reach this only in inference mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
+            return False if args[0].dtype == torch.bool else 0
+        where, inputs = self._where(), _tensors((args, kwargs))
+        read, before = self._places(inputs), self._num_storages
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        written = self._places(outputs + _mutated(func, args, kwargs))
+        is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
+        launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
+        dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
+        formula = self._formulas.get(name) or flop_registry.get(func._overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        moved = (read, written) if launches else ((), ())
+        self.operations.append(Operation(name, *where, flops, *moved, launches, dtype))
+        for storage in map(self._storage, outputs):
+            if storage.where is None and storage.number > before:
+                storage.where = where
+                self._count(storage, 1)
+        return result
+
     def _where(self) -> tuple[str, bool]:
         """Part and direction of what runs now: in backward, the part in which the node's forward was dispatched."""
         node = torch._C._current_autograd_node()
@@ -148,6 +173,10 @@ class Recorded:
             return self._entered[-1][1], False
         place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
         return self._entered[place - 1][1], True
+
+    def _places(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+        distinct = {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}
+        return tuple((self._storage(tensor).number, _bytes(tensor)) for tensor in distinct.values())
 
     def _storage(self, tensor: Tensor) -> _Storage:
         storage = tensor.untyped_storage()
@@ -178,70 +207,18 @@ def trace(
 
     Args:
         parts: name → modules whose forward passes, and the backward passes of these, are that part.
-        formulas: FLOPs of further operations by name, such as `clap_ds.window_attention`, from a call's result and arguments;
-            they come before torch's, which of packed captions know the longest alone.
+        formulas: FLOPs of operations by name, from a call's arguments; they come before torch's, which of packed captions know
+            the longest alone.
     """
-    recorded, before = Recorded(), list[str]()
-
-    def leave(*_: object) -> None:
-        recorded._enter(before.pop())
-
+    recorded, before = Recorded(formulas), list[str]()
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
             for module in modules:
-                enter = partial(lambda name, *_: before.append(recorded._enter(name)), name)
+                enter = partial(lambda name, *_: before.append(recorded.enter(name)), name)
+                leave = lambda *_: recorded.enter(before.pop()) and None  # noqa: E731  (a result would take its place)
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_Tracer(recorded, FORMULAS | dict(formulas or {})))
-        yield recorded
-
-
-class _Tracer(TorchDispatchMode):
-    def __init__(self, recorded: Recorded, formulas: Mapping[str, Formula]) -> None:
-        super().__init__()
-        self._recorded, self._formulas = recorded, formulas
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, recorded, name = kwargs or {}, self._recorded, str(func._overloadpacket)
-        if func.namespace == "prim":  # asks for a fake tensor's device
-            return func(*args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # composites reach this only in inference mode
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
-            return False if args[0].dtype == torch.bool else 0
-        where = recorded._where()
-        inputs = _tensors((args, kwargs))
-        read = self._places(inputs)
-        before = recorded._num_storages
-        result = func(*args, **kwargs)
-        outputs = _tensors(result)
-        written = self._places(outputs + _mutated(func, args, kwargs))
-        is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
-        launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
-        dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
-        shapes = tuple(tuple(tensor.shape) for tensor in inputs + outputs)
-        moved = (read, written) if launches else ((), ())
-        flops = self._flops(func, name, args, kwargs, result)
-        recorded.operations.append(Operation(name, *where, flops, *moved, launches, dtype, shapes))
-        for tensor in outputs:
-            storage = recorded._storage(tensor)
-            if storage.where is None and storage.number > before:
-                storage.where = where
-                recorded._count(storage, 1)
-        return result
-
-    def _places(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-        distinct = {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}
-        return tuple((self._recorded._storage(tensor).number, _bytes(tensor)) for tensor in distinct.values())
-
-    def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
-        if own := self._formulas.get(name):
-            return int(own(result, *args, **kwargs))
-        formula = flop_registry.get(func._overloadpacket)
-        return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        yield stack.enter_context(recorded)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -260,10 +237,10 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
-def _fft(result: Tensor, input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
+def _fft(input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
     points = math.prod(input.shape[dim] for dim in dims)
     return input.numel() / points * fft_flops(points)
 
 
 FORMULAS: dict[str, Formula] = {"aten._fft_r2c": _fft}
-"""FLOPs that torch's registry doesn't have, from an operation's result and arguments."""
+"""FLOPs that torch's registry doesn't have."""

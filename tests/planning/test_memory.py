@@ -18,17 +18,13 @@ from clap_ds.planning.trace import Recorded
 )
 def test_largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit: float, expected: int | None) -> None:
     tried: list[int] = []
-
-    def counted(size: int) -> float:
-        tried.append(size)
-        return peak_gib(size)
-
-    assert largest_micro_batch(counted, start, limit) == expected
+    assert largest_micro_batch(lambda size: tried.append(size) or peak_gib(size), start, limit) == expected
     assert len(tried) <= 7  # each takes a while
 
 
 def test_parts_of_memory_add_up() -> None:
-    recorded = Recorded(at_peak={("audio", False): 3 * GIB, ("audio", True): GIB, ("weights", False): GIB})
+    recorded = Recorded()
+    recorded.at_peak = {("audio", False): 3 * GIB, ("audio", True): GIB, ("weights", False): GIB}
     step = Step(recorded, 8, 1, False, 100)
     parts = memory_parts(step, 1, loss_bytes=GIB)
     assert (parts["audio activations"], parts["weights"], parts["loss"]) == (4, 1, 1)
