@@ -89,8 +89,6 @@ def forward_components(
     """FLOPs of one sample's forward pass by component.
 
     Args:
-        config: sizes.
-        lengths: of the captions.
         convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, and the stretch of
             the spectrogram as nothing; `model` counts what this engine executes: FFTs, the stretch as the matrix
             product it is, no AudioSet head, and in the last text layer only the tokens that are pooled.

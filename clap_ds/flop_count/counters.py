@@ -1,9 +1,7 @@
-"""The same forward cost as `analytic`'s, counted by looking at the model: DeepSpeed's profiler and torch's.
+"""The same forward cost as `analytic`'s, counted by DeepSpeed's profiler while one sample runs through the model on the CPU.
 
-DeepSpeed's profiler watches one sample run through the model on the CPU; torch's counter sees the operations dispatched
-with their shapes, none of them computed, attention as the products it is made of. What a counter can't see is counted apart,
-from the shapes of the calls themselves, and named: never folded in silently. Counters know torch's operations only, so a model
-must not have been through `clap_ds.native.convert`.
+What it can't see is counted apart, from the shapes of the calls themselves, and named: never folded in silently. It knows
+torch's operations only, so a model must not have been through `clap_ds.native.convert`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,9 +17,6 @@ from unittest import mock
 import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
 from clap_ds.flop_count.analytic import fft_flops
@@ -37,9 +32,9 @@ class Count:
     """FLOPs of one forward pass.
 
     Attributes:
-        counted: what the counter says by itself.
+        counted: what the profiler says by itself.
         unseen: what it can't see, by name, counted from the shapes of the same run.
-        element_wise: what the counter adds for norms, softmax and activations (DeepSpeed's own "flops" above 2 × MACs).
+        element_wise: what it adds for norms, softmax and activations (its own "flops" above 2 × MACs).
     """
 
     counted: float
@@ -73,18 +68,11 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
     return {"audio": total - text - 1, "text": text, "total": total, "trainable": trainable}
 
 
-def run_one_sample(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> None:
-    """One pair, a waveform or without a front end features, with a caption of so many tokens, up to all of the position
-    table's rows."""
+def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
+    """Of one waveform and a caption of so many tokens, up to all of the position table's rows."""
     # RoBERTa numbers real tokens from 2, and would run out of its 514 positions after 512; padding is not numbered.
-    captions = torch.full((1, text_tokens), PAD_TOKEN_ID)
-    audio = model.config.audio
-    model(torch.zeros(1, *((audio.num_samples,) if front_end else audio.feature_shape)), captions, None)
-
-
-def count_by_deepspeed(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> Count:
-    """2 × MACs of DeepSpeed's flops profiler for one sample."""
-    return profile_by_deepspeed(FlopsProfiler(model), lambda: run_one_sample(model, text_tokens, front_end=front_end))
+    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, text_tokens), PAD_TOKEN_ID)
+    return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
 
 
 def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
@@ -106,28 +94,10 @@ def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object])
             profiler.end_profile()
 
 
-def count_by_torch(model: ClapModel, text_tokens: int, *, front_end: bool = True) -> Count:
-    """torch's FlopCounterMode for one sample. It doesn't know FFTs."""
-    fakes, by_products = FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH)
-    with fakes, by_products, FlopCounterMode(display=False) as counter, _tally((torch, "stft", FFT, _stft)) as unseen:
-        run_one_sample(model, text_tokens, front_end=front_end)
-    return Count(float(counter.get_total_flops()), dict(unseen))
-
-
-def unseen_by_deepspeed() -> AbstractContextManager[dict[str, float]]:
-    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside. To be entered before the profiler starts."""
-    products = [(owner, name, BROADCAST, _missed) for owner, name in PRODUCTS]
-    return _tally((torch, "stft", FFT, _stft), *products)
-
-
 @contextmanager
-def _tally(*functions: tuple[Any, str, str, Callable[..., float]]) -> Iterator[dict[str, float]]:
-    """Add up FLOPs by name, from the shapes of calls. To be entered before DeepSpeed's profiler starts, which wraps the same
-    functions.
-
-    Args:
-        functions: owner and attribute, what its FLOPs are called, and those of a call from its result and arguments.
-    """
+def unseen_by_deepspeed() -> Iterator[dict[str, float]]:
+    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside, from the shapes of calls. To be entered before
+    the profiler starts, which wraps the same functions."""
     flops: dict[str, float] = defaultdict(float)
 
     def noting(function: Callable[..., Any], name: str, formula: Callable[..., float]) -> Callable[..., Any]:
@@ -139,10 +109,10 @@ def _tally(*functions: tuple[Any, str, str, Callable[..., float]]) -> Iterator[d
 
         return noted
 
+    products = [(owner, name, BROADCAST, _missed) for owner, name in PRODUCTS]
     with ExitStack() as stack:
-        for owner, attribute, name, formula in functions:
-            wrapped = noting(getattr(owner, attribute), name, formula)
-            stack.enter_context(mock.patch.object(owner, attribute, wrapped))
+        for owner, name, kind, formula in [(torch, "stft", FFT, _stft), *products]:
+            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name), kind, formula)))
         yield flops
 
 

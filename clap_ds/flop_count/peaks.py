@@ -110,13 +110,9 @@ def gpu_named(name: str) -> Gpu:
 
 
 def utilization(
-    published_flops: float,
-    training_flops: float,
-    samples_per_s: float,
-    device_name: str,
-    override_tflops: float | None,
-    recomputed_flops: float = 0.0,
-) -> Summary:
+    published_flops: float, training_flops: float, samples_per_s: float, device_name: str,
+    override_tflops: float | None, recomputed_flops: float = 0.0,
+) -> Summary:  # fmt: skip
     """The summary's fields: model FLOPs utilisation (arXiv 2204.02311, appendix B) in percent in both conventions, achieved
     TFLOPS (of the work really done), and the peak. Without a peak there is no percentage, and `peak_source` says what to do.
 
@@ -128,20 +124,19 @@ def utilization(
         recomputed_flops: forward FLOPs a sample that are done once more, by activation checkpointing or cached accumulation.
             They count as hardware's (`hfu_percent`), never as the model's.
     """
-    peak = peak_for(device_name, override_tflops)
-    per_s = samples_per_s / 1e12
+    peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
     published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
     hardware = achieved + recomputed_flops * per_s
     missing = (
         f"no MFU: the peak of {device_name!r} is not known; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
+
+    def percent(tflops: float) -> float | None:
+        return 100 * tflops / peak.bf16_tflops if peak else None
+
     return {
-        "mfu_published_percent": None if peak is None else 100 * published / peak.bf16_tflops,
-        "mfu_model_percent": None if peak is None else 100 * achieved / peak.bf16_tflops,
-        "hfu_percent": None if peak is None else 100 * hardware / peak.bf16_tflops,
-        "achieved_tflops": achieved,
-        "hardware_tflops": hardware,
-        "peak_tflops": None if peak is None else peak.bf16_tflops,
-        "peak_source": missing if peak is None else peak.source,
-    }
+        "mfu_published_percent": percent(published), "mfu_model_percent": percent(achieved), "hfu_percent": percent(hardware),
+        "achieved_tflops": achieved, "hardware_tflops": hardware,
+        "peak_tflops": peak and peak.bf16_tflops, "peak_source": peak.source if peak else missing,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Both counters agree with the closed form to the last FLOP, and find the published figures themselves; parameters too."""
+"""DeepSpeed's profiler agrees with the closed form to the last FLOP, and finds the published figures itself; parameters too."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.model import AudioConfig, ClapConfig, ProjectionConfig, TextConfig, load_preset
 from clap_ds.flop_count import counters
-from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components, forward_flops
+from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
 
@@ -41,25 +41,19 @@ CASES = [(MICRO, 66), (odd_config(), 17)]
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize(("config", "tokens"), CASES, ids=[f"{c.name}-{tokens}" for c, tokens in CASES])
-def test_counters_agree_to_the_last_flop(config: ClapConfig, tokens: int, convention: Convention) -> None:
+def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, convention: Convention) -> None:
     expected = forward_components(config, TextLengths.fixed(tokens), convention)
     model = MODELS[convention](config)
-    by_deepspeed, by_torch = (f(model, tokens) for f in (counters.count_by_deepspeed, counters.count_by_torch))
-    assert by_deepspeed.total == by_torch.total == expected["forward"]
-    # What was added is what each counter is known not to see, no more.
-    unseen = {counters.FFT: expected["fft"]} if convention == "model" else {}
-    assert by_deepspeed.unseen == by_torch.unseen == unseen
-    fed = forward_flops(config, TextLengths.fixed(9), convention, front_end=False)
-    found = [f(model, 9, front_end=False) for f in (counters.count_by_deepspeed, counters.count_by_torch)]
-    assert [(count.counted, count.unseen) for count in found] == [(fed, {})] * 2
+    found = counters.count_by_deepspeed(model, tokens)
+    assert found.total == expected["forward"]
+    # What was added is what the profiler is known not to see, no more.
+    assert found.unseen == ({counters.FFT: expected["fft"]} if convention == "model" else {})
 
 
 @pytest.mark.parametrize(("preset", "expected"), [(TINY, 111.1958), (BASE, 130.0878)])
-def test_both_counters_give_the_published_figure_by_themselves(preset: str, expected: float) -> None:
-    model = published_model(load_preset(preset))
-    for count in (counters.count_by_deepspeed, counters.count_by_torch):
-        found = count(model, 514)
-        assert (found.counted / 1e9, found.unseen) == (pytest.approx(expected, abs=1e-4), {})
+def test_the_profiler_gives_the_published_figure_by_itself(preset: str, expected: float) -> None:
+    found = counters.count_by_deepspeed(published_model(load_preset(preset)), 514)
+    assert (found.counted / 1e9, found.unseen) == (pytest.approx(expected, abs=1e-4), {})
 
 
 @pytest.mark.parametrize(("preset", "expected"), [(TINY, (31.98, 125.30, 157.28)), (BASE, (74.52, 125.66, 200.18))])
