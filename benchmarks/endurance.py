@@ -87,55 +87,55 @@ def training(config: Path, num_ranks: int) -> Iterator[list[subprocess.Popen[str
                 process.wait()
 
 
-def said(config: Path) -> str:
-    return (config.parent / "output").read_text()
-
-
 def last_saved(text: str) -> int:
     return max(map(int, re.findall(r"^saved .*step-(\d+)(?:-\d+)?:", text, re.MULTILINE)), default=0)
 
 
+def interrupted(
+    config: Path, num_ranks: int, chance: random.Random, longest_s: float | None
+) -> tuple[float, bool, str]:
+    """Train and signal a random rank at a random moment, the first time once some checkpoints are there. Seconds until then,
+    whether the run was left hanging, and rank 0's output."""
+    output = config.parent / "output"
+    with training(config, num_ranks) as ranks:
+        begin = time.monotonic()
+        if longest_s is None:
+            while last_saved(output.read_text()) < 20 and time.monotonic() - begin < LIMIT_S:
+                time.sleep(0.05)
+        else:
+            time.sleep(chance.uniform(0.0, longest_s))
+        took_s = time.monotonic() - begin
+        chance.choice(ranks).send_signal(chance.choice(SIGNALS))
+        end = time.monotonic() + LIMIT_S
+        while (running := any(rank.poll() is None for rank in ranks)) and time.monotonic() < end:
+            time.sleep(0.02)
+    return took_s, running, output.read_text()
+
+
 def kills(folder: Path, number: int, num_ranks: int) -> dict[str, Any]:
     """Signals at random moments to random ranks; then what the whole of it learned, against a run that nobody stopped."""
-    chance, config = random.Random(7), write_run(folder, 10**9)
-    checkpoints, longest_s, before = folder / "checkpoints", 0.0, 0
-    count: Counter[str] = Counter()
-    for kill in range(number):
-        with training(config, num_ranks) as ranks:
-            begin = time.monotonic()
-            if kill == 0:  # how long a start and some checkpoints take here
-                while last_saved(said(config)) < 20 and time.monotonic() - begin < LIMIT_S:
-                    time.sleep(0.05)
-                longest_s = time.monotonic() - begin + BEYOND_S
-            else:
-                time.sleep(chance.uniform(0.0, longest_s))
-            chance.choice(ranks).send_signal(chance.choice(SIGNALS))
-            end = time.monotonic() + LIMIT_S
-            while any(process.poll() is None for process in ranks) and time.monotonic() < end:
-                time.sleep(0.02)
-            count["hung"] += any(process.poll() is None for process in ranks)
-        text, newest = said(config), files.newest_good(checkpoints)
+    chance, config, checkpoints = random.Random(7), write_run(folder, 10**9), folder / "checkpoints"
+    longest_s, before, count = None, 0, Counter[str]()
+    for _ in range(number):
+        took_s, hung, text = interrupted(config, num_ranks, chance, longest_s)
+        longest_s = longest_s or took_s + BEYOND_S
+        newest = files.newest_good(checkpoints)
         found = files.Manifest.read(newest).step if newest else 0
-        count["lost"] += found < max(before, last_saved(text))
         resumed = re.search(r"resuming from .*: step (\d+)", text)
-        if "training to" in text:
-            count["silently_anew"] += before > 0 and (resumed is None or int(resumed[1]) < before)
-            count["resumed"] += resumed is not None
-        count["amid_a_checkpoint"] += any(path.name.startswith(".step") for path in checkpoints.glob(".*"))
+        started = "training to" in text
+        count["hung"] += hung
+        count["lost"] += found < max(before, last_saved(text))
+        count["silently_anew"] += started and before > 0 and (resumed is None or int(resumed[1]) < before)
+        count["resumed"] += started and resumed is not None
+        count["amid_a_checkpoint"] += any(checkpoints.glob(".step*"))
         before = found
-    whole = folder / "whole"
-    whole.mkdir()
+    (whole := folder / "whole").mkdir()
     with training(write_run(whole, before * 2 * num_ranks, 1000), num_ranks) as ranks:
         ranks[0].wait(timeout=10 * LIMIT_S)
-    losses = [losses_of(path, before) for path in (folder, whole)]
-    same = losses[0] == losses[1] and len(losses[0]) == before
-    names = ("lost", "hung", "resumed", "silently_anew", "amid_a_checkpoint")
-    row: dict[str, Any] = {name: count[name] for name in names} | {
-        "ranks": num_ranks,
-        "signals": number,
-        "steps": before,
-    }
-    return row | {"losses": "the same to the bit" if same else "LOST: they differ"}
+    ours, theirs = (losses_of(path, before) for path in (folder, whole))
+    same = ours == theirs and len(ours) == before
+    row = {"ranks": num_ranks, "signals": number, "steps": before, **count}
+    return {**row, "losses": "the same to the bit" if same else "LOST: they differ"}
 
 
 def losses_of(folder: Path, last: int) -> dict[int, float]:

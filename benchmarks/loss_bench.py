@@ -29,7 +29,7 @@ from clap_ds.engine.loss import SoftmaxLoss
 from clap_ds.engine.tiles import tiled_row_sums, tiled_softmax_gradient
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import rank_of
-from clap_ds.planning.trace import Recorded, trace
+from clap_ds.planning.trace import trace
 from clap_ds.record.clock import seconds
 from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
@@ -97,8 +97,9 @@ def measure(sizes: tuple[int, int], repeats: int, device: torch.device, dtype: t
     return {**row, "ratio": row["exact_local"]["seconds"] / row["gather_with_gradient"]["seconds"]}
 
 
-def recorded(method: str, num_ranks: int, micro_batch: int, joint_dim: int) -> Recorded:
-    """One of `num_ranks` ranks' loss as a GPU would compute it, the gathered features among its memory."""
+def traced(method: str, num_ranks: int, micro_batch: int, joint_dim: int) -> dict[str, Any]:
+    """A row of the traced table: one of `num_ranks` ranks' loss as a GPU would compute it, the gathered features among its
+    memory."""
     with rank_of(num_ranks), FakeTensorMode(), like_cuda(), trace() as found:
         if method == "exact_local":
             audio_BD, text_BD = (torch.empty(micro_batch, joint_dim, requires_grad=True) for _ in range(2))
@@ -107,22 +108,12 @@ def recorded(method: str, num_ranks: int, micro_batch: int, joint_dim: int) -> R
             with torch.autocast("cpu", torch.bfloat16):
                 audio_ND, text_ND = (torch.empty(num_ranks * micro_batch, joint_dim) for _ in range(2))
                 gather_with_gradient(audio_ND, text_ND, micro_batch, torch.ones(1))
-    return found
-
-
-def traced(method: str, num_ranks: int, micro_batch: int, joint_dim: int) -> dict[str, Any]:
-    """A row of the traced table."""
-    found = recorded(method, num_ranks, micro_batch, joint_dim)
     num_bytes = found.total("bytes_moved")
     return {
-        "ranks": num_ranks,
-        "method": method,
-        "kernels": found.total("launches"),
-        "gigabytes": num_bytes / 1e9,
-        "passes": num_bytes / (2 * 4 * num_ranks * micro_batch**2),
-        "teraflops": found.total("flops") / 1e12,
+        "ranks": num_ranks, "method": method, "kernels": found.total("launches"), "gigabytes": num_bytes / 1e9,
+        "passes": num_bytes / (2 * 4 * num_ranks * micro_batch**2), "teraflops": found.total("flops") / 1e12,
         "peak_mb": found.peak_bytes / 1e6,
-    }
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,14 +3,13 @@
     python -m benchmarks.peers [--micro_batch 8] [--text_tokens 77] [--precision bf16 fp32] [--rounds 8]
 
 All sides hold the same weights and take the same batch, and each round times one step of each, in turn, so that what else
-the machine does falls on all. Ours in bf16 is the step of `clap_ds/bench.py` on one rank (`engine`); what DeepSpeed and the
-engine cost shows against the same model, loss and AdamW without them (`bare`). HF's runs at its best setting: by autocast or
-by cast weights with fp32 masters, whichever is quicker, and the quicker text attention. Beside it, the same model as the
-loops of open_clip and LAION-CLAP train: by autocast, with torch's AdamW as it comes.
+the machine does falls on all. Ours in bf16 is the step of `clap_ds/bench.py` on one rank (`engine`). HF's runs at its best
+setting: by autocast or by cast weights with fp32 masters, whichever is quicker, and the quicker text attention. Beside it,
+the same model as the loops of open_clip and LAION-CLAP train: by autocast, with torch's AdamW as it comes.
 
 HF's model takes log-mel features where ours takes waveforms: it is given them by this project's front end on the same device,
 timed as part of its step; its own extractor, clip by clip in NumPy, would be slower. Random regularisation is off on all sides,
-or the losses could not be compared; `--noise` times the steps with dropout 0.1 and compares losses that noise makes differ.
+or the losses could not be compared.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import choose_device, in_turns, make_parser, show, table
-from benchmarks.sides import EngineSide, Side, add_step_options, make_batch, our_model, our_side, peer_side
+from benchmarks.sides import EngineSide, Side, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model_names import preset_names
 from clap_ds.native.convert import report
 from clap_ds.ranks.distributed import Ranks, initialize
 from clap_ds.record.hardware import device_name
@@ -36,7 +36,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 COMPARED = {"forward": ("front_end", "forward")} | {name: (name,) for name in ("backward", "optimizer", "step")}
 """What ratios are given of, and the parts of a step that make it up."""
 PARTS = ("front_end", *COMPARED)
-BARE = "ours, bare"
 SIDES = f"ms {{side}}{''.join(f' | {part} {{{part}:.1f}}' for part in PARTS)} | first loss {{loss:.5f}}"
 SPEEDS = "part {part} | ours, × its speed {median:.2f} | interval {low:.2f}–{high:.2f} ({coverage:.0%})"
 Times = Sequence[dict[str, float]]
@@ -51,17 +50,18 @@ def ratios(ours: Times, peer: Times, parts: Sequence[str]) -> MedianInterval:
 
 def compare(arguments: argparse.Namespace, config: ClapConfig, precision: str, device: torch.device) -> dict[str, Any]:
     """Time every side of one precision; returns the result as JSON can hold it."""
-    batch, noise = make_batch(arguments, config, device), 0.1 if arguments.noise else 0.0
+    batch = make_batch(arguments, config, device)
     sides: dict[str, Side | EngineSide] = {}
-    for low in ["none"] if precision == "fp32" else arguments.modes:
-        model = our_model(config, device, low=low, noise=noise)
-        sides[f"transformers, {low}"] = peer_side(model, device, low=low, noise=noise)
+    for low in ["none"] if precision == "fp32" else ["autocast", "cast"]:
+        model = our_model(config, device, low)
+        sides[f"transformers, {low}"] = peer_side(model, device, low)
         if low == "autocast":
-            sides["open_clip's loop"] = peer_side(model, device, low=low, loop="open_clip", noise=noise)
-            sides["LAION-CLAP's loop"] = peer_side(model, device, low=low, loop="LAION", noise=noise)
+            sides["open_clip's loop"] = peer_side(model, device, low, "open_clip")
+            sides["LAION-CLAP's loop"] = peer_side(model, device, low, "LAION")
         if low == "cast":
-            sides["ours, engine"] = EngineSide(arguments, batch, noise=noise)
-        sides[BARE if low == "cast" else f"ours, {low}"] = our_side(model, low)
+            sides["ours, engine"] = EngineSide(arguments, batch)
+        else:
+            sides[f"ours, {low}"] = our_side(model, low)
     actions = {name: functools.partial(side.step, batch) for name, side in sides.items()}
     times = in_turns(actions, arguments.rounds, warm_up=2)
     median = {
@@ -98,10 +98,15 @@ def tables(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """1 where the losses disagree."""
     parser = make_parser("peers", __doc__)
-    add_step_options(parser)
-    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
-    parser.add_argument("--modes", nargs="+", choices=("autocast", "cast"), default=["autocast", "cast"])
-    parser.add_argument("--noise", action="store_true", help="dropout, drop path and SpecAugment while timing")
+    add = parser.add_argument
+    add("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
+    add("--text_tokens", type=int, default=77)
+    lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
+    add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
+    add("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
+    add("--micro_batch", type=int, default=8)
+    add("--rounds", type=int, default=8)
+    add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     arguments = parser.parse_args(argv)
     device, config = choose_device(), load_preset(arguments.preset)
     text = (

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import AudioConfig, ClapConfig
-from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
@@ -24,9 +23,7 @@ from clap_ds.data.sources import build_batches
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import MIN_POWER, LogMel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.native.adamw import native_adamw
 from clap_ds.native.convert import convert
-from clap_ds.native.library import unavailable
 from clap_ds.record.clock import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
@@ -34,19 +31,8 @@ from clap_ds.weights.hf_config import config_to_transformers
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which step is timed."""
-    parser.add_argument("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
-    parser.add_argument("--text_tokens", type=int, default=77)
-    lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
-    parser.add_argument("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
-    parser.add_argument("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
-    parser.add_argument("--micro_batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=8)
-
-
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
-    """Noise and random captions on the device, as `add_step_options` asks."""
+    """Noise and random captions on the device, as the options of `benchmarks.peers` ask."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
@@ -59,18 +45,16 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
 class EngineSide:
     """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it, in bf16. Ranks have been initialised."""
 
-    def __init__(self, arguments: argparse.Namespace, batch: Batch, *, noise: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, batch: Batch) -> None:
         from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
 
-        model = {"preset": arguments.preset, "drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
+        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
-        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0}
-        config |= {
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
-            "log_level": "error",
-        }
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "log_level": "error",
+        }  # fmt: skip
         run = RunSettings(Path("peers"), ClapSettings.model_validate(settings), config)
         torch.manual_seed(0)
         self.engine = ClapEngine(run, build_model(run, batch.device), batch.device)
@@ -86,59 +70,42 @@ class EngineSide:
 
 
 class MasterAdamW:
-    """AdamW, torch's fused one; 16-bit parameters get fp32 masters, which it steps and copies back. `natively`, this project's
-    CPU kernel steps those, without copies of gradients and masters."""
+    """torch's fused AdamW; 16-bit parameters get fp32 masters, which it steps and copies back."""
 
-    def __init__(self, parameters: list[nn.Parameter], *, natively: bool = False) -> None:
-        self.parameters, self.steps = parameters, 0
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
         self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
         fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
         self.adam = torch.optim.AdamW([*fp32, *self.masters], lr=1e-6, fused=True)
-        self.moments = [[torch.zeros_like(master) for master in self.masters] for _ in range(2)] if natively else []
 
     @torch.no_grad()
     def step(self) -> None:
-        self.steps += 1
-        gradients = [torch.zeros_like(low) if low.grad is None else low.grad.contiguous() for low in self.low]
-        if self.moments:
-            options = {name: self.adam.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            native_adamw(self.low, gradients, self.masters, *self.moments, step=self.steps, **options)
-            self.adam.step()  # of the fp32 parameters: the masters have no gradients
-        else:
-            for master, gradient in zip(self.masters, gradients, strict=True):
-                master.grad = torch.empty_like(master) if master.grad is None else master.grad
-                master.grad.copy_(gradient)
-            self.adam.step()
-            for master, low in zip(self.masters, self.low, strict=True):
-                low.copy_(master)
+        for master, low in zip(self.masters, self.low, strict=True):
+            master.grad = torch.empty_like(master) if master.grad is None else master.grad
+            master.grad.copy_(torch.zeros_like(low) if low.grad is None else low.grad)
+        self.adam.step()
+        for master, low in zip(self.masters, self.low, strict=True):
+            low.copy_(master)
         for parameter in self.parameters:
             parameter.grad = None
 
 
 @dataclass
 class Side:
-    """One implementation, ready to step.
-
-    Attributes:
-        low: how bf16 is used: `autocast`, `cast` (weights in bf16, fp32 masters) or `none` of it.
-        prepare: batch → what `loss` takes; timed as the front end.
-        natively: as of `MasterAdamW`.
-        losses: of the steps taken.
-        optimizer: has `step()`, which also drops the gradients; `MasterAdamW` unless given.
-    """
+    """One implementation, ready to step: how bf16 is used (`autocast`, `cast` with fp32 masters, or `none` of it), what a batch
+    is prepared to for `loss` (timed as the front end), and an optimizer whose `step()` also drops the gradients."""
 
     model: nn.Module
     low: str
     prepare: Callable[[Batch], tuple[Any, ...]]
     loss: Callable[..., Tensor]
-    natively: bool = False
     losses: list[float] = field(default_factory=list)
     optimizer: Any = None
 
     def __post_init__(self) -> None:
         trained = [parameter for parameter in self.model.train().parameters() if parameter.requires_grad]
-        self.optimizer = self.optimizer or MasterAdamW(trained, natively=self.natively)
+        self.optimizer = self.optimizer or MasterAdamW(trained)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One training step: seconds of each of its parts and of the whole, the device synchronised between them."""
@@ -162,20 +129,18 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def our_model(config: ClapConfig, device: torch.device, *, low: str, noise: float = 0.0) -> ClapModel:
-    """This project's model with fresh weights, always the same; `noise` is the rate of dropout and drop path."""
+def our_model(config: ClapConfig, device: torch.device, low: str) -> ClapModel:
+    """This project's model with fresh weights, always the same."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"drop_path": noise, "text_dropout": noise, "spec_augment": noise > 0}
-    model = ClapModel(config, **options, attention=default_kernel(device))
+    model = ClapModel(config, drop_path=0.0, text_dropout=0.0, spec_augment=False, attention=default_kernel(device))
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)
 
 
 def our_side(model: ClapModel, low: str) -> Side:
-    """This project's model at its best: with its CPU kernels where they can be used."""
-    natively = low == "cast" and model.logit_scale.is_cpu and not unavailable()
-    return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)), natively)
+    """This project's model, with its CPU kernels where they can be used, without DeepSpeed."""
+    return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)))
 
 
 class LoopAdamW(torch.optim.AdamW):
@@ -211,12 +176,7 @@ class ConvolutionMel(LogMel):
 
 
 def peer_side(
-    ours: ClapModel,
-    device: torch.device,
-    *,
-    low: str,
-    loop: Literal["open_clip", "LAION"] | None = None,
-    noise: float = 0.0,
+    ours: ClapModel, device: torch.device, low: str, loop: Literal["open_clip", "LAION"] | None = None
 ) -> Side:
     """`transformers.ClapModel` with the weights of ours at its best, or as in the training `loop` of open_clip or LAION-CLAP:
     torch's AdamW as it comes, and LAION's front end. (LAION's loop is fp16, which CPUs are slow at; here it is bf16.)
@@ -225,9 +185,9 @@ def peer_side(
     SDPA's bf16 backward is several times slower.
     """
     hf_config: Any = config_to_transformers(ours.config)
-    hf_config.audio_config.drop_path_rate = noise
-    hf_config.audio_config.hidden_dropout_prob = hf_config.audio_config.attention_probs_dropout_prob = 0.0  # as LAION's
-    hf_config.text_config.hidden_dropout_prob = hf_config.text_config.attention_probs_dropout_prob = noise
+    hf_config.audio_config.drop_path_rate = 0.0
+    for tower in (hf_config.audio_config, hf_config.text_config):
+        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
     model: Any = transformers.ClapModel(hf_config)
     model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
     if device.type == "cuda":

@@ -31,12 +31,11 @@ from clap_ds.flop_count.analytic import (
     forward_components,
     published_flops,
 )  # fmt: skip
-from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD, utilization
-from clap_ds.ranks.accelerator import nvidia_smi
-from clap_ds.record.plausible import doubtful_mfu
+from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
+    from clap_ds.model.clap import ClapModel
 
     Counts = dict[Convention, Count]
 
@@ -52,15 +51,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
     add("--counters", nargs="+", choices=names, default=names, help="default: both")
     add("--json", action="store_true", help="print JSON")
-    rate = "samples/s of one GPU: the MFU that amounts to, by the run's peak"
-    add("--samples_per_s", type=float, metavar="R", help=rate)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Count and print; a UserError for a bad configuration, caption length or rate."""
+    """Count and print; a UserError for a bad configuration or caption length."""
     arguments = parse_arguments(argv)
-    run, rate = load_run(arguments.deepspeed_config), arguments.samples_per_s
+    run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
     if not 1 <= text_tokens <= config.text.max_positions:
@@ -68,14 +65,8 @@ def main(argv: list[str] | None = None) -> None:
             f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the rows of {config.name}'s position"
             f" table (a real caption can use {config.text.max_tokens}: RoBERTa numbers positions from 2)"
         )
-    if rate is not None and not rate > 0:
-        raise UserError(f"--samples_per_s {rate:g}: expected a number above 0")
     counts, parameters = count(config, text_tokens) if "deepspeed" in arguments.counters else ({}, None)
     report = make_report(config, text_tokens, counts) | {"parameters": parameters}
-    if rate:
-        device = next(iter(nvidia_smi()), "this machine's CPU").split(",")[0].strip()
-        counted = published_flops(config), report["model"]["training"] * 1e9
-        report["utilization"] = utilization(*counted, rate, device, run.clap.hardware.peak_tflops)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
@@ -90,7 +81,8 @@ def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]
         from clap_ds.flop_count.published_model import published_model
 
         own, published = build(config), published_model(config)
-        found = {"published": count_by_deepspeed(published, text_tokens), "model": count_by_deepspeed(own, text_tokens)}
+        by_convention: tuple[tuple[Convention, ClapModel], ...] = (("published", published), ("model", own))
+        found = {convention: count_by_deepspeed(model, text_tokens) for convention, model in by_convention}
         return found, parameter_counts(own)
 
 
@@ -167,12 +159,6 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
         notes.append(
             f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
         )
-    if found := report.get("utilization"):
-        percents = (
-            "MFU {mfu_published_percent:.1f} % published, {mfu_model_percent:.1f} % model, of {peak_tflops:g} TFLOPS"
-        )
-        notes.append(percents.format_map(found) if found["peak_tflops"] else found["peak_source"])
-        notes += doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return notes
 
 

@@ -138,5 +138,5 @@ def utilization(
     return {
         "mfu_published_percent": percent(published), "mfu_model_percent": percent(achieved), "hfu_percent": percent(hardware),
         "achieved_tflops": achieved, "hardware_tflops": hardware,
-        "peak_tflops": peak and peak.bf16_tflops, "peak_source": peak.source if peak else missing,
+        "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
     }  # fmt: skip

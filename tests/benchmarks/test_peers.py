@@ -13,7 +13,6 @@ import torch
 from benchmarks import peers, sides
 from clap_ds.config.model import load_preset
 from clap_ds.model.mel import LogMel
-from tests.kernels import needs_kernels
 
 SMALL = ["--preset", "micro", "--micro_batch", "3", "--text_tokens", "12", "--rounds", "2"]
 
@@ -28,10 +27,9 @@ def on_cpu() -> Iterator[None]:
         deepspeed.comm.comm.cdb = None
 
 
-@pytest.mark.parametrize("text", ["padded", "packed"])
-def test_both_sides_compute_the_same_loss(tmp_path: Path, text: str) -> None:
+def test_both_sides_compute_the_same_loss(tmp_path: Path) -> None:
     path = tmp_path / "peers.md"
-    options = ["--precision", "fp32", "--text", text, "--caption_lengths", "3", "9", "--output", str(path)]
+    options = ["--precision", "fp32", "--text", "packed", "--caption_lengths", "3", "9", "--output", str(path)]
     assert peers.main([*SMALL, *options]) == 0
     (result,) = json.loads(path.with_suffix(".json").read_text())
     assert result["loss_difference"] < 1e-5
@@ -44,7 +42,7 @@ def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path) ->
     assert peers.main([*SMALL, "--rounds", "1", "--precision", "bf16", "--output", str(path)]) == 0
     (result,) = json.loads(path.with_suffix(".json").read_text())
     losses = result["first_loss"]
-    assert {"ours, engine", "ours, bare", "open_clip's loop", "LAION-CLAP's loop"} <= losses.keys()
+    assert {"ours, engine", "ours, autocast", "open_clip's loop", "LAION-CLAP's loop"} <= losses.keys()
     assert max(losses.values()) - min(losses.values()) < 0.02 * min(losses.values())
 
 
@@ -68,12 +66,11 @@ def test_ratios_are_the_peers_time_over_ours_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
-def test_masters_step_as_adamw_in_fp32(natively: bool, dtype: torch.dtype) -> None:
+def test_masters_step_as_adamw_in_fp32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(50).to(dtype), torch.randn(5, 50).to(dtype)
     reference, ours = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
-    adam, optimizer = torch.optim.AdamW([reference], lr=1e-6), sides.MasterAdamW([ours], natively=natively)
+    adam, optimizer = torch.optim.AdamW([reference], lr=1e-6), sides.MasterAdamW([ours])
     for gradient in gradients:
         reference.grad, ours.grad = gradient.float(), gradient.clone()
         adam.step()
