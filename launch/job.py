@@ -3,8 +3,8 @@
     python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
 
 Each attempt is one start of the launcher, whose exit code and what ranks and SLURM left say how it went. After a host's fault
-a spare host takes over (`--spare_nodes`), the run goes on with fewer (`--shrink`), or SLURM starts the job anew without that
-host. `job.json` in the folder says how it went, and so does the run directory. No torch.
+a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in the folder says how it
+went, and so does the run directory. No torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from types import FrameType
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically, write_object
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
@@ -81,60 +79,35 @@ class RunningJob:
                 hosts = self._choose_hosts() if self.attempts.may_go_on() and not self.stopped else {}
                 if not hosts:
                     return self._finish(ending)
-                without = f" without {', '.join(ending.hosts)}" if ending.hosts else ""
-                print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
+                without = ", ".join(ending.hosts)
+                print(f"error: {ending.message}\nstarting again without {without}", file=sys.stderr, flush=True)
         finally:
             lock.release()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
 
-    # --- which hosts, and what they run
-
     def _choose_hosts(self) -> dict[str, int]:
-        """Hosts of the next attempt: as many as wanted, or fewer where the job may shrink; none where that can't be."""
+        """Hosts of the next attempt; none where too few are left."""
         excluded = self.attempts.excluded()
         good = [name for name in self.slots if name not in excluded]
         if len(good) < self.wanted and not self.attempts.of_this_start():
             good = [*self.slots]  # SLURM gave the job a host again that it was to do without
-        chosen = {name: self.slots[name] for name in good[: self.wanted]}
-        if len(chosen) < self.wanted:
-            may_shrink = self.arguments.shrink and CONFIG in self.arguments.command
-            while chosen and not (may_shrink and self._accumulation(chosen)):
-                chosen.popitem()
-        return chosen
-
-    def _accumulation(self, hosts: dict[str, int]) -> int | None:
-        """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
-        ranks = sum(list(self.slots.values())[: self.wanted])
-        everyone = ranks * BatchSizes.of(read_config(self._config()), ranks).accumulation_steps
-        return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
-
-    def _config(self) -> Path:
-        return Path(self.arguments.command[self.arguments.command.index(CONFIG) + 1])
-
-    def _words(self, hosts: dict[str, int], folder: Path) -> list[str]:
-        """The ranks' script and arguments: with their hostfile, and with more accumulation on fewer hosts."""
-        script, *words = self.arguments.command
-        write_atomically(folder / "hostfile", format_hostfile(hosts))
-        if CONFIG in words:
-            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        if len(hosts) < self.wanted:
-            steps, path = self._accumulation(hosts), folder / "run.json"
-            write_object(path, with_field(read_config(self._config()), "gradient_accumulation_steps", steps))
-            words[words.index(CONFIG) + 1] = str(path)
-            print(f"going on with {len(hosts)} of {self.wanted} hosts, {steps} accumulation steps", flush=True)
-        return [script, *words]
+        return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         number, options = len(self.attempts.all), self.arguments
         folder = self.folder / "attempts" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "hostfile", format_hostfile(hosts))
+        words = [*options.command]
+        if CONFIG in words:
+            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
         launcher = Launcher(
             options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
             shlex.split(options.wrapper), options.passed, f"{self.name}.{number}",
         )  # fmt: skip
-        return run_attempt(launcher, hosts, self._words(hosts, folder), folder, lambda: self.stopped)
+        return run_attempt(launcher, hosts, words, folder, lambda: self.stopped)
 
     # --- the end
 
@@ -161,20 +134,15 @@ class RunningJob:
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
         done, most = self.attempts.requeues(), self.arguments.requeues
-        if self.attempts.may_be_requeued() and done >= most:
-            print(
-                f"SLURM isn't asked to start this job again: it was, {done} times of {most} (--requeues)",
-                file=sys.stderr,
-            )
-        return self.attempts.may_be_requeued() and done < most
+        if self.attempts.may_go_on() and done >= most:
+            print(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)", file=sys.stderr)
+        return self.attempts.may_go_on() and done < most
 
     def _start_anew(self) -> None:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
         without = self.attempts.excluded()
         where = f" without {', '.join(without)}" if without else ""
-        if without and not slurm.enough_nodes(without):
-            where, without = f", perhaps with {', '.join(without)}: the partition has no other nodes", []
         print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
         if problem := slurm.requeue(without):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
@@ -201,7 +169,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
     add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
-    add("--shrink", action="store_true", help="go on with fewer hosts, in the same global batch")
     add("--until_done", action="store_true", help="queue training again when its time is over")
     add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")

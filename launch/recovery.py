@@ -14,10 +14,6 @@ from typing import Any
 
 from clap_ds.launch.attempt import Ending
 
-PORT_TAKEN = "is taken, perhaps by another run"
-MOST_FREE = 2
-"""Attempts after faults that no host is left out for: a port that was taken, connections that broke."""
-
 
 def cause_of(message: str, hosts: Iterable[str]) -> str:
     """An ending's message without what differs from host to host and from time to time."""
@@ -60,17 +56,7 @@ class Attempts:
         return list(dict.fromkeys(name for each in [*same, last] for name in each["at_fault"]))
 
     def may_go_on(self) -> bool:
-        """Whether the last fault is one after which the run may be started again where there are hosts for it."""
-        last = self.all[-1]
-        if last["state"] != "failed" or self.hosts_of_same_error():
-            return False
-        if last["at_fault"]:
-            return True
-        free = [each for each in self.of_this_start() if each["state"] == "failed" and not each["at_fault"]]
-        return len(free) <= MOST_FREE and PORT_TAKEN in (last["error"] or "")
-
-    def may_be_requeued(self) -> bool:
-        """Whether the last fault is one that another start of the job, without its hosts, may mend."""
+        """Whether the last fault is one that another attempt, without its hosts, may mend."""
         last = self.all[-1]
         return last["state"] == "failed" and bool(last["at_fault"]) and not self.hosts_of_same_error()
 

@@ -1,6 +1,5 @@
 """Whole jobs on this machine, whose `deepspeed` is a script of ours; and what a job decides, without any host."""
 
-import argparse
 import json
 import os
 import signal
@@ -14,14 +13,12 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.launch.attempt import Ending
-from clap_ds.launch.job import RunningJob
+from clap_ds.launch.job import RunningJob, parse_arguments
 from clap_ds.launch.launchers import check_launcher
-from clap_ds.launch.recovery import Attempts
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
-BATCH = {"train_micro_batch_size_per_gpu": 8}
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
 RUNNER = """
 import json, os, re, signal, sys, time
@@ -65,7 +62,6 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
             (path / "__init__.py").write_text("")
         (package / "runner.py").write_text(f"{RUNNER}\n{lines}\n")
         (tmp_path / "hostfile").write_text(f"{HERE} slots={slots}\n")
-        (tmp_path / "run.json").write_text(json.dumps(BATCH))
         (tmp_path / "stub" / "pdsh").touch(0o755)
         search = f"{tmp_path / 'stub'}{os.pathsep}"
         environment = ENVIRONMENT | {"PATH": f"{search}{ENVIRONMENT['PATH']}", "PYTHONPATH": f"{search}{ROOT}"}
@@ -114,20 +110,6 @@ def test_code_0_is_not_believed_of_a_run_that_never_ended(start_job: StartJob, t
     assert _summary(tmp_path)["state"] == "failed"
 
 
-def test_taken_port_is_tried_again_with_another(start_job: StartJob, tmp_path: Path) -> None:
-    process = start_job(
-        'Path("ports").open("a").write(words[words.index("--master_port") + 1] + "\\n")\n'
-        'if attempt == 0: fails(0, "user", "port 17000 of n1 is taken, perhaps by another run", 2); sys.exit(2)\n'
-        'begin(); end("completed")'
-    )
-    _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 0, stderr
-    assert len({*(tmp_path / "ports").read_text().split()}) == 2
-    state, attempts = _recorded(tmp_path, "state", "attempts")
-    assert (state, [each["state"] for each in attempts]) == ("completed", ["failed", "completed"])
-    assert attempts[0]["at_fault"] == []
-
-
 def test_error_of_a_rank_reaches_the_records(start_job: StartJob, tmp_path: Path) -> None:
     """The cause is in the record, not its consequence, which other ranks told earlier than it was written."""
     process = start_job(
@@ -166,16 +148,14 @@ def test_nothing_of_a_launcher_stays_that_dies_before_what_it_started(start_job:
     assert (tmp_path / "run0").is_dir(), "it was waited for"
 
 
-def test_wrong_use_is_told(start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = start_job("", "--spare_nodes", "1")
-    _, stderr = process.communicate(timeout=180)
-    assert (process.returncode, stderr) == (2, "error: --spare_nodes 1: the allocation has 1 hosts\n")
-    monkeypatch.setenv("PATH", str(tmp_path / "stub"))
+def test_wrong_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=f"launcher slurm: srun isn't installed on {HERE}"):
         check_launcher("slurm", "python")
+    (tmp_path / "pdsh").touch(0o755)
+    with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
+        _job(tmp_path, 4, "--spare_nodes", "4")
     (tmp_path / "a b").mkdir()
-    monkeypatch.chdir(tmp_path)
-    check_launcher("pdsh", "/bin/python3.11")
     for folder, python in ((tmp_path, "/a b/python"), (tmp_path / "a b", "python")):
         monkeypatch.chdir(folder)
         with pytest.raises(UserError, match=r"a b.* to a shell unquoted"):
@@ -185,24 +165,11 @@ def test_wrong_use_is_told(start_job: StartJob, tmp_path: Path, monkeypatch: pyt
 # --- what a job decides
 
 
-@pytest.fixture
-def make_job(tmp_path: Path) -> Callable[..., RunningJob]:
-    """A job that hasn't begun, on `slots`, of a configuration with these changes."""
-
-    def make_job(slots: dict[str, int], *, wanted: int | None = None, shrink: bool = True, **config: int) -> RunningJob:
-        (tmp_path / "run.json").write_text(json.dumps({**BATCH, **config}))
-        job = object.__new__(RunningJob)
-        command = ["bench.py", "--deepspeed_config", str(tmp_path / "run.json")]
-        job.arguments = argparse.Namespace(shrink=shrink, command=command, requeues=1, until_done=False)
-        job.folder, job.slots, job.wanted = tmp_path, slots, wanted or len(slots)
-        job.attempts, job.stopped = Attempts(0, []), None
-        return job
-
-    return make_job
-
-
-def _hosts(number: int) -> dict[str, int]:
-    return {f"n{index}": 4 for index in range(1, number + 1)}
+def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
+    """A job on n1, n2, … that hasn't begun."""
+    (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    words = ["--folder", str(folder), "--launcher", "pdsh", "--python", "python3", *options, "--", "bench.py"]
+    return RunningJob(parse_arguments(words))
 
 
 def _lose(job: RunningJob, *names: str) -> Ending:
@@ -211,57 +178,40 @@ def _lose(job: RunningJob, *names: str) -> Ending:
     return ending
 
 
-@pytest.mark.parametrize(
-    ("slots", "config", "lost", "hosts", "steps"),
-    [
-        (_hosts(4), {}, "n4", "n1 n2", 2),  # three don't divide the batch of four
-        (_hosts(4), {"gradient_accumulation_steps": 3}, "n1", "n2 n3 n4", 4),
-        (_hosts(4), {"train_batch_size": 256}, "n4", "n1 n2", 4),
-        ({"n1": 4, "n2": 2}, {}, "n2", "", 0),
-        ({"n1": 4, "n2": 2}, {}, "n1", "n2", 3),
-    ],
-)
-def test_shrinking_keeps_the_global_batch(
-    make_job: Any, tmp_path: Path, slots: dict[str, int], config: dict[str, int], lost: str, hosts: str, steps: int
-) -> None:
-    job = make_job(slots, **config)
-    assert job._words(job._choose_hosts(), tmp_path)[2] == job.arguments.command[2], "all hosts: its own file"
-    _lose(job, lost)
-    chosen = job._choose_hosts()
-    assert [*chosen] == hosts.split()
-    if chosen:
-        (tmp_path / "a").mkdir()
-        words = job._words(chosen, tmp_path / "a")
-        assert json.loads(Path(words[2]).read_text()) == {**BATCH, **config, "gradient_accumulation_steps": steps}
-        assert (tmp_path / "a" / "hostfile").read_text().split()[::2] == hosts.split()
+@pytest.fixture
+def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is installed."""
+    (tmp_path / "pdsh").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
 
 
-def test_without_shrinking_or_a_config_all_are_needed(make_job: Any) -> None:
-    job = make_job(_hosts(2), shrink=False)
-    _lose(job, "n2")
-    assert job._choose_hosts() == {}
-    job.arguments.shrink, job.arguments.command = True, ["script.py"]
-    assert job._choose_hosts() == {}
-
-
-def test_spare_hosts_take_over(make_job: Any) -> None:
-    job = make_job(_hosts(4), wanted=2, shrink=False)
+@pytest.mark.usefixtures("pdsh")
+def test_spare_hosts_take_over(tmp_path: Path) -> None:
+    job = _job(tmp_path, 4, "--spare_nodes", "2")
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job._choose_hosts()] == hosts.split()
         _lose(job, lost)
     assert job._choose_hosts() == {}, "n1 isn't to be used, though it is there"
     # SLURM may give another start of the job the same hosts again.
-    job.attempts.start, job.slots = 1, _hosts(2)
+    job.attempts.start, job.slots = 1, {"n1": 4, "n2": 4}
     assert [*job._choose_hosts()] == ["n1", "n2"]
 
 
-def test_reached_limit_of_requeues_is_said(
-    make_job: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("pdsh")
+def test_another_start_is_asked_for_as_often_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = make_job(_hosts(2))
+    job = _job(tmp_path, 2, "--requeues", "1", "--until_done")
     ending = _lose(job, "n2")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert not job._asks_for_another_start(ending)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert job._asks_for_another_start(ending)
     job.attempts.all[-1]["requeued"] = True
     assert not job._asks_for_another_start(ending)
     assert "was, 1 times of 1 (--requeues)" in capsys.readouterr().err
+    assert job._asks_for_another_start(Ending("timeout", "saved", 0)), "training that isn't done"
+    assert not job._asks_for_another_start(Ending("timeout", "not saved", 138))
+    job.stopped = signal.SIGTERM
+    assert not job._asks_for_another_start(Ending("timeout", "saved", 0)), "cancelled"

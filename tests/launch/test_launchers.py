@@ -13,10 +13,6 @@ HOSTS = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
 
 
-def _value(command: list[str], option: str) -> str:
-    return command[command.index(option) + 1]
-
-
 def test_slurm_is_one_srun_on_these_hosts() -> None:
     launcher = Launcher("slurm", "py", ["--mpi=none"], cpu_bind="cores", cpus_per_task=8, attempt="7.ab.0")
     command = launcher.command(HOSTS, Path("H"), 17000, WORDS)
@@ -36,7 +32,7 @@ def test_slurm_is_one_srun_on_these_hosts() -> None:
 
 def test_pdsh_binds_by_deepspeed_and_takes_uneven_hosts() -> None:
     command = Launcher("pdsh", cpu_bind="cores").command({"n1": 4, "n2": 2}, Path("H"), 17000, WORDS)
-    assert _value(command, "--launcher") == "pdsh"
+    assert command[command.index("--launcher") + 1] == "pdsh"
     assert "--bind_cores_to_rank" in command
     assert not any(word.startswith("--launcher_args") for word in command)
 
