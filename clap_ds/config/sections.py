@@ -204,7 +204,7 @@ class TrainSettings(Section):
     """What the micro-batches of one optimiser step are: `independent` contrastive batches whose gradients are averaged
     (DeepSpeed's), or parts of one large batch whose exact gradient is found with cached features (GradCache, arXiv
     2101.06983)."""
-    batch_ramp: dict[str, PositiveInt] = {}
+    batch_ramp: dict[Annotated[str, Field(pattern="^[0-9]+$")], PositiveInt] = {}
     """Gradient accumulation steps from a number of samples on: {"0": 1, "1000000": 4}; without it,
     `gradient_accumulation_steps` throughout."""
     resume: str = "auto"

@@ -15,34 +15,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
+from clap_ds.config import sections
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.places import find_config
-from clap_ds.config.sections import (
-    BenchSettings,
-    CheckpointSettings,
-    DataSettings,
-    DebugSettings,
-    EvaluationSettings,
-    HardwareSettings,
-    LossSettings,
-    ModelSettings,
-    NonNegativeInt,
-    OutputSettings,
-    PositiveFloat,
-    Section,
-    SyntheticData,
-    TrainSettings,
-)
+from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, SyntheticData
 
 
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
-    model: ModelSettings = ModelSettings()
+    model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""
     text: Literal["padded", "packed"] = "padded"
@@ -59,20 +45,20 @@ class ClapSettings(Section):
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
     `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
-    data: DataSettings = SyntheticData(source="synthetic")
-    loss: LossSettings = LossSettings()
+    data: sections.DataSettings = SyntheticData(source="synthetic")
+    loss: sections.LossSettings = sections.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
     """Most gradient bytes sent at a time when overlapped, in MB. The last bucket has no backward pass left to hide under, so
     less than torch's 25: measured to leave 12 to 21 % less exposed (`benchmarks.sync_bench`)."""
-    bench: BenchSettings = BenchSettings()
-    train: TrainSettings = TrainSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    hardware: HardwareSettings = HardwareSettings()
-    output: OutputSettings = OutputSettings()
-    debug: DebugSettings = DebugSettings()
+    bench: sections.BenchSettings = sections.BenchSettings()
+    train: sections.TrainSettings = sections.TrainSettings()
+    checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
+    evaluation: sections.EvaluationSettings = sections.EvaluationSettings()
+    hardware: sections.HardwareSettings = sections.HardwareSettings()
+    output: sections.OutputSettings = sections.OutputSettings()
+    debug: sections.DebugSettings = sections.DebugSettings()
     seed: NonNegativeInt = 0
     """Of weights, dropout, augmentation and the order of the data."""
     compile_cpu_collective: bool = False
@@ -182,32 +168,20 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 
 def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
-    """Problems that only show when several fields are seen together."""
-    longest, train, graphs, tokens = clap.preset().text.max_tokens, clap.train, clap.cuda_graphs, clap.text_tokens
-    is_cached, tile_counts = train.accumulation == "cached", clap.loss.tile is None or clap.loss.kind == "softmax"
+    """Problems that only show when several sections are seen together."""
+    longest, train, loss, tokens = clap.preset().text.max_tokens, clap.train, clap.loss, clap.text_tokens
+    keeps_more = train.accumulation == "cached" or max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
-    histogram = lengths if isinstance(lengths, dict) else {} if lengths is None else {str(lengths): 1.0}
-    wrong_lengths = [length for length in histogram if not (length.isdecimal() and 2 <= int(length) <= tokens)]
-    wrong_starts = [start for start in train.batch_ramp if not start.isdecimal()]
-    many_steps = max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
-    problems = [
-        (tokens > longest, f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}"),
-        (graphs and clap.compile == "off", "cuda_graphs: needs clap.compile 'towers', whose graphs it replays"),
-        (graphs and is_cached, "cuda_graphs: a replay overwrites what clap.train.accumulation 'cached' keeps"),
-        (
-            graphs and many_steps and not is_cached,
-            "cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
-            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else",
-        ),
-        (bool(train.samples and train.epochs), "train: give samples or epochs, not both"),
-        (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
-        ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
-        (not tile_counts, f"loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null"),
-        (
-            bool(wrong_lengths),
-            "data.caption_lengths: expected lengths from 2 (start and end token) to text_tokens ="
-            f" {tokens}, found {', '.join(map(repr, wrong_lengths))}",
-        ),
-        (not sum(histogram.values()) and bool(histogram), "data.caption_lengths: the weights add up to 0"),
-    ]
-    return [f"clap.{problem}" for is_there, problem in problems if is_there]
+    numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
+    wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
+    problems = {
+        f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}": tokens > longest,
+        f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
+        "train: give samples or epochs, not both": bool(train.samples and train.epochs),
+        "loss.tile: has an effect on the softmax loss alone; leave it out": loss.tile and loss.kind != "softmax",
+        "cuda_graphs: needs clap.compile 'towers', whose graphs it replays": clap.cuda_graphs and clap.compile == "off",
+        "cuda_graphs: a replay overwrites what a step of more than one micro-batch needs: expected clap.train.accumulation"
+        " 'independent' and gradient_accumulation_steps 1, also in clap.train.batch_ramp": clap.cuda_graphs
+        and keeps_more,
+    }
+    return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -52,8 +52,8 @@ def test_nothing_is_queued_unless_every_job_can_run(
     for options, message in (
         (["--vary", "clap.bench.windws=2,3"], "r: n001-windws_2: clap.bench.windws: no such field; did you mean 'windows'?\n"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], 'n001-train_micro_batch_size_per_gpu_zwei: train_micro_batch'),
-        (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: 18 is not"),
-        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: 48 is not"),
+        (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
+        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected a multiple"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
