@@ -30,17 +30,15 @@ def test_slurm_is_one_srun_on_these_hosts() -> None:
     assert {"--cpus-per-task=8", "--cpu-bind=cores", "--mpi=none", "--job-name=7.ab.0"} <= {*step}
 
 
-def test_pdsh_binds_by_deepspeed_and_takes_uneven_hosts() -> None:
-    command = Launcher("pdsh", cpu_bind="cores").command({"n1": 4, "n2": 2}, Path("H"), 17000, WORDS)
+def test_pdsh_binds_by_deepspeed_and_alone_takes_uneven_hosts() -> None:
+    uneven = {"n1": 4, "n2": 2}
+    command = Launcher("pdsh", cpu_bind="cores").command(uneven, Path("H"), 17000, WORDS)
     assert command[command.index("--launcher") + 1] == "pdsh"
     assert "--bind_cores_to_rank" in command
     assert not any(word.startswith("--launcher_args") for word in command)
-
-
-@pytest.mark.parametrize("name", ["slurm", "torchrun"])
-def test_uneven_hosts_are_refused_where_srun_places_ranks(name: str) -> None:
-    with pytest.raises(UserError, match="as many ranks on every host"):
-        Launcher(name).command({"n1": 4, "n2": 2}, Path("H"), 17000, WORDS)
+    for name in ("slurm", "torchrun"):
+        with pytest.raises(UserError, match="as many ranks on every host"):
+            Launcher(name).command(uneven, Path("H"), 17000, WORDS)
 
 
 def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:

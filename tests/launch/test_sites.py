@@ -42,19 +42,16 @@ def test_packaged_sites() -> None:
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
         ({"account": 3}, "account: expected a string or null, found 3"),
         ({"gpus_per_node": 0}, "gpus_per_node: expected a whole number or null, at least 1, found 0"),
-        ({"gpus_per_node": True}, "gpus_per_node: expected a whole number"),
         ({"run_root": None}, "run_root: expected a string, found null"),
         ({"python": ""}, 'python: expected a string or null, found ""'),
         ({"launcher": "slrum"}, "did you mean 'slurm'?"),
         ({"requeues": -1}, "requeues: expected a whole number, at least 0, found -1"),
-        ({"wrapper": ["apptainer", "exec"]}, "apptainer needs launcher torchrun"),
         ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
         ({"setup": "module load x"}, "setup: expected a list of strings"),
         ({"sbatch": [1]}, "sbatch: expected a list of strings, found [1]"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected an object of strings"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon': expected a SLURM time"),
         ({"walltimes": {"all": "00:10:00"}}, "walltimes: expected time limits by numbers of nodes"),
-        ({"walltimes": {}}, "walltimes: expected time limits by numbers of nodes"),
         ([], "expected a JSON object"),
     ],
 )
@@ -71,7 +68,7 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
     assert load_site(str(path)).container() == "apptainer"
-    with pytest.raises(UserError, match="needs launcher torchrun"):
+    with pytest.raises(UserError, match="apptainer needs launcher torchrun"):
         load_site(str(path), "pdsh")
     assert Site(srun=["--mpi=none"]).container() is None
 
