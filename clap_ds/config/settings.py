@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -75,19 +76,13 @@ RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(Cl
 """The whole JSON."""
 
 
+@dataclass
 class RunSettings:
-    """One run: its `clap` section, typed, beside the DeepSpeed configuration, untouched.
+    """One run, by its JSON file: the `clap` section, typed, and all else as `deepspeed.initialize(config=…)` takes it."""
 
-    Attributes:
-        path: the JSON file.
-        clap: the typed section.
-        deepspeed: everything else, as `deepspeed.initialize(config=…)` takes it, batch sizes worked out.
-    """
-
-    def __init__(self, path: Path, clap: ClapSettings, deepspeed: dict[str, Any]) -> None:
-        self.path = path
-        self.clap = clap
-        self.deepspeed = deepspeed
+    path: Path
+    clap: ClapSettings
+    deepspeed: dict[str, Any]
 
     @property
     def label(self) -> str:
@@ -130,8 +125,7 @@ class RunSettings:
 
     def without(self, *sections: str) -> RunSettings:
         """The same run with some of DeepSpeed's sections left out."""
-        kept = {name: value for name, value in self.deepspeed.items() if name not in sections}
-        return RunSettings(self.path, self.clap, kept)
+        return replace(self, deepspeed={name: value for name, value in self.deepspeed.items() if name not in sections})
 
     def resolved(self) -> dict[str, Any]:
         """The JSON with every default of `clap` filled in."""
