@@ -1,6 +1,6 @@
 """One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind.
 
-Leaves which hosts these are to `launch/job.py`, and whether there is another attempt to `launch/recovery.py`.
+Leaves which hosts these are, and whether there is another attempt, to `launch/job.py`.
 """
 
 from __future__ import annotations

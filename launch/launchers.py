@@ -98,11 +98,7 @@ class Launcher:
         environment = {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
         if self.name != "pdsh":
             return environment
-        files = [
-            path for path in (Path(os.path.expanduser("~/.deepspeed_env")), Path(".deepspeed_env")) if path.is_file()
-        ]
-        lines = [line for path in files for line in path.read_text().splitlines() if line.strip()]
-        lines += [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
+        lines = [f"{name}={shlex.quote(os.environ[name])}" for name in self.passed if name in os.environ]
         (folder / "deepspeed_env").write_text("".join(f"{line}\n" for line in lines))
         return environment | {
             "DS_ENV_FILE": str(folder / "deepspeed_env"),

@@ -21,19 +21,6 @@ SECRET = "not-for-others"
 TRICKY = """a "quoted" $HOME, `b` % \\n"""
 
 
-@pytest.mark.parametrize("launcher", ["pdsh", "torchrun"])
-def test_completes(submit: Submit, cluster: SlurmCluster, launcher: str) -> None:
-    """The walk-through's go by slurm."""
-    job = submit(2, launcher)
-    job.ends("COMPLETED", 0)
-    (run,), (summary,) = job.runs, job.summaries
-    assert summary["state"] == job.record["state"] == "completed"
-    assert (summary["num_nodes"], summary["world_size"]) == (2, 4)
-    environment = json.loads((run / "environment.json").read_text())
-    assert sorted(environment["hosts"]) == cluster.nodes[:2]
-    assert environment["gpus_per_node"] == [2] * 2
-
-
 def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
     submit: Submit, cluster: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""How an attempt ended, by what two hosts of two ranks and SLURM left; which faults a run is started again after."""
+"""How an attempt ended, by what two hosts of two ranks and SLURM left."""
 
 import json
 import signal
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from clap_ds.launch.attempt import Ending, ending_of
-from clap_ds.launch.recovery import Attempts, cause_of
 from clap_ds.ranks import failure
 
 RANKS = ["n1", "n1", "n2", "n2"]
@@ -92,63 +91,3 @@ def test_what_ranks_said(
     ending = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
     assert (ending.state, ending.code, ending.hosts, ending.is_unclear) == (state, exit_code, hosts, is_unclear)
     assert all(text in ending.message for _, text in [*errors.values()][:1] if not hosts)
-
-
-# --- another attempt
-
-HOSTS = ["n1", "n2", "n10"]
-
-
-def _failed(message: str, *hosts: str, lost: bool = False) -> Ending:
-    return Ending("failed", message, 1, list(hosts), lost)
-
-
-def _attempts(*endings: Ending) -> Attempts:
-    attempts = Attempts(0, [])
-    for ending in endings:
-        attempts.note(ending, HOSTS, HOSTS, "2026-11-22T08:00:00")
-    return attempts
-
-
-def test_cause_leaves_out_what_differs_from_host_to_host() -> None:
-    one = cause_of("n1: its ranks ended with code 1: CUDA error 0x7f01 after 3.5 s", HOSTS)
-    two = cause_of("n10: its ranks ended with code 1: CUDA error 0x7fff after 12 s", HOSTS)
-    assert one == two == "HOST: its ranks ended with code N: CUDA error N after N s"
-    assert cause_of("/data/n1.tar", ["n"]) == "/data/nN.tar", "a host's name within another word stays"
-
-
-@pytest.mark.parametrize(
-    ("ending", "goes_on"),
-    [
-        (_failed("lost n1: no sign of life for 61 s", "n1", lost=True), True),
-        (_failed("n1: its ranks ended with code 1: NCCL error", "n1"), True),
-        (_failed("KeyError: 'loss'"), False),  # the program's
-        (Ending("out_of_memory", "CUDA out of memory", 1, ["n1"]), False),
-        (Ending("completed", "", 0), False),
-        (Ending("timeout", "stopped by SIGUSR1", 0), False),
-    ],
-)
-def test_what_is_worth_another_attempt(ending: Ending, goes_on: bool) -> None:
-    assert _attempts(ending).may_go_on() == goes_on
-
-
-def test_the_same_error_on_other_hosts_is_the_programs() -> None:
-    error = "{}: its ranks ended with code 1: CUDA error: device-side assert"
-    one, two = (_failed(error.format(name), name) for name in ("n1", "n2"))
-    assert _attempts(one, two).hosts_of_same_error() == ["n1", "n2"]
-    assert not _attempts(one, two).may_go_on()
-    assert _attempts(one, one).hosts_of_same_error() == [], "one host, twice: it is the host"
-    assert _attempts(one, _failed("n2: NCCL error", "n2")).hosts_of_same_error() == []
-    lost = [_failed(f"lost {name}: no sign of life for 60 s", name, lost=True) for name in ("n1", "n2")]
-    assert _attempts(*lost).hosts_of_same_error() == [], "a program doesn't make hosts fall silent"
-    assert _attempts(*lost).may_go_on()
-
-
-def test_requeues_are_counted_over_all_starts() -> None:
-    attempts = _attempts(_failed("lost n1", "n1", lost=True))
-    assert attempts.requeues() == 0
-    attempts.all[-1]["requeued"] = True
-    again = Attempts(1, attempts.all)
-    assert again.of_this_start() == []
-    again.note(_failed("lost n2", "n2", lost=True), HOSTS, HOSTS, "2026-11-22T09:00:00")
-    assert (again.requeues(), again.excluded(), len(again.of_this_start())) == (1, ["n1", "n2"], 1)

