@@ -31,11 +31,6 @@ LINGER_S = 45.0
 """For a launcher to end after its run: it would wait for a host that nobody can reach."""
 LOOK_S = 0.5
 Stopped = Callable[[], signal.Signals | None]
-WHY = {
-    "OUT_OF_MEMORY": "a host's memory, not the GPU's, was exhausted",
-    "TIMEOUT": "its time was over",
-    "NODE_FAIL": "a node failed",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ def ending_of(
     hosts: Sequence[str],
     stopped: signal.Signals | None,
     lost: dict[str, str],
-    step: str | None,
 ) -> Ending:
     """How an attempt ended.
 
@@ -71,7 +65,6 @@ def ending_of(
         hosts: of every rank, in their order.
         stopped: the signal that this job was sent.
         lost: hosts that SLURM counts as down, with its word for it.
-        step: SLURM's state of the ranks' step, where it keeps accounts.
     """
     run = run_directory_of(folder)
     summary: dict[str, Any] = {}
@@ -93,19 +86,16 @@ def ending_of(
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
         return Ending("failed", f"lost {gone}", code or 1, list(lost), lost=True)
-    why = WHY.get(step or "")
     if found is not None and found.kind != "stopped":
-        message = found.message + (f" ({why}, says SLURM)" if why else "")
         # srun's code is the highest of all ranks', those included that it ended itself.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
         is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
-        return Ending(ended, message, code, found.hosts, is_unclear=is_unclear)
-    if state == "terminated" or step == "CANCELLED":
+        return Ending(ended, found.message, code, found.hosts, is_unclear=is_unclear)
+    if state == "terminated":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher ended with code {code}, and no rank said why: its own lines are above"
-    unknown = f"{why}, says SLURM" if why else unsaid
-    return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1, is_unclear=True)
+    return Ending(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
 
 
 # --- running it
@@ -128,10 +118,9 @@ def run_attempt(
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
     ranks = [host for host, count in hosts.items() for _ in range(count)]
-    step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
-    ending = ending_of(code, folder, ranks, stopped(), lost, step)
+    ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"), step)
+        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
     _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
     return ending
 

@@ -135,17 +135,11 @@ def states_of(ids: Iterable[str]) -> dict[str, str]:
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:
-        for line in _accounting("JobID,State", "-X", "-j", ",".join(forgotten)):
-            number, _, state = line.partition("|")
-            states[number] = state.split()[0]
+        with contextlib.suppress(UserError):  # where there is no accounting
+            for line in ask(["sacct", "-nPX", "-o", "JobID,State", "-j", ",".join(forgotten)], tries=1).splitlines():
+                number, _, state = line.partition("|")
+                states[number] = state.split()[0]
     return states
-
-
-def _accounting(columns: str, *options: str) -> list[str]:
-    """Lines of `sacct`; none where there is no accounting."""
-    with contextlib.suppress(UserError):
-        return ask(["sacct", "-n", "-P", "-o", columns, *options], tries=1).splitlines()
-    return []
 
 
 # --- this job, from inside
@@ -153,13 +147,6 @@ def _accounting(columns: str, *options: str) -> list[str]:
 
 def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
-
-
-def step_state(job: str) -> str | None:
-    """SLURM's state of a job's newest step, such as OUT_OF_MEMORY or NODE_FAIL; None where there is no accounting."""
-    lines = [line.partition("|") for line in _accounting("JobID,State", "-j", job)]
-    states = {int(step[1]): state for name, _, state in lines if (step := re.fullmatch(r"\d+\.(\d+)", name))}
-    return states[max(states)].split()[0] if states else None
 
 
 def signal_step(name: str, number: signal.Signals) -> None:

@@ -26,7 +26,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
 
     def ended(
         code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, *,
-        stopped: signal.Signals | None = None, lost: dict[str, str] | None = None, step: str | None = None,
+        stopped: signal.Signals | None = None, lost: dict[str, str] | None = None,
     ) -> Ending:  # fmt: skip
         if summary is not None:
             (tmp_path / "run").mkdir()
@@ -37,7 +37,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
             failure.speak_in(tmp_path, rank, RANKS[rank])
             failure.leave_word(kind, text, 1)
             time.sleep(0.002)
-        return ending_of(code, tmp_path, RANKS, stopped, lost or {}, step)
+        return ending_of(code, tmp_path, RANKS, stopped, lost or {})
 
     return ended
 
@@ -54,8 +54,8 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         (138, {"state": "running"}, {}, "timeout", 138),  # signalled while it was starting
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
         (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # pdsh's ranks get SIGTERM
-        (137, {"state": "running"}, {"step": "OUT_OF_MEMORY"}, "failed", 137),
-        (143, {"state": "running"}, {"step": "CANCELLED"}, "terminated", 143),
+        (137, {"state": "running"}, {}, "failed", 137),
+        (1, {"state": "terminated"}, {}, "terminated", 1),
         (1, {"state": "out_of_memory", "error": "x"}, {}, "out_of_memory", 1),
     ],
 )
@@ -63,7 +63,6 @@ def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state:
     ending = ended(code, summary, **more)
     assert (ending.state, ending.code, ending.hosts) == (state, exit_code, [])
     assert bool(ending.message) == (state != "completed")
-    assert ("a host's memory" in ending.message) == (more.get("step") == "OUT_OF_MEMORY")
 
 
 def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:

