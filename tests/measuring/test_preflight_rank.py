@@ -52,7 +52,7 @@ def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
 
 def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
-    monkeypatch.setenv("SLURM_JOB_GPUS", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
     assert f"GB free for {tmp_path}, expected" in run_root
     assert "GB free for /tmp, expected" in tmp
