@@ -155,7 +155,7 @@ def signal_step(name: str, number: signal.Signals) -> None:
         for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
-                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
+                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may end meanwhile
 
 
 def requeue(without: Sequence[str]) -> str | None:
