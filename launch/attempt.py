@@ -18,7 +18,7 @@ from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
 from clap_ds.launch import slurm
-from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.launchers import Launcher, environment
 from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
 from clap_ds.ranks.hostfile import free_port
 from clap_ds.ranks.verdict import judge
@@ -114,7 +114,7 @@ def run_attempt(
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)
     # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
-    child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
+    child = subprocess.Popen(command, env=environment(), start_new_session=True)
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
     ranks = [host for host, count in hosts.items() for _ in range(count)]
@@ -132,10 +132,7 @@ def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stop
         now_s, number = time.monotonic(), stopped()
         if number is not None and told is None:
             told = now_s
-            if launcher.name == "pdsh":
-                child.terminate()  # it ends the ranks
-            else:
-                slurm.signal_step(launcher.attempt, number)
+            slurm.signal_step(launcher.attempt, number)
         over = over or (now_s if _is_over(folder) else None)
         if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
             slurm.signal_step(launcher.attempt, signal.SIGKILL)

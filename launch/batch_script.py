@@ -20,8 +20,6 @@ from clap_ds.launch import slurm
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
 TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
-PASSED = ("OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH")
-"""Variables that ranks get from the job's shell where ssh starts them, beside the site's; srun passes on all there are."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     ]
     run = [
         f'exec {python} -m clap_ds.launch.job --folder "$folder"',
-        *_job_options(request, site),
+        _job_options(request, site),
         " ".join(["--", *words]),
     ]
     lines = [
@@ -139,8 +137,6 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
 def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
     """The #SBATCH lines."""
     asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)  # in the site's own way
-    # SLURM signals the ranks of a step of its own; under pdsh it knows of the script alone.
-    to_whom = "B:" if site.launcher == "pdsh" else ""
     options = {
         "job-name": name,
         "output": log,
@@ -152,7 +148,7 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
         "account": site.account,
         "partition": site.partition,
         "exclude": request.exclude,
-        "signal": f"{to_whom}USR1@{request.warning_s(site, nodes)}",
+        "signal": f"USR1@{request.warning_s(site, nodes)}",
         "open-mode": "append",
     }
     flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
@@ -160,11 +156,10 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
     return [f"#SBATCH {flag}" for flag in flags]
 
 
-def _job_options(request: Request, site: Site) -> list[str]:
-    """Lines of options of `launch/job.py`, as the shell takes them."""
-    launcher = site.launcher or "slurm"
+def _job_options(request: Request, site: Site) -> str:
+    """Options of `launch/job.py`, as the shell takes them."""
     options: dict[str, object] = {
-        "launcher": launcher,
+        "launcher": site.launcher or LAUNCHERS[0],
         "srun_options": shlex.join(site.srun) or None,
         "cpu_bind": site.cpu_bind,
         "cpus_per_task": site.cpus_per_task,
@@ -175,8 +170,7 @@ def _job_options(request: Request, site: Site) -> list[str]:
     }
     words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
     words += ["--until_done"] * request.until_done
-    passed = [f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else []
-    return [" ".join(words), *passed]
+    return " ".join(words)
 
 
 def _quoted(value: object) -> str:

@@ -27,7 +27,7 @@ from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -42,7 +42,6 @@ class RunningJob:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
-        check_launcher(arguments.launcher, arguments.python)
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
@@ -54,6 +53,7 @@ class RunningJob:
         self.attempts = self._earlier_attempts()
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
+        self._launcher().check(self.slots)
         self._recorded: dict[str, Any] = {
             "job": self.name, "command": arguments.command, "launcher": arguments.launcher, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
@@ -102,19 +102,22 @@ class RunningJob:
             good = [*self.slots]  # SLURM gave the job a host again that it was to do without
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
+    def _launcher(self) -> Launcher:
+        """Of the next attempt."""
+        options = self.arguments
+        return Launcher(
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            shlex.split(options.wrapper), f"{self.name}.{len(self.attempts)}",
+        )  # fmt: skip
+
     def _attempt(self, hosts: dict[str, int]) -> Ending:
-        number, options, started = len(self.attempts), self.arguments, _now()
-        folder = self.folder / "attempts" / str(number)
+        started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "hostfile", format_hostfile(hosts))
-        words = [*options.command]
+        words = [*self.arguments.command]
         if CONFIG in words:
             words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        launcher = Launcher(
-            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
-            shlex.split(options.wrapper), options.passed, f"{self.name}.{number}",
-        )  # fmt: skip
-        ending = run_attempt(launcher, hosts, words, folder, lambda: self.stopped)
+        ending = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
         self.note(ending, hosts, started)
         self._record()
         return ending
@@ -188,13 +191,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         required=True,
         help="of this job: its hostfile, its record, and a folder for each attempt",
     )
-    add("--launcher", choices=LAUNCHERS, default=default_launcher())
+    add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
     add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
     add("--cpus_per_task", type=whole_number(), help="cores of each rank")
     add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
-    add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
     add("--until_done", action="store_true", help="queue training again when its time is over")
     add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")

@@ -1,6 +1,6 @@
 """Inside an allocation, before a job: would a run break here, and on which host?
 
-    python launch/preflight.py --site jupiter [--launcher pdsh] [--megabytes 315]
+    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 315]
 
 Starts one script on all hosts as a run would be (`clap_ds/measuring/preflight_rank.py`): every host says what it has, then all
 ranks all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic. The exit code is 1 when
@@ -33,7 +33,7 @@ from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
 from clap_ds.launch.hostfile import allocated_hosts
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, default_launcher
+from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.ranks import verdict
 from clap_ds.ranks.hostfile import format_hostfile, free_port
@@ -96,9 +96,8 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
 def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, folder: Path) -> int:
     """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder, with their `output`."""
     os.environ.update(site.environment)
-    start = Launcher(
-        launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper, [*site.environment]
-    )
+    start = Launcher(launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper)
+    start.check(slots)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = PACKAGE / "measuring" / "preflight_rank.py"
     words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
@@ -106,7 +105,7 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
     with (folder / "output").open("wb") as output:
         # In a session of its own: the launcher ends the ranks when it is told to, and not with them at once.
         process = subprocess.Popen(
-            command, env=start.environment(folder), start_new_session=True,
+            command, env=environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -164,7 +163,7 @@ def check(arguments: argparse.Namespace) -> int:
     site.root().mkdir(parents=True, exist_ok=True)
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
     try:
-        code = ask(slots, site, site.launcher or default_launcher(), arguments.megabytes, folder)
+        code = ask(slots, site, site.launcher or LAUNCHERS[0], arguments.megabytes, folder)
         problems, shown = judge(slots, code, folder)
     finally:
         if not problems:

@@ -49,8 +49,8 @@ class Site:
     srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--container-image=…`
     environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
     launcher: str | None = None
-    """What starts the ranks, one of `LAUNCHERS`; null takes slurm where srun is installed, else pdsh."""
-    cpu_bind: str | None = None  # srun's `--cpu-bind`; under pdsh any value has DeepSpeed bind ranks to cores
+    """What starts the ranks, one of `LAUNCHERS`; null takes slurm."""
+    cpu_bind: str | None = None  # srun's `--cpu-bind`
     run_root: str = "runs"
     """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})

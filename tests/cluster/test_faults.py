@@ -19,15 +19,6 @@ def _steps(run: Path) -> list[int]:
     return [line["step"] for line in lines if "loss" in line]
 
 
-def test_scancel_ends_what_ssh_started(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, "pdsh", clap=ENDLESS)
-    job.wait_for_steps()
-    cluster.run("ctl", "scancel", job.number)
-    assert job.wait()["JobState"] == "CANCELLED"
-    assert [summary["state"] for summary in job.summaries] == [job.record["state"]] == ["terminated"]
-    assert cluster.left_behind(RANKS) == {}
-
-
 def test_job_is_queued_again_without_the_host_of_a_killed_rank(submit: Submit, cluster: SlurmCluster) -> None:
     job = submit(2, site={"requeues": 1}, asks={"train": True}, clap=TRAINING)
     job.wait_for_steps()

@@ -86,14 +86,11 @@ def two_odd_hosts(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
     cluster.run("node2", "umount", str(hidden))
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "pdsh"])
-def test_preflight_names_odd_hosts(cluster: SlurmCluster, tmp_path: Path, two_odd_hosts: None, launcher: str) -> None:
+def test_preflight_names_odd_hosts(cluster: SlurmCluster, tmp_path: Path, two_odd_hosts: None) -> None:
     """The walk-through's is of a healthy cluster."""
     cluster.wait_until_idle()
-    if launcher == "pdsh":
-        needs.no_space(sys.executable)
     site = site_file(tmp_path, gpus_per_node=None, run_root=str(tmp_path / "my runs"))  # the allocation tells
-    command = [sys.executable, "launch/preflight.py", "--site", site, "--launcher", launcher, "--megabytes", "4"]
+    command = [sys.executable, "launch/preflight.py", "--site", site, "--megabytes", "4"]
     allocation = ["salloc", "--quiet", "--nodes=3", "--gpus-per-node=1"]
     result = cluster.run("ctl", *allocation, *command, folder=ROOT, check=False, timeout=240)
     found = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]

@@ -27,7 +27,7 @@ SCRIPTS = {
 
 
 def wait_for(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)

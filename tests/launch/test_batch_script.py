@@ -76,15 +76,14 @@ exec /opt/python -m clap_ds.launch.job --folder "$folder" \\
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     """Of a path with spaces, quotes and percents, and a tricky value."""
     folder = tmp_path / "it's 50%"
-    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="pdsh")
+    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
     text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
-    job = ["--folder", str(folder), "--launcher=pdsh", "--requeues=2"]
-    passed = ["--pass", "A", "OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH"]
+    job = ["--folder", str(folder), "--launcher=torchrun", "--requeues=2"]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
-    assert run[2:] == ["-m", "clap_ds.launch.job", *job, *passed, *command]
+    assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
     with pytest.raises(UserError, match="no backslash"):
         script(Request(site, 4, None), 1, "name", "a\\b", folder)
 
@@ -119,12 +118,9 @@ def test_threads_are_the_users_then_the_sites_then_slurms(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("train", "limit", "launcher", "signal"),
-    [(False, "00:15:00", None, "USR1@60"), (False, "1:30", "pdsh", "B:USR1@60"), (False, "00:01:00", None, "USR1@30"),
-     (True, "10", None, "USR1@300"), (True, "00:09:00", "pdsh", "B:USR1@270")],
-)  # fmt: skip
-def test_warning_is_never_more_than_half_the_limit(
-    tmp_path: Path, train: bool, limit: str, launcher: str | None, signal: str
-) -> None:
-    request = Request(_site(tmp_path), 4, None, train=train, time=limit, launcher=launcher)
-    assert f"#SBATCH --signal={signal}\n" in script(request, 1, "name", "log", tmp_path)
+    ("train", "limit", "seconds"),
+    [(False, "00:15:00", 60), (False, "1:30", 60), (False, "00:01:00", 30), (True, "10", 300), (True, "00:09:00", 270)],
+)
+def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
+    request = Request(_site(tmp_path), 4, None, train=train, time=limit)
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", tmp_path)

@@ -14,18 +14,19 @@ import pytest
 from clap_ds.config.errors import UserError
 from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import RunningJob, parse_arguments
-from clap_ds.launch.launchers import check_launcher
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
 RUNNER = """
-import json, os, signal, sys, time
+import json, os, re, signal, sys, time
 from pathlib import Path
 from clap_ds.ranks import failure
 words = sys.argv
 folder = Path(words[words.index("--job_folder") + 1])
 run = folder.parents[1] / f"run{folder.name}"
+step = re.search(r"--job-name=(\\S+)", " ".join(words))[1]
+(folder.parents[1] / "steps").write_text(f"7.0 {step}\\n"); (folder.parents[1] / "pid").write_text(str(os.getpid()))
 def begin():
     run.mkdir(); (folder / "run_directory").write_text(f"{run}\\n"); end("running")
 def end(state, error=None, **more):
@@ -60,20 +61,14 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
             (path / "__init__.py").touch()
         (package / "runner.py").write_text(f"{RUNNER}\n{lines}\n")
         (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
-        (tmp_path / "stub" / "pdsh").touch(0o755)
+        tell = f"kill -${{1#--signal=}} $(cat {tmp_path}/pid)"
+        for name, script in (("srun", ""), ("squeue", f"cat {tmp_path}/steps"), ("scancel", tell)):
+            (tmp_path / "stub" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "stub" / name).chmod(0o755)
         (tmp_path / "python").symlink_to(sys.executable)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         own = {"PATH": f"{tmp_path}/stub:{kept['PATH']}", "PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
-        words = [
-            "--folder",
-            str(tmp_path),
-            "--launcher",
-            "pdsh",
-            "--python",
-            str(tmp_path / "python"),
-            "--",
-            "bench.py",
-        ]
+        words = ["--folder", str(tmp_path), "--python", str(tmp_path / "python"), "--", "bench.py"]
         command = [sys.executable, "-m", "clap_ds.launch.job", *words, "--deepspeed_config", "run.json"]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, cwd=tmp_path, env=kept | own, stdout=pipe, stderr=pipe, text=True)
@@ -104,10 +99,10 @@ def test_error_of_a_rank_reaches_the_records(start_job: StartJob, tmp_path: Path
 
 
 @pytest.mark.parametrize(("number", "state", "code"), [("SIGTERM", "terminated", 143), ("SIGUSR1", "timeout", 0)])
-def test_signal_reaches_the_launcher_and_counts(
+def test_signal_reaches_the_ranks_step_and_counts(
     start_job: StartJob, tmp_path: Path, number: str, state: str, code: int
 ) -> None:
-    saves = 'signal.signal(signal.SIGTERM, lambda *_: (end("terminated", step=7, checkpoints=[{"saved": True}]), sys.exit(1)))'
+    saves = f'signal.signal(signal.{number}, lambda *_: (end("{state}", step=7, checkpoints=[{{"saved": True}}]), sys.exit(1)))'
     process = start_job(f'begin(); {saves}; (folder / "ready").touch(); time.sleep(100)')
     wait_for((tmp_path / "attempts" / "0" / "ready").exists)
     process.send_signal(getattr(signal, number))
@@ -129,35 +124,26 @@ def test_nothing_of_a_launcher_stays_that_dies_before_what_it_started(start_job:
 
 
 @pytest.fixture
-def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed."""
-    (tmp_path / "pdsh").touch(0o755)
+    (tmp_path / "srun").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
 
 
 def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
     """A job on n1, n2, … that hasn't begun."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
-    words = ["--folder", str(folder), "--launcher", "pdsh", "--python", "python3", *options, "--", "bench.py"]
+    words = ["--folder", str(folder), *options, "--", "bench.py"]
     return RunningJob(parse_arguments(words))
 
 
 LOST = Ending("failed", "lost n2: down*", 1, ["n2"], lost=True)
 
 
-@pytest.mark.usefixtures("pdsh")
-def test_wrong_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=f"launcher slurm: srun isn't installed on {HERE}"):
-        check_launcher("slurm", "python")
+@pytest.mark.usefixtures("srun")
+def test_spare_hosts_take_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
         _job(tmp_path, 4, "--spare_nodes", "4")
-    with pytest.raises(UserError, match=r"a b/python.* to a shell unquoted"):
-        check_launcher("pdsh", "/a b/python")
-
-
-@pytest.mark.usefixtures("pdsh")
-def test_spare_hosts_take_over(tmp_path: Path) -> None:
     job = _job(tmp_path, 4, "--spare_nodes", "2")
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
@@ -181,7 +167,7 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
         (Ending("completed", "", 0), 0, None, False),
     ],
 )
-@pytest.mark.usefixtures("pdsh")
+@pytest.mark.usefixtures("srun")
 def test_when_slurm_is_asked_for_another_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: Ending, requeued: int,
     stopped: signal.Signals | None, asks: bool,

@@ -49,11 +49,12 @@ def test_verdict(
 ) -> None:
     command = lambda self, slots, hostfile, port, words: [sys.executable, "-uc", RANKS + then, *words[1:]]  # noqa: E731
     monkeypatch.setattr(Launcher, "command", command)
+    monkeypatch.setattr(Launcher, "check", lambda self, slots: None)
     monkeypatch.setattr(preflight, "ARRIVE_S", 3.0)
     monkeypatch.setattr(preflight.signal, "signal", lambda *_: None)  # of the tests' process
     (tmp_path / "site.json").write_text(json.dumps({"run_root": str(tmp_path / "runs"), "python": sys.executable}))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    words = ["--site", str(tmp_path / "site.json"), "--launcher", "pdsh", "--slots", "1"]
+    words = ["--site", str(tmp_path / "site.json"), "--launcher", "torchrun", "--slots", "1"]
     assert preflight.main([*words, "--megabytes", "4"]) == bool(problem)
     shown, kept = capsys.readouterr().out.splitlines(), list((tmp_path / "runs").iterdir())
     if problem:

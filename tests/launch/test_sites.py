@@ -69,7 +69,7 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
     assert load_site(str(path)).container() == "apptainer"
     with pytest.raises(UserError, match="apptainer needs launcher torchrun"):
-        load_site(str(path), "pdsh")
+        load_site(str(path), "slurm")
     assert Site(srun=["--mpi=none"]).container() is None
 
 

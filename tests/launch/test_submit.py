@@ -43,11 +43,11 @@ def test_everything_of_the_site_is_in_the_script(
     site = {"partition": "gpu", "cpus_per_task": 8, "gpus_per_node": 2}
     # As far as it is in service, says SLURM of a partition; submitted, such a job waits.
     slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
-    assert call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "pdsh", site=site) == 0
+    assert call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "torchrun", site=site) == 0
     (job,) = _jobs(folder)
     expected = {
         "--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--cpus-per-task=8",
-        "--signal=B:USR1@60", f"--job-name=clap-{job.name}", "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
+        "--signal=USR1@60", f"--job-name=clap-{job.name}", "--exclude=n[1-2]", f'--output="{job}/slurm-%j.out"',
     }  # fmt: skip
     assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
     assert slurm.lines("calls") == [f"--parsable {job}/slurm.sbatch"]
