@@ -118,7 +118,7 @@ class LossSettings(Section):
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
     """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
-    for captions made of class names, say. With `softmax` their targets add up to the same: the difference is text dropout's."""
+    for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
     features: Literal["bf16", "fp32"] | None = None
     """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else fp32."""
     tile: PositiveInt | None = None

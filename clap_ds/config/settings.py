@@ -37,9 +37,6 @@ class ClapSettings(Section):
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["off", "towers"] = "off"
     """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass."""
-    cuda_graphs: bool = False
-    """Replay the compiled towers as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary:
-    packed captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
@@ -155,27 +152,26 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or engine_problems(content) + _check_together(clap, sizes.accumulation_steps)
+    problems = problems or engine_problems(content) + _check_together(clap)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, sizes.fill(content) if world_size else content)
 
 
-def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
-    """Problems that only show when several sections are seen together."""
+def _check_together(clap: ClapSettings) -> list[str]:
+    """Problems that only show when several fields are seen together."""
     longest, train, loss, tokens = clap.preset().text.max_tokens, clap.train, clap.loss, clap.text_tokens
-    keeps_more = train.accumulation == "cached" or max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
+    is_softmax = loss.kind == "softmax"
     problems = {
         f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
-        "loss.tile: has an effect on the softmax loss alone; leave it out": loss.tile and loss.kind != "softmax",
-        "cuda_graphs: needs clap.compile 'towers', whose graphs it replays": clap.cuda_graphs and clap.compile == "off",
-        "cuda_graphs: a replay overwrites what a step of more than one micro-batch needs: expected clap.train.accumulation"
-        " 'independent' and gradient_accumulation_steps 1, also in clap.train.batch_ramp": clap.cuda_graphs
-        and keeps_more,
+        "loss.tile: has an effect on the softmax loss alone; leave it out": loss.tile is not None and not is_softmax,
+        "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
+            loss.same_caption == "positive" and is_softmax
+        ),
     }
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -17,7 +17,6 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
-GRAPHS = {"cuda_graphs": True, "compile": "towers"}
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
@@ -43,9 +42,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"batch_ramp": {"0": 1, "many": 2}}}, r"clap\.train\.batch_ramp\.many.*: string should match pattern"),
     ({"train": {"stop_on_plateau": {"evaluation": 5}}}, r"clap\.train\.stop_on_plateau\.evaluation: .* 'evaluations'"),
     ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss\.tile: has an effect on the softmax loss alone"),
-    ({"cuda_graphs": True}, r"clap\.cuda_graphs: needs clap\.compile"),
-    ({**GRAPHS, "train": {"accumulation": "cached"}}, r"clap\.cuda_graphs: a replay overwrites"),
-    ({**GRAPHS, "train": {"batch_ramp": {"0": 1, "64": 2}}}, r"clap\.cuda_graphs: a replay overwrites"),
+    ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"text_tokens": 4}, r"text_tokens: no such field; did you mean clap\.text_tokens\?"),
@@ -58,7 +55,6 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer": {}}, r"optimizer\.type: missing"),
     ({"bf16": True}, r"bf16: expected a valid dictionary, found true"),
-    ({"gradient_accumulation_steps": 4, "clap": GRAPHS}, r"clap\.cuda_graphs: a replay overwrites"),
 ]
 
 

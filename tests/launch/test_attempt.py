@@ -13,7 +13,7 @@ from clap_ds.launch.attempt import Ending, ending_of
 from clap_ds.ranks import failure
 
 RANKS = ["n1", "n1", "n2", "n2"]
-GONE = ("lost_peer", "closed by peer")
+GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
@@ -86,7 +86,7 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
         (1, {0: ("unreachable", "rank 3 didn't connect")}, "failed", 1, [], True),
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (137, dict.fromkeys(range(3), GONE), "failed", 137, ["n2"], False),  # rank 3 was killed
-        (1, {0: GONE, 3: ("error", "NCCL error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
+        (1, {0: GONE, 2: STOPPED, 3: ("error", "NCCL error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
     ],
 )
 def test_what_ranks_said(

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from itertools import accumulate
 
 import pytest
 
@@ -18,7 +19,7 @@ from clap_ds.record.statistics import (
 )
 
 
-@pytest.mark.parametrize("count", [6, 9, 20])
+@pytest.mark.parametrize("count", [6, 20])
 def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None:
     rng, covered, trials = random.Random(count), 0, 4000
     for _ in range(trials):  # skewed, as step times are: log-normal with median 1
@@ -40,10 +41,8 @@ def test_too_few_values_for_95_percent_give_their_range_and_say_so(count: int, p
 
 def autoregressive(rng: random.Random, count: int, correlation: float) -> list[float]:
     """Normal values of mean 0 and deviation 1, each with this correlation to the one before."""
-    values = [rng.gauss(0, 1)]
-    while len(values) < count:
-        values.append(correlation * values[-1] + math.sqrt(1 - correlation**2) * rng.gauss(0, 1))
-    return values
+    follow = lambda last, _: correlation * last + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)  # noqa: E731
+    return list(accumulate(range(count - 1), follow, initial=rng.gauss(0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -82,12 +81,12 @@ def test_half_the_interval_is_students_t_times_the_standard_error() -> None:
     assert (found.coverage, found.label()) == (0.95, "95 % interval of 8 windows")
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 5])
 def test_fewer_than_six_windows_say_their_range_and_no_percentage(count: int) -> None:
-    windows = [10.0, 12.0, 11.0, 9.0, 10.0][:count]
-    found = rates(windows, [2.0] * count)
-    assert found == {"mean": pytest.approx(statistics.fmean(windows)), "low": min(windows), "high": max(windows),
-                     "windows": windows, "window_s": [2.0] * count}  # fmt: skip
+    windows, window_s = [10.0, 12.0, 11.0, 9.0, 10.0][:count], [2.0] * count
+    found, mean = rates(windows, window_s), pytest.approx(statistics.fmean(windows))
+    least, most = min(windows), max(windows)
+    assert found == {"mean": mean, "low": least, "high": most, "windows": windows, "window_s": window_s}
     assert interval_label(found.get("coverage"), count) == f"range of {count} window{'s' * (count > 1)}"
 
 
