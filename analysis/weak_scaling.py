@@ -198,8 +198,9 @@ def series_of(rows: Sequence[Scale], machine: Machine) -> Series:
     """
     title, measured = rows[0].title, [row for row in rows if row.rate]
     per_node = {row.gpus / row.nodes for row in measured}
-    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or len(per_node) > 1:
-        found = f"found {rows[0].scaling} scaling on {[(row.nodes, row.gpus) for row in measured]} (nodes, GPUs)"
+    is_even = len(per_node) == 1 and max(per_node).is_integer()
+    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or not is_even:
+        found = f"found {rows[0].scaling or 'unknown'} scaling on {[(row.nodes, row.gpus) for row in measured]} (nodes, GPUs)"
         raise UserError(f"{title}: expected weak scaling on two node counts or more with as many GPUs each; {found}")
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
         raise UserError(f"{title}: nothing is projected: {ABOVE_ALL} on {above[0]} puts the smallest scale in doubt")

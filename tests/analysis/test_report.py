@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from clap_ds.analysis.record import read_record
 from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import VERSION
-from tests.analysis.samples import DATA, ROOT, TINY, command, record
+from tests.analysis.samples import DATA, TINY, command, record
 
 SUMMARY, ENVIRONMENT = (
     json.loads((DATA / f"record_2ranks/{name}.json").read_text()) for name in ("summary", "environment")
@@ -28,12 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("report") / "out"
     inputs = [DATA / "record_2ranks", TINY, DATA / "deepspeed_failed.log"]
     arguments = ["--output", output, "--nodes", "1", "--gpus", "2", "--samples", "1e9", "--price_per_gpu_hour", "2"]
-    words = [sys.executable, "-X", "importtime", "-m", "analysis.report", *inputs, *arguments]
-    done = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "clap_ds.analysis.project" in imported
-    assert not {"torch", "deepspeed", "transformers"} & imported
+    with pytest.MonkeyPatch.context() as patch:
+        command(patch, report.main, *inputs, *arguments)
     return output
 
 
