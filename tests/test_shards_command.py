@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from clap_ds import shards
-from clap_ds.config.errors import exit_code_of
 
 
 def test_help_lists_all_and_loads_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +39,12 @@ def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
-def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: shards.main(["size", "--like", str(tmp_path)])) == 2
+def test_other_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["clap-shards", "size", "--like", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        shards.command()
     printed = capsys.readouterr().err
     assert printed.startswith("error: --like: clap.data.shards: expected tar files, found the folder")
     assert printed.count("\n") == 1
