@@ -17,7 +17,7 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.evaluation import ranking
-from clap_ds.evaluation.evaluator import Evaluator
+from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
@@ -32,9 +32,8 @@ from tests.evaluation.conftest import (
     npy,
     on_ranks,
     ranks_here,
-    tell_captions_apart,
     tone,
-)  # fmt: skip
+)
 from tests.rank_pool import RankPool
 
 MODEL = load_preset("micro")
@@ -42,8 +41,13 @@ MICRO = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"num_sa
 
 
 def micro_model() -> ClapModel:
+    """With larger text weights: to a fresh tower captions are alike but for rounding, unlike in each batch."""
     torch.manual_seed(0)
-    return tell_captions_apart(ClapModel(MICRO, text_dropout=0.5))
+    model = ClapModel(MICRO, text_dropout=0.5)
+    with torch.no_grad():
+        for parameter in model.text.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
 
 
 def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:
@@ -52,10 +56,8 @@ def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:
 
 
 def make(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> Evaluator:
-    sizes: Any = {"model_config": MICRO, "text_tokens": 16, "micro_batch": 4}
-    return Evaluator(
-        settings, **sizes, tokenizer_name=tokenizer, loss_kind="softmax", ranks=ranks, device=torch.device("cpu")
-    )
+    sizes: Any = {"model_config": MICRO, "text_tokens": 16, "micro_batch": 4, "loss_kind": "softmax"}
+    return Evaluator(settings, **sizes, tokenizer_name=tokenizer, ranks=ranks)
 
 
 def metrics_on_ranks(shards: list[str], tokenizer: str) -> dict[str, float]:
@@ -76,6 +78,32 @@ def test_any_number_of_ranks_finds_the_same(
         assert metrics.pop(LOSS) == pytest.approx(loss, rel=1e-5)
     assert found == [alone] * world_size
     assert len(alone) == 11
+
+
+@torch.no_grad()
+def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: str) -> None:
+    shards, more = write_clips(9), {kind: [kind] for kind in (*KINDS, "silence")}
+    low = make(settings_for(shards, classes=more), clip_tokenizer).evaluate(micro_model().to(torch.bfloat16))
+    assert low.tasks["zero_shot"].counts == {"clips": 9, "classes": 4}
+    assert low.tasks["zero_shot"].measures["zero_shot_top1"].chance == pytest.approx(1 / 4)
+    model = micro_model()
+    found = make(settings_for(shards, templates=["{}", "a {}"]), clip_tokenizer).evaluate(model).metrics
+    model.eval()
+    audio = model.encode_audio(torch.stack([torch.from_numpy(tone(number)) for number in range(9)]))
+    tokenizer = load_tokenizer(clip_tokenizer, vocab_size=512)
+
+    def embed(captions: list[str]) -> torch.Tensor:
+        return model.encode_text(*tokenize(captions, tokenizer, 16))
+
+    classes = torch.stack([F.normalize(embed([kind, f"a {kind}"]).mean(0), dim=0) for kind in KINDS])
+    assert found["zero_shot_top1"] == pytest.approx(np.mean((audio @ classes.T).argmax(1).numpy() == np.arange(9) % 3))
+    captions = [(n, caption) for n in range(9) for caption in description(n)["caption"]]
+    scores = (embed([caption for _, caption in captions]) @ audio.T).numpy()
+    logits = model.logit_scale.exp() * audio @ embed([description(n)["caption"][0] for n in range(9)]).T
+    loss = (F.cross_entropy(logits, torch.arange(9)) + F.cross_entropy(logits.T, torch.arange(9))) / 2
+    assert found[LOSS] == pytest.approx(float(loss), rel=1e-4)
+    ranks = [int((row > row[n]).sum()) + 1 for (n, _), row in zip(captions, scores, strict=True)]
+    assert found["retrieval_text_to_audio_map10"] == pytest.approx(np.mean([1 / r for r in ranks]))
 
 
 def mel_clips(folder: Path, number: int) -> list[str]:
@@ -99,12 +127,47 @@ def test_features_are_evaluated_as_the_audio_they_were_made_of(
     live, prepared = (torch.cat([call.args[0] for call in encode.call_args_list[i : i + 2]])[:5] for i in (0, 2))
     torch.testing.assert_close(prepared, model.mel(live), atol=2**-5, rtol=0)  # what float16 rounds 64 to 128 dB by
     assert found.metrics[LOSS] == pytest.approx(expected.metrics[LOSS], rel=1e-5)
-    assert list(found.metrics) == list(expected.metrics)
-    assert found.broken == []
     both = {"retrieval": {"shards": encoded}, "zero_shot": {"shards": mel}}
     refused = refusal(EvaluationSettings.model_validate(both), clip_tokenizer)
     assert "clap.evaluation.retrieval.shards and clap.evaluation.zero_shot.shards: " in refused
     assert "can't be mixed" in refused
+
+
+def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:
+    model = micro_model().train()
+    model.text.eval()
+    evaluator = make(settings_for(write_clips(5)), clip_tokenizer)
+
+    def state() -> tuple[Any, ...]:
+        modes = [module.training for module in model.modules()]
+        numbers = [tensor.tolist() for tensor in (torch.get_rng_state(), *model.state_dict().values())]
+        return modes, numbers, random.getstate(), np.random.get_state()[1].tolist(), torch.is_grad_enabled()
+
+    before = state()
+    assert evaluator.evaluate(model).metrics == evaluator.evaluate(model).metrics
+    assert state() == before
+    with torch.no_grad():
+        model.audio_projection.linear1.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteEmbeddingsError, match="it has diverged"):
+        evaluator.evaluate(model)
+
+
+def test_broken_clips_are_counted_and_named(
+    write_clips: WriteClips, clip_tokenizer: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extra = [("1000.wav", b"RIFF nothing"), ("1000.json", b'{"kind": "hum", "caption": "x"}')]
+    extra += clip_members(1001, {"kind": "hum", "caption": " "}) + clip_members(1002, {"caption": "no class"})
+    evaluator = make(settings_for(write_clips(4, extra=extra)), clip_tokenizer)
+    evaluation = evaluator.evaluate(micro_model())
+    evaluator.evaluate(micro_model())
+    assert evaluation.tasks["retrieval"].counts == {"clips": 5, "captions": 7}
+    assert evaluation.tasks["zero_shot"].counts == {"clips": 5, "classes": 3}
+    reasons = {broken.name.rsplit(" ", 1)[1]: broken.reason for broken in evaluation.broken}
+    assert "can't be decoded" in reasons["1000"]
+    assert reasons["1001"] == "empty caption"
+    assert "kind in its json: expected a class name" in reasons["1002"]
+    assert evaluation.to_dict()["num_broken_items"] == 3
+    assert capfd.readouterr().err.count("skipped") == 3
 
 
 def refusal(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> str:
@@ -131,83 +194,23 @@ def test_a_mistake_on_one_rank_is_every_ranks(
         assert message in found[0]
 
 
-@torch.no_grad()
-def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: str) -> None:
-    shards, more = write_clips(9), {kind: [kind] for kind in (*KINDS, "silence")}
-    low = make(settings_for(shards, classes=more), clip_tokenizer).evaluate(micro_model().to(torch.bfloat16))
-    assert low.tasks["zero_shot"].counts == {"clips": 9, "classes": 4}
-    assert low.tasks["zero_shot"].measures["zero_shot_top1"].chance == pytest.approx(1 / 4)
-    model = micro_model()
-    found = make(settings_for(shards, templates=["{}", "a {}"]), clip_tokenizer).evaluate(model).metrics
-    model.eval()
-    audio = model.encode_audio(torch.stack([torch.from_numpy(tone(number)) for number in range(9)]))
-    tokenizer = load_tokenizer(clip_tokenizer, vocab_size=512)
-
-    def embed(captions: list[str]) -> torch.Tensor:
-        return model.encode_text(*tokenize(captions, tokenizer, 16))
-
-    labels = np.arange(9) % 3
-    classes = torch.stack([F.normalize(embed([kind, f"a {kind}"]).mean(0), dim=0) for kind in KINDS])
-    assert found["zero_shot_top1"] == pytest.approx(np.mean((audio @ classes.T).argmax(1).numpy() == labels))
-    captions = [(n, caption) for n in range(9) for caption in description(n)["caption"]]
-    scores = (embed([caption for _, caption in captions]) @ audio.T).numpy()
-    first = [embed([description(n)["caption"][0]])[0] for n in range(9)]
-    logits = model.logit_scale.exp() * audio @ torch.stack(first).T
-    loss = (F.cross_entropy(logits, torch.arange(9)) + F.cross_entropy(logits.T, torch.arange(9))) / 2
-    assert found[LOSS] == pytest.approx(float(loss), rel=1e-4)
-    ranks = [int((row > row[n]).sum()) + 1 for (n, _), row in zip(captions, scores, strict=True)]
-    assert found["retrieval_text_to_audio_r5"] == pytest.approx(np.mean(np.array(ranks) <= 5))
-    assert found["retrieval_text_to_audio_map10"] == pytest.approx(np.mean([1 / r for r in ranks]))
-
-
-def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:
-    model = micro_model().train()
-    model.text.eval()
-    evaluator = make(settings_for(write_clips(5)), clip_tokenizer)
-
-    def state() -> tuple[Any, ...]:
-        modes = [module.training for module in model.modules()]
-        numbers = [tensor.tolist() for tensor in (torch.get_rng_state(), *model.state_dict().values())]
-        return modes, numbers, random.getstate(), np.random.get_state()[1].tolist(), torch.is_grad_enabled()
-
-    before = state()
-    assert evaluator.evaluate(model).metrics == evaluator.evaluate(model).metrics
-    assert state() == before
-
-
-def test_broken_clips_are_counted_and_named(
-    write_clips: WriteClips, clip_tokenizer: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    extra = [("1000.wav", b"RIFF nothing"), ("1000.json", b'{"kind": "hum", "caption": "x"}')]
-    extra += clip_members(1001, {"kind": "hum", "caption": " "}) + clip_members(1002, {"caption": "no class"})
-    evaluator = make(settings_for(write_clips(4, extra=extra)), clip_tokenizer)
-    evaluation = evaluator.evaluate(micro_model())
-    evaluator.evaluate(micro_model())
-    assert evaluation.tasks["retrieval"].counts == {"clips": 5, "captions": 7}
-    assert evaluation.tasks["zero_shot"].counts == {"clips": 5, "classes": 3}
-    reasons = {broken.name.rsplit(" ", 1)[1]: broken.reason for broken in evaluation.broken}
-    assert "can't be decoded" in reasons.pop("1000")
-    assert reasons == {"1001": "empty caption", "1002": "no kind in its json, which has caption"}
-    assert evaluation.to_dict()["num_broken_items"] == 3
-    assert capfd.readouterr().err.count("skipped") == 3
-
-
-WAVE, CAPTION, HUM = ("a.wav", b"RIFF"), ("a.txt", b"a caption"), clip_members(0, {"kind": "hum"})
+CAPTION, HUM = ("a.txt", b"a caption"), clip_members(0, {"kind": "hum"})
 FOUR = [member for number in range(4) for member in clip_members(number, description(number))]
-CLASSES = {"hum": ["hum"], "click": ["click"]}
 
 
 @pytest.mark.parametrize(
     ("task", "members", "changes", "message"),
     [
-        ("retrieval", [CAPTION], {}, "shards: no item with audio in 1 shard"),
-        ("retrieval", [WAVE, CAPTION], {}, "shards: none of the 1 clips can be decoded"),
-        ("retrieval", HUM, {}, "shards: none of the 1 clips with audio has a caption"),
+        ("retrieval", [CAPTION], {}, "shards: expected clips with captions, found none among 0: none with audio"),
+        ("retrieval", HUM, {}, "shards: expected clips with captions, found none among 1: "),
         ("zero_shot", HUM, {}, "classes: expected at least 2 classes to tell apart, found 'hum'"),
-        ("zero_shot", FOUR, {"templates": ["a sound"]}, "templates: expected {} where the class name goes, found"),
-        ("zero_shot", FOUR, {"class_field": "label"}, "shards: none of the 4 clips with audio has 'label' (clap.eval"),
-        ("zero_shot", FOUR, {"classes": CLASSES}, "classes: the shards have 'hiss'"),
-        ("zero_shot", FOUR, {"classes": CLASSES | {"hiss": []}}, "classes: 'hiss' has no name for captions"),
+        (
+            "zero_shot",
+            FOUR,
+            {"class_field": "label"},
+            "shards: expected clips with 'label' (clap.evaluation.zero_shot.class_f",
+        ),
+        ("zero_shot", FOUR, {"classes": {"hum": ["x"], "click": ["y"]}}, "classes: the shards have 'hiss'"),
         ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "shards: 4 of the 4 files"),
     ],
 )
@@ -219,7 +222,11 @@ def test_mistakes_name_their_field(
     assert found.startswith(f"clap.evaluation.{task}.{message}")
 
 
-def test_settings_without_what_they_need(write_clips: WriteClips, clip_tokenizer: str) -> None:
+def test_settings_without_what_they_need(tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str) -> None:
     for tokenizer in (None, "./nowhere"):
         assert refusal(settings_for(write_clips(1)), tokenizer).startswith("clap.evaluation.tokenizer: ")
     assert "retrieval, zero_shot or both" in refusal(EvaluationSettings(), clip_tokenizer)
+    tar = str(write_tar(tmp_path / "a.tar", [("a.wav", b"RIFF"), CAPTION]))
+    evaluator = make(EvaluationSettings.model_validate({"retrieval": {"shards": tar}}), clip_tokenizer)
+    with pytest.raises(ValueError, match=r"clap.evaluation.retrieval.shards: none of the 1 clips can be decoded"):
+        evaluator.evaluate(micro_model())

@@ -20,9 +20,7 @@ def features(number: int, seed: int, dim: int = 6) -> torch.Tensor:
 def zero_shot(audio: torch.Tensor, classes: torch.Tensor, labels: torch.Tensor) -> dict[str, Measure]:
     """Labels: one class to a clip, or of which classes each clip is."""
     is_of_class = labels if labels.ndim == 2 else F.one_hot(labels, len(classes)).bool()
-    found = evaluate_zero_shot(audio, classes, is_of_class, ALONE, resample=True)
-    assert found.counts == {"clips": len(audio), "classes": len(classes)}
-    return found.measures
+    return evaluate_zero_shot(audio, classes, is_of_class, ALONE, resample=True)
 
 
 @pytest.mark.parametrize(
@@ -63,19 +61,18 @@ def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int],
     assume(all(len(row.unique()) == len(row) for row in (*scores, *scores.T)))
     found = evaluate_retrieval(audio, text, clip_of_caption, ALONE)
     expected = retrieval_reference(audio.double().numpy(), text.double().numpy(), clip_of_caption.numpy())
-    assert {name: measure.value for name, measure in found.measures.items()} == pytest.approx(expected, abs=1e-9)
-    intervals = {(measure.low, measure.high) for measure in found.measures.values()}
-    assert intervals == {wilson(measure.value, len(audio)) for measure in found.measures.values()}
-    assert found.counts == {"clips": len(audio), "captions": len(text)}
+    assert {name: measure.value for name, measure in found.items()} == pytest.approx(expected, abs=1e-9)
+    intervals = {(measure.low, measure.high) for measure in found.values()}
+    assert intervals == {wilson(measure.value, len(audio)) for measure in found.values()}
 
 
 def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
     audio, clip_of_caption = torch.eye(30), torch.arange(30).repeat_interleave(5)
-    perfect = evaluate_retrieval(audio, audio[clip_of_caption], clip_of_caption, ALONE).measures
+    perfect = evaluate_retrieval(audio, audio[clip_of_caption], clip_of_caption, ALONE)
     assert [measure.value for measure in perfect.values()] == pytest.approx([1.0] * 8)
     clip_of_caption = torch.arange(40).repeat_interleave(2)
     for constant in (features(1, 0, dim=512), torch.full((1, 4), torch.nan)):
-        found = evaluate_retrieval(constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE).measures
+        found = evaluate_retrieval(constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE)
         for measure in found.values():
             assert measure.value == pytest.approx(measure.chance, abs=1e-12)
         assert found["retrieval_text_to_audio_r1"].value == pytest.approx(1 / 40)
