@@ -67,18 +67,14 @@ def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int],
 
 
 def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
-    audio, clip_of_caption = torch.eye(30), torch.arange(30).repeat_interleave(5)
+    audio, clip_of_caption = torch.eye(40), torch.arange(40).repeat_interleave(2)
     perfect = evaluate_retrieval(audio, audio[clip_of_caption], clip_of_caption, ALONE)
     assert [measure.value for measure in perfect.values()] == pytest.approx([1.0] * 8)
-    clip_of_caption = torch.arange(40).repeat_interleave(2)
     for constant in (features(1, 0, dim=512), torch.full((1, 4), torch.nan)):
         found = evaluate_retrieval(constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE)
-        for measure in found.values():
-            assert measure.value == pytest.approx(measure.chance, abs=1e-12)
-        assert found["retrieval_text_to_audio_r1"].value == pytest.approx(1 / 40)
+        assert [measure.value for measure in found.values()] == pytest.approx([each.chance for each in found.values()])
         assert found["retrieval_text_to_audio_r10"].value == pytest.approx(10 / 40)
         assert found["retrieval_text_to_audio_map10"].value == pytest.approx(sum(1 / r for r in range(1, 11)) / 40)
-        assert found["retrieval_audio_to_text_r1"].value == pytest.approx(2 / 80)
         assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
 
 
@@ -105,10 +101,8 @@ def test_zero_shot_by_a_constant_model_scores_chance() -> None:
     # A tie broken by order would find class 0, which most clips are of.
     labels = torch.cat((torch.zeros(71, dtype=torch.long), torch.arange(1, 20)))
     found = zero_shot(features(1, 0, 512).expand(90, -1), features(1, 1, 512).expand(20, -1), labels)
-    assert found["zero_shot_top1"].value == pytest.approx(1 / 20)
     assert found["zero_shot_top5"].value == pytest.approx(5 / 20)
-    for measure in found.values():
-        assert measure.value == pytest.approx(measure.chance, abs=1e-12)
+    assert [measure.value for measure in found.values()] == pytest.approx([each.chance for each in found.values()])
     few = zero_shot(features(10, 0), features(3, 1), torch.arange(10) % 3)["zero_shot_top5"]
     assert few.value == few.chance == 1.0
 
