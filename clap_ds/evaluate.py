@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -85,8 +86,8 @@ def main(ranks: Ranks) -> None:
     settings = evaluation_settings(arguments, run)
     if not Path(arguments.checkpoint).exists():
         raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
-    if arguments.json is not None and not (arguments.json.parent.is_dir() and not arguments.json.is_dir()):
-        raise UserError(f"--json {arguments.json}: expected a file in a folder that is there")
+    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
+        raise UserError(f"--json {arguments.json}: expected a file in a folder that can be written")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     choose_accelerator()
@@ -97,15 +98,12 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     """`clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
     evaluate, and values that can't be."""
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    for name in ("tokenizer", "micro_batch", "num_workers"):
-        _change(content, name, getattr(arguments, name))
+    content |= _given(arguments, tokenizer="tokenizer", micro_batch="micro_batch", num_workers="num_workers")
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     if arguments.retrieval:
         content["retrieval"] = {"shards": arguments.retrieval}
-    zero_shot = dict(content.get("zero_shot") or {})
-    for name, option in (("shards", "zero_shot"), ("class_field", "class_field"), ("templates", "template")):
-        _change(zero_shot, name, getattr(arguments, option))
-    content["zero_shot"] = zero_shot or None
+    changes = _given(arguments, shards="zero_shot", class_field="class_field", templates="template")
+    content["zero_shot"] = zero_shot = {**(content.get("zero_shot") or {}), **changes} or None
     if not (content.get("retrieval") or zero_shot):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
         raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
@@ -116,9 +114,9 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
         raise UserError("\n".join(problems)) from None
 
 
-def _change(content: dict[str, Any], name: str, value: Any) -> None:
-    if value is not None:
-        content[name] = value
+def _given(arguments: argparse.Namespace, **options: str) -> dict[str, Any]:
+    """Fields by the options that say them, where these are given."""
+    return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
 
 
 def evaluate_checkpoint(
@@ -172,10 +170,7 @@ def evaluate_checkpoint(
         title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
         print_evaluation(evaluation, title.format_map({**where, "checkpoint": taken(path)}))
         if arguments.json is not None:
-            try:
-                write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
-            except OSError as error:
-                raise UserError(f"--json {arguments.json}: can't be written: {error.strerror}") from None
+            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
 def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | None, config: ClapConfig) -> int:

@@ -23,17 +23,10 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
+from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import embed_audio, embed_text
-from clap_ds.evaluation.metrics import (
-    Evaluation,
-    Measure,
-    TaskResult,
-    class_features,
-    evaluate_retrieval,
-    evaluate_zero_shot,
-    retrieval_loss,
-)
+from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
@@ -105,7 +98,8 @@ class Evaluator:
         self._note(broken)
         self._plans: dict[str, Plan] = {}
         for task, paths in shards.items():
-            clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in paths}
+            own = set(paths)
+            clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
             settings = self.settings.zero_shot if task == "zero_shot" else None
             plan, broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
             self._plans[task] = plan
@@ -151,8 +145,8 @@ class Evaluator:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
-                of = features, class_features(captions, text), is_of_class.to(audio.device), self.ranks
-                counts, measures = {"classes": len(captions)}, evaluate_zero_shot(*of, resample=resample)
+                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device), self.ranks
+                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*of, resample=resample)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -163,8 +157,8 @@ class Evaluator:
         numbers = torch.tensor([len(each) for each in captions], device=audio.device)
         clip_of_caption = torch.arange(len(captions), device=audio.device).repeat_interleave(numbers)
         pairs = audio, text[numbers.cumsum(0) - numbers], [each[0] for each in captions]
-        loss = retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
-        return evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
+        loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
+        return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
     def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
         """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
