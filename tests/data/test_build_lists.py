@@ -98,7 +98,6 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
         assert str(files[Path(name).stem][2]) in reason
 
 
-THIRTEEN = "path,caption\n" + "a,b,c\n" * 13 + "a.wav,b\n"
 MISTAKES = [  # content of a list, options, message; in a CSV unless it says otherwise
     ("", "", "no rows in it"),
     ("path,caption\n", "", "no rows in it"),
@@ -112,11 +111,10 @@ MISTAKES = [  # content of a list, options, message; in a CSV unless it says oth
     ('path,caption\na.wav,wind\nb.wav,"rain\nfalls\n', "", "list.csv:3: its quotes don't match"),
     ('path,caption\na.wav,"rain" falls\n', "", "list.csv:2: its quotes don't match"),
     ('path,caption\na.wav,"rain\nb.wav,wind\nc.wav,a 6" pipe\n', "", "list.csv:2: its quotes don't match"),
-    ('path,caption\na.wav,"rain\nb.wav,wind\nc.wav,a pipe of 6"\n', "", "list.csv:2: a quote isn't closed, or a field has"),
-    ("path,caption\na.wav\n", "", "list.csv:2: 1 field(s), expected 2 (path, caption): 'a.wav'"),
-    (THIRTEEN, "", "13 of 14 rows"),
-    (THIRTEEN, "", "list.csv:11: 3 field(s), expected 2 (path, caption): 'a,b,c'\n       and 3 more"),
-    ("id,caption\nx,y\n,z\n", "--audio_column id", "1 of 2 rows can't be used:\n       {list}:3: no path in id"),
+    ('path,caption\na.wav,"rain\nb.wav,wind\nc.wav,a pipe of 6"\n', "", "list.csv:2: expected 2 (path, caption), none with an"),
+    ("path,caption\na.wav\n", "", "found 1 field(s): 'a.wav'; a field with a delimiter"),
+    ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4: expected 2 (path, caption)"),
+    ("id,caption\nx,y\n,z\n", "--audio_column id", "list.csv:3: no path in id"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "can't decode byte 0xf6 in position 17: invalid start byte; name another"),
     ("path,caption\nx,y\n", "--encoding klingon", "unknown encoding: klingon; name another encoding by --encoding"),
     ("path,caption\nx,y\n", "", "none of 1 items can be used, the first: {folder}/x: audio file can't be read"),
@@ -134,7 +132,7 @@ def test_lists_that_cannot_be_used(
     path = tmp_path / f"list.{'csv' if is_option else options}"
     path.write_bytes(content.encode("cp1252"))
     assert run(path, tmp_path / "out", *(options.split() if is_option else [])) == 2
-    assert message.replace("{list}", str(path)).replace("{folder}", str(tmp_path)) in capsys.readouterr().err
+    assert message.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,6 +1,6 @@
 """Audio files with their captions, as people have them: a CSV, a JSONL, or a folder with a caption file beside each audio file.
 
-Rows that can't be read are refused by line before any work. Audio is not looked at here.
+A row that can't be read is refused by its line before any work. Audio is not looked at here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ 
 _COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
 _ROW_WITHIN = re.compile(rf"\n.*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})\b", re.IGNORECASE)
 _DELIMITERS = ",;\t|"
-_MOST_LISTED = 10  # rows in a message
+_QUOTING = "a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
 
 Row = dict[str, Any]
-Lines = Iterable[tuple[int, Row | str]]
-"""Rows by the line they begin in, or what is wrong with one."""
 
 
 @dataclass(slots=True)
@@ -80,27 +78,15 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     if not source.is_file() or source.suffix.lower() not in readers:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    lines = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding)))
-    rows = {line: row for line, row in lines if not isinstance(row, str)}
-    _refuse(source, [f"{source}:{line}: {row}" for line, row in lines if isinstance(row, str)], len(lines))
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    if not names:
+    rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding)))
+    if not rows:
         raise UserError(f"{source}: no rows in it")
-    audio, captions = _columns(source, names, options)
-    paths = {line: _path_in(row, audio) for line, row in rows.items()}
-    _refuse(source, [f"{source}:{line}: no path in {audio}" for line, path in paths.items() if not path], len(lines))
-    for line, row in rows.items():
+    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
+    for line, row in rows:
+        if not (path := _path_in(row, audio)):
+            raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        yield Entry((options.audio_root or source.parent) / paths[line], *_divided(more, captions))
-
-
-def _refuse(source: Path, problems: list[str], num_rows: int) -> None:
-    """UserError with the first of some problems, if there are any."""
-    if problems:
-        found = f"{source}: {len(problems)} of {num_rows} rows can't be used:"
-        others = [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
-        how = "in a CSV, a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
-        raise UserError("\n".join([found, *problems[:_MOST_LISTED], *others, f"Expected a path in each; {how}"]))
+        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions))
 
 
 def _text_in(path: Path, encoding: str | None) -> str:
@@ -111,19 +97,23 @@ def _text_in(path: Path, encoding: str | None) -> str:
         raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
 
 
-def _jsonl_rows(source: Path, text: str) -> Lines:
+def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """Rows, each with its line."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
-                yield number, row if isinstance(row, dict) else "expected an object, as in each line of a JSONL"
             except json.JSONDecodeError as error:
-                yield number, f"not valid JSON: {error.msg}"
+                raise UserError(f"{source}:{number}: not valid JSON: {error.msg}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
+            yield number, row
 
 
-def _csv_rows(source: Path, text: str) -> Lines:
-    """The delimiter is the one that is most frequent in the first line. Empty rows, and empty columns at the end, don't count.
-    A quote that isn't closed takes in what follows: refused where that has the name of an audio file."""
+def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """Rows, each with the line it begins in. The delimiter is the one that is most frequent in the first line; empty rows, and
+    empty columns at the end, don't count. A quote that isn't closed takes in what follows: told by an audio file's name there.
+    """
     csv.field_size_limit(2**31 - 1)
     delimiter = max(_DELIMITERS, key=text.lstrip("\r\n").partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -140,18 +130,16 @@ def _csv_rows(source: Path, text: str) -> Lines:
                 names = [name.strip() for name in fields]
                 if twice := next((name for name in names if name and names.count(name) > 1), None):
                     raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
-            elif len(fields) != len(names):
-                expected = f"expected {len(names)} ({', '.join(names)})"
-                yield begun, f"{len(fields)} field(s), {expected}: {delimiter.join(fields)[:100]!r}"
-            elif within := next(filter(_ROW_WITHIN.search, fields), None):
-                yield (
-                    begun,
-                    f"a quote isn't closed, or a field has an audio file's name in its second line: {within[:100]!r}",
+                continue
+            if len(fields) != len(names) or any(map(_ROW_WITHIN.search, fields)):
+                expected = (
+                    f"expected {len(names)} ({', '.join(names)}), none with an audio file's name after its first line"
                 )
-            else:
-                yield begun, {name: field for name, field in zip(names, fields, strict=True) if name}
+                found = f"{len(fields)} field(s): {delimiter.join(fields)[:100]!r}"
+                raise UserError(f"{source}:{begun}: {expected}, found {found}; {_QUOTING}")
+            yield begun, {name: field for name, field in zip(names, fields, strict=True) if name}
     except csv.Error as error:
-        raise UserError(f"{source}:{line}: its quotes don't match: {error}") from None
+        raise UserError(f"{source}:{line}: its quotes don't match: {error}; {_QUOTING}") from None
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
@@ -201,8 +189,7 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             else:
                 row = None
             if not isinstance(row, dict):
-                expected = f"expected {text.name}, or {described.name} with an object, beside it"
-                raise UserError(expected)
+                raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
             yield Entry(path, *_divided(row, options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))))
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

@@ -11,7 +11,6 @@ import argparse
 import io
 import math
 import random
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +55,6 @@ def as_it_is(content: bytes, extension: str) -> Clip:
     return Clip(extension, content, len(samples) / rate)
 
 
-@dataclass
 class Preparation:
     """What becomes of audio: WAV files of one channel in 16 bits at the model's rate (`waveform`), or the model's features,
     (frames, mel_bins) float16, as NumPy files (`mel`).
@@ -65,17 +63,10 @@ class Preparation:
     beyond the last whole hop is left out.
     """
 
-    kind: Kind
-    audio: AudioConfig
-    _log_mel: LogMel = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._log_mel = LogMel(self.audio)
+    def __init__(self, kind: Kind, audio: AudioConfig) -> None:
+        self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
+        self._log_mel = LogMel(audio)
         convert(self._log_mel)
-
-    def __repr__(self) -> str:
-        """What the result follows from."""
-        return f"{self.kind} {FrontEnd.of(self.audio)}"
 
     def clip(self, content: bytes, extension: str = "") -> Clip:
         """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from webdataset.writer import TarWriter
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
-from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_making.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
@@ -63,7 +63,8 @@ def fill(
         UserError: no item can be used, or the folder holds something else.
         OSError: the folder can't be written, or the disk is full: what is finished stays.
     """
-    _claim(folder, plan, preparation)
+    prepared = (preparation.kind, preparation.front_end) if preparation else ()
+    _claim(folder, chain([repr(prepared)], plan))
     built = {name: there for name in shards if (there := _finished(folder, name))}
     waiting = {name: members for name, members in shards.items() if name not in built}
     if built:
@@ -76,7 +77,6 @@ def fill(
     listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
-    prepared = (preparation.kind, FrontEnd.of(preparation.audio)) if preparation else ()
     write_manifest(folder, ShardManifest(records, *prepared))
     if not records:
         raise UserError(none_usable(broken))
@@ -89,9 +89,9 @@ def none_usable(broken: Sequence[Named]) -> str:
     return f"none of {len(broken)} items can be used, the first: {examples}"
 
 
-def _claim(folder: Path, plan: Iterable[str], preparation: Preparation | None) -> None:
+def _claim(folder: Path, plan: Iterable[str]) -> None:
     """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
-    state = hashlib.sha256(repr(preparation).encode())
+    state = hashlib.sha256()
     for part in plan:
         state.update(part.encode())
     mark = folder / RECORDS / "plan"
