@@ -9,17 +9,22 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.shard_making.caption_lists import Entry
-from clap_ds.data.shard_making.splits import check_columns, divide
+from clap_ds.data.shard_making.splits import Numbered, check_columns, divide
 
 
 def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
     return [Entry(Path(str(n)), ["x"], {column: value}, size=100) for n, value in enumerate(values)]
 
 
+def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
+    unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
+    check_columns(items, Namespace(**(unsaid | options)))
+    return divide(items, Namespace(**(unsaid | options)))
+
+
 def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, set[int]]:
     """Numbers of the items on each side; all of them are there, once."""
-    unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1}
-    shards = divide(items, Namespace(**(unsaid | {"held_out": share} | options)))
+    shards = divided(items, held_out=share, **options)
     assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(range(len(items)))
     of_side = {
         side: [n for name in shards if name.startswith(side) for n, _ in shards[name]] for side in ("train", "held_out")
@@ -60,15 +65,13 @@ def test_a_column_says_what_is_held_out() -> None:
 
 
 def test_shards_are_as_many_or_as_large_as_wanted() -> None:
-    def sizes(**options: Any) -> dict[str, int]:
-        unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
-        return {name: len(items) for name, items in divide(entries([0] * 10), Namespace(**(unsaid | options))).items()}
-
-    assert sizes(shards=3) == {
-        f"held_out-{0:05d}.tar": 2,
-        **{f"train-{n:05d}.tar": size for n, size in enumerate((2, 3, 3))},
-    }
-    assert sizes(shard_mb=2e-4) == {"held_out-00000.tar": 2, **{f"train-{n:05d}.tar": 2 for n in range(4)}}
+    three, small = (divided(entries([0] * 10), **options) for options in ({"shards": 3}, {"shard_mb": 2e-4}))
+    assert {name: len(items) for name, items in three.items()} == {
+        "held_out-00000.tar": 2, "train-00000.tar": 2, "train-00001.tar": 3, "train-00002.tar": 3
+    }  # fmt: skip
+    assert {name: len(items) for name, items in small.items()} == dict.fromkeys(
+        ["held_out-00000.tar", *(f"train-{n:05d}.tar" for n in range(4))], 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_shards_are_as_many_or_as_large_as_wanted() -> None:
     [
         (["a"], {}, r"--held_out: all of 1 item\(s\) would be held out"),
         (["a"] * 9, {"group_column": "speaker"}, r"--held_out: all of 9 item\(s\)"),
-        (["test"], {"split_column": "speaker"}, "--split_column speaker: all of 1 item"),
+        (["test"], {"split_column": "speaker", "held_out": 0}, "--split_column speaker: all of 1 item"),
         (
             ["train", "development"],
             {"split_column": "speaker"},
@@ -88,9 +91,5 @@ def test_shards_are_as_many_or_as_large_as_wanted() -> None:
     ],
 )
 def test_divisions_that_cannot_be(values: list[str], options: dict[str, Any], message: str) -> None:
-    def divide_them() -> None:
-        check_columns(entries(values), Namespace(**({"split_column": None, "group_column": None} | options)))
-        sides(entries(values), **options)
-
     with pytest.raises(UserError, match=message):
-        divide_them()
+        divided(entries(values), **options)

@@ -24,8 +24,7 @@ from clap_ds.data.shard_making import prepare
 from clap_ds.data.shard_manifest import digest, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from tests.data.builds import run as build
-from tests.data.builds import write_list
+from tests.data import builds
 from tests.data.tars import items_in, put, wav, write_tar
 
 MICRO = load_preset("micro")  # of clips of one second
@@ -67,10 +66,6 @@ def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
     row = torch.empty(num_samples, dtype=torch.int16)
     decode_audio(clip, row, sample_rate=RATE, rng=random.Random(0))
     return row
-
-
-def features_in(folder: Path) -> dict[str, np.ndarray]:
-    return {key: np.load(io.BytesIO(item["npy"])) for key, item in items_in(folder).items()}
 
 
 def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
@@ -118,7 +113,8 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
     """Features of so many samples more than the model's, computed in parts, are those computed at once."""
     clip = wav(sound((RATE + num_samples) / RATE), RATE, "PCM_16")
     assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
-    (features,) = features_in(tmp_path / "mel").values()
+    (item,) = items_in(tmp_path / "mel").values()
+    features = np.load(io.BytesIO(item["npy"]))
     whole = RATE + num_samples // MICRO.audio.hop_size * MICRO.audio.hop_size
     log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": whole}))
     expected = log_mel(live(clip, RATE + num_samples)[None, :whole].float() / INT16_SCALE)[0]
@@ -128,9 +124,9 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
 
 def test_building_prepares_too(tmp_path: Path) -> None:
     """With the same result as preparing what was built."""
-    path = write_list(tmp_path, 5)
-    assert build(path, tmp_path / "plain", "--held_out", 0.2) == 0
-    assert build(path, tmp_path / "mel", "--held_out", 0.2, "--kind", "mel", "--preset", "micro") == 0
+    path = builds.write_list(tmp_path, 5)
+    assert builds.run(path, tmp_path / "plain", "--held_out", 0.2) == 0
+    assert builds.run(path, tmp_path / "mel", "--held_out", 0.2, "--kind", "mel", "--preset", "micro") == 0
     assert run(f"{tmp_path}/plain/*.tar", tmp_path / "prepared", "--kind", "mel") == 0
     assert read_manifest(f"{tmp_path}/mel") == read_manifest(f"{tmp_path}/prepared")
 
@@ -145,23 +141,23 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     bad = members({"garbage": b"no audio", "cut": CLIPS["short"][:-999], "quiet": wav(np.full(99, 1e-6))})
     bad += [("short.mp3", cut_mp3), ("short.txt", b"a sound"), ("long.flac", endless), ("long.txt", b"a sound")]
     full = write_tar(tmp_path / "a.tar", [*bad, *good, ("mute.wav", CLIPS["short"]), ("deaf.txt", b"x")]).read_bytes()
-    put("memory://prepare/whole.tar", full)
-    put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
-    whole, cut = "memory://prepare/whole.tar", "memory://prepare/cut.tar.gz"
+    whole = put("memory://prepare/whole.tar", full)
+    cut = put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
     assert run(whole, cut, tmp_path / "out", "--kind", "waveform") == 0
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["cut.tar", "whole.tar"]
-    for name in ("whole", "cut"):
-        assert list(items_in(tmp_path / "out", f"{name}.tar")) == ["good"]
-    listed = list(map(json.loads, (tmp_path / "out" / "broken.jsonl").read_text().splitlines()))
-    reasons = {each["file"]: each["reason"] for each in listed}
-    said = {"garbage": "can't be decoded", "long": "can't be decoded", "cut": "breaks off", "short": "breaks off"}
-    for name in (whole, cut):
-        for item, reason in {**said, "quiet": "silent"}.items():
-            assert reason in reasons[f"{name}: {item}"]
-    assert "no caption" in reasons[f"{whole}: mute"]
-    assert "no audio" in reasons[f"{whole}: deaf"]
-    assert "truncated" in reasons[cut]
-    assert len(reasons) == len(listed) == 13
+    said = {
+        "garbage": "can't be decoded",
+        "long": "can't be decoded",
+        "cut": "breaks off",
+        "short": "breaks off",
+        "quiet": "silent",
+    }
+    expected = {"whole.tar: mute": "no caption", "whole.tar: deaf": "no audio", "cut.tar.gz": "truncated"}
+    for name in ("whole.tar", "cut.tar.gz"):
+        assert list(items_in(tmp_path / "out", name.removesuffix(".gz"))) == ["good"]
+        expected |= {f"{name}: {item}": reason for item, reason in said.items()}
+    reasons = builds.reasons_in(tmp_path / "out")
+    assert reasons.keys() == expected.keys()
+    assert all(reason in reasons[name] for name, reason in expected.items())
     assert "13 left out, listed with reasons in" in capsys.readouterr().out
 
 
@@ -203,7 +199,7 @@ def test_the_same_command_resumes(
     assert run(*command) == 0
     assert "1 of 4 shards are there already" in capsys.readouterr().out
     assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
-    assert sorted(features_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
+    assert sorted(items_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
     assert not list(out.glob("*.partial"))
     for name, record in read_manifest(str(out)).shards.items():
         assert record.sha256 == digest(out / name)
