@@ -129,7 +129,6 @@ def _report(folder: Path, shards: list[BuiltShard], entries: list[Entry], tokeni
         more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     if same := [f"{other} (= {entry.path})" for entry in entries for other in entry.others]:
         print(f"{len(same)} file(s) hold the same as another, and are one item with it: {', '.join(same[:8])}")
-    print_left_out(
-        folder, sum(len(shard.broken) for shard in shards) + sum(entry.problem is not None for entry in entries)
-    )
+    num_unusable = sum(entry.problem is not None for entry in entries)
+    print_left_out(folder, num_unusable + sum(len(shard.broken) for shard in shards))
     print_settings(f"{folder}/train-*.tar", tokenizer, preset, more)

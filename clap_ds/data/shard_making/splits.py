@@ -19,13 +19,14 @@ Numbered = list[tuple[int, Entry]]
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:
     """UserError where a column that decides an entry's side is empty, or says something else."""
-    for entry in (entry for entry in entries if not entry.problem):
-        if (column := options.split_column or options.group_column) and not (said := names_in(entry, column)):
-            raise UserError(
-                f"{entry.path}: nothing in its column {column!r}; there are {', '.join(entry.more) or 'none'}"
-            )
-        if options.split_column and (odd := [name for name in said if name.lower() not in TRAIN + HELD_OUT]):
-            raise UserError(f"{entry.path}: {odd[0]!r} in its column {column!r}, expected {SIDES}")
+    column = options.split_column or options.group_column
+    for entry in entries if column else ():
+        said = names_in(entry, column)
+        odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
+        if not entry.problem and (odd or not said):
+            found = f"found {odd[0]!r}" if odd else f"found nothing; there are {', '.join(entry.more) or 'none'}"
+            expected = SIDES if options.split_column else "a value"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {found}")
 
 
 def names_in(entry: Entry, column: str) -> list[str]:
