@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
 TEXT_TOKENS = 77
-NUM_ADVANCES = 20
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
 MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
@@ -131,7 +130,6 @@ def evaluate_checkpoint(
     from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
-    from clap_ds.record.terminal import Progress
     from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
 
     device = initialize(ranks, compile_cpu_collective=False)
@@ -153,15 +151,8 @@ def evaluate_checkpoint(
     model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
-    every = max(1, evaluator.num_batches // NUM_ADVANCES)
-    progress = Progress(evaluator.num_batches, enabled=ranks.is_first)
-
-    def advance(done: int) -> None:
-        if done % every == 0:
-            progress.advance(every, "micro-batches of clips embedded")
-
     try:
-        evaluation = evaluator.evaluate(model, resample=True, on_batch=advance)
+        evaluation = evaluator.evaluate(model, at_length=True)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:

@@ -19,44 +19,34 @@ from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
 T = TypeVar("T")
 
 
-def embed_audio(
-    model: ClapModel, clips: Iterable[Tensor], micro_batch: int, on_batch: Callable[[int], object] = lambda done: None
-) -> Tensor:
-    """(N, joint_dim) fp32, rows of length 1, of N clips: waveforms (num_samples,) or log-mel features (num_frames, mel_bins).
-    `on_batch` is called after each micro-batch with how many are done."""
+def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
+    """(N, joint_dim) fp32, rows of length 1, of waveforms (num_samples,) or log-mel features (num_frames, mel_bins)."""
 
     def encode(batch: list[Tensor]) -> Tensor:
         audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)))
         return model.encode_audio(audio.to(_device(model)).float())
 
-    return _embed(model, clips, micro_batch, encode, on_batch)
+    return _embed(model, clips, micro_batch, encode)
 
 
 def embed_text(
     model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int
 ) -> Tensor:
-    """(N, joint_dim) fp32, rows of length 1, of N captions, cut after `text_tokens`."""
+    """(N, joint_dim) fp32, rows of length 1, of captions, cut after `text_tokens`."""
 
     def encode(batch: list[str]) -> Tensor:
         ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)), tokenizer, text_tokens)
         return model.encode_text(ids.to(_device(model)), mask.to(_device(model)))
 
-    return _embed(model, captions, micro_batch, encode, lambda done: None)
+    return _embed(model, captions, micro_batch, encode)
 
 
 @torch.no_grad()
-def _embed(
-    model: ClapModel,
-    items: Iterable[T],
-    micro_batch: int,
-    encode: Callable[[list[T]], Tensor],
-    on_batch: Callable[[int], object],
-) -> Tensor:
+def _embed(model: ClapModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]) -> Tensor:
     rest, features = iter(items), [torch.zeros(0, model.config.joint_dim, device=_device(model))]
     with _evaluating(model):
         while batch := list(islice(rest, micro_batch)):
             features.append(encode(batch)[: len(batch)].float())
-            on_batch(len(features) - 1)
     return torch.cat(features)
 
 

@@ -15,6 +15,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
@@ -105,28 +106,20 @@ class Evaluator:
             self._plans[task] = plan
             self._note(broken)
 
-    @property
-    def num_batches(self) -> int:
-        """Micro-batches of clips that the rank with most has, rank 0."""
-        return -(-len(self._clips) // (self.ranks.world_size * self.micro_batch))
-
     @doing("evaluating")
-    def evaluate(
-        self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None
-    ) -> Evaluation:
+    def evaluate(self, model: ClapModel, *, at_length: bool = False) -> Evaluation:
         """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
 
         Leaves the model's mode and the random state as they were.
 
         Args:
-            resample: find the interval of zero-shot's mean average precision, too, which takes a while.
-            on_batch: called after each of this rank's micro-batches of clips with how many are done.
+            at_length: show progress, and find the interval of zero-shot's mean average precision, too, which takes a while.
 
         Raises:
             ValueError: on all ranks: no clip can be decoded, or embeddings aren't finite.
             AgreedError: a decoding process is gone.
         """
-        audio, failed = self._embed_clips(model, on_batch)
+        audio, failed = self._embed_clips(model, show_progress=at_length and self.ranks.is_first)
         if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
             raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
         self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
@@ -146,7 +139,7 @@ class Evaluator:
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
                 of = features, metrics.class_features(captions, text), is_of_class.to(audio.device), self.ranks
-                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*of, resample=resample)
+                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*of, resample=at_length)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -160,7 +153,7 @@ class Evaluator:
         loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
-    def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
+    def _embed_clips(self, model: ClapModel, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
         """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
@@ -168,16 +161,14 @@ class Evaluator:
         def rows() -> Iterator[Tensor]:
             clips = [self._clips[number] for number in own]
             loaded = load_audio(clips, audio, num_workers=self.settings.num_workers, kind=self._kind)
-            for number, found in zip(own, loaded, strict=True):
+            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if show_progress else True)
+            for number, found in zip(own, shown, strict=True):
+                alive()
                 if isinstance(found, str):
                     failed[number] = found
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
-        def done(number: int) -> None:
-            on_batch(number)
-            alive()
-
-        features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch, done))
+        features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
         return features, {number: reason for theirs in gather(failed) for number, reason in theirs.items()}
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -114,24 +113,21 @@ def evaluate_retrieval(
         text_MD: features of M captions, likewise.
         clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
     """
-    num_clips = len(audio_ND)
-    audio = audio_ND, torch.arange(num_clips, device=audio_ND.device)
-    text = text_MD, clip_of_caption_M
+    clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
     measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
-        ("audio_to_text", audio, text),
-        ("text_to_audio", text, audio),
+        ("audio_to_text", (audio_ND, clip_N), (text_MD, clip_of_caption_M)),
+        ("text_to_audio", (text_MD, clip_of_caption_M), (audio_ND, clip_N)),
     ):
-        relevant = partial(_of_one_clip, clip_of_query, clip_of_candidate)
+
+        def relevant(rows: slice, query: Tensor = clip_of_query, candidate: Tensor = clip_of_candidate) -> Tensor:
+            return query[rows, None] == candidate
+
         found, chance = ranking.rank_candidates(queries, candidates, relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks)
         names = [f"retrieval_{direction}_{name}" for name in (*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}")]
         # Captions of one clip are found or missed together: their interval is that of as many clips.
-        measures |= _means(names, found, chance, num_clips)
+        measures |= _means(names, found, chance, len(audio_ND))
     return measures
-
-
-def _of_one_clip(clip_of_query: Tensor, clip_of_candidate: Tensor, queries: slice) -> Tensor:
-    return clip_of_query[queries, None] == clip_of_candidate
 
 
 def retrieval_loss(
@@ -148,10 +144,8 @@ def retrieval_loss(
         scale: factor of the similarities, shape (1,).
         bias: added to them, shape (1,), or None.
     """
-    numbers: dict[str, int] = {}
-    caption_N = torch.tensor(
-        [numbers.setdefault(caption, len(numbers)) for caption in captions], device=audio_ND.device
-    )
+    number_of = {caption: number for number, caption in enumerate(captions)}
+    caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
     losses, chance_in_all = [], 0.0
     num_batches = -(-len(captions) // LOSS_BATCH)
     for first in range(num_batches):
