@@ -31,7 +31,8 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "required: command"), (["sizes"], "choose from"), (["size", "--clip", "5"], "--clip 5")]
+    ("words", "message"),
+    [([], "required: command"), (["sizes"], "choose from"), (["size", "--clips=5", "--clip", "5"], "--clip 5")],
 )
 def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -42,9 +43,9 @@ def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.Captur
 def test_other_mistakes_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["clap-shards", "size", "--like", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["clap-shards", "measure", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         shards.command()
     printed = capsys.readouterr().err
-    assert printed.startswith("error: --like: clap.data.shards: expected tar files, found the folder")
+    assert printed.startswith("error: clap.data.shards: expected tar files, found the folder")
     assert printed.count("\n") == 1

@@ -176,7 +176,7 @@ def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
     """Clips in order, shaped as `empty_row`, or the reason why one can't be had. Read by `num_workers` processes (0: by this
-    one); a WorkerError where one of these was killed."""
+    one); a ValueError where one of these was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))
