@@ -43,7 +43,7 @@ def rank_candidates(
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
         relevant_QC = relevant(rows)
         found_2QM[0, rows] = measures(scores, relevant_QC, at=at, cutoff=cutoff)
-        found_2QM[1, rows] = chance(relevant_QC.sum(1), len(candidates_CD), at=at, cutoff=cutoff)
+        found_2QM[1, rows] = chance(_count(relevant_QC), len(candidates_CD), at=at, cutoff=cutoff)
     if ranks.world_size > 1:
         dist.all_reduce(found_2QM)
     return found_2QM[0], found_2QM[1]
@@ -55,7 +55,9 @@ def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), 
     scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     num_candidates = scores_QC.shape[1]
     num_ranks = min(max(cutoff or num_candidates, *at, 1), num_candidates)
-    best, order = scores_QC.topk(num_ranks, dim=1)
+    best, order = scores_QC.topk(min(num_ranks + 1, num_candidates), dim=1)
+    ties_beyond_Q = (best[:, num_ranks:] == best[:, num_ranks - 1, None]).any(1)
+    best, order = best[:, :num_ranks], order[:, :num_ranks]
     rank = torch.arange(num_ranks, device=best.device)
     differs = best[:, 1:] != best[:, :-1]
     # Of the candidates that the one at each rank is tied with, (Q, K): how many are above, and how many reach to where.
@@ -64,10 +66,11 @@ def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), 
     num_relevant = F.pad(relevant_QC.gather(1, order).cumsum(1), (1, 0))
     relevant_above = num_relevant.gather(1, above)
     tied, relevant_tied = end - above, num_relevant.gather(1, end) - relevant_above
-    if num_ranks < num_candidates:  # what ties with the last may go on beyond the best
-        is_last, ties_last = best == best[:, -1:], scores_QC == best[:, -1:]
-        tied = torch.where(is_last, ties_last.count_nonzero(1)[:, None], tied)
-        relevant_tied = torch.where(is_last, (ties_last & relevant_QC).count_nonzero(1)[:, None], relevant_tied)
+    if ties_beyond_Q.any():  # what ties with the last goes on beyond the best
+        is_last = (best == best[:, -1:]) & ties_beyond_Q[:, None]
+        ties_last = scores_QC == best[:, -1:]
+        tied = torch.where(is_last, _count(ties_last)[:, None], tied)
+        relevant_tied = torch.where(is_last, _count(ties_last & relevant_QC)[:, None], relevant_tied)
     tied, relevant_tied = tied.double(), relevant_tied.double()
     columns = []
     for k in at:
@@ -77,8 +80,13 @@ def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), 
     before_in_tie = (rank - above) * (relevant_tied - 1) / (tied - 1).clamp(min=1)
     precision = relevant_tied / tied * (relevant_above + 1 + before_in_tie) / (rank + 1)
     cutoff = cutoff or num_ranks
-    average = precision[:, :cutoff].sum(1) / relevant_QC.count_nonzero(1).clamp(max=cutoff)
+    average = precision[:, :cutoff].sum(1) / _count(relevant_QC).clamp(max=cutoff)
     return torch.stack([*columns, average], dim=1)
+
+
+def _count(marked_QC: Tensor) -> Tensor:
+    """(Q,) int32, which takes a quarter of int64's time."""
+    return marked_QC.sum(1, dtype=torch.int32)
 
 
 def _missed(tied_Q: Tensor, relevant_Q: Tensor, drawn_Q: Tensor, most: int) -> Tensor:
