@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
+from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
@@ -88,7 +88,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         raise UserError("--until_done, and options after --, are for training: give --train, too")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
-    check_checkpoint_choices(parser, parser.parse_args(arguments.train_options))
+    parser.parse_args(arguments.train_options)
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(each.limit for each in nodes if each.limit)], key=slurm.seconds_of)

@@ -208,8 +208,8 @@ class TrainSettings(Section):
     """Gradient accumulation steps from a number of samples on: {"0": 1, "1000000": 4}; without it,
     `gradient_accumulation_steps` throughout."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; `never`; or the
-    path of the checkpoint to resume from."""
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; or the path of
+    the checkpoint to resume from."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
     stop_on_plateau: PlateauSettings | None = None

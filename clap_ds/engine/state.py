@@ -145,5 +145,4 @@ def describe(engine: ClapEngine) -> dict[str, Any]:
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "loss": type(engine.loss).__name__,
         "trained_towers": [tower for tower in ("audio", "text") if any(n.startswith(tower) for n in trained)],
-        "num_trained_parameters": len(trained),
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 from clap_ds.data.batch import Batch
 from clap_ds.engine.loss import gather_captions
 from clap_ds.engine.session import Session
-from clap_ds.training.schedule import Schedule, global_batches
+from clap_ds.training.schedule import global_batches
 
 MEASURED = 8
 """Global batches whose captions are compared, the first ones."""
@@ -28,27 +28,25 @@ def too_few_items(session: Session) -> str | None:
     if items is None or items >= largest:
         return None
     return (
-        f"a global batch has {largest:,} pairs, the data {items:,} items: an item meets itself there and counts as wrong for"
-        " itself; a smaller batch or more data spares it that"
+        f"a global batch has {largest:,} pairs, the data {items:,} items: one that meets itself there counts as wrong"
     )
 
 
-def with_captions_compared(
-    batches: Iterable[Batch], session: Session, schedule: Schedule, samples: int
-) -> Iterator[Batch]:
-    """The same batches, those trained after so many samples. With the first ones, a collective, it finds and reports the share
-    of captions that have an equal one in their global batch; the device is waited for once."""
-    steps, loss = schedule.next_steps(samples, MEASURED), session.run.clap.train.accumulation
-    sizes = steps if loss == "cached" else [1] * min(MEASURED, sum(steps))  # micro-batches of each global batch
+def with_captions_compared(batches: Iterable[Batch], session: Session, accumulation: int) -> Iterator[Batch]:
+    """The same batches. With the first ones, a collective, it finds and reports the share of captions that have an equal one in
+    their global batch; the device is waited for once.
+
+    Args:
+        accumulation: micro-batches of each of the first steps.
+    """
+    size = accumulation if session.run.clap.train.accumulation == "cached" else 1  # micro-batches of a global batch
     hashes: list[Tensor] = []
-    compared: list[Tensor] = []
-    for batch in batches:
-        if sizes:
+    for number, batch in enumerate(batches, start=1):
+        if number <= MEASURED * size:
             hashes.append(batch.caption_hashes())
-            if len(hashes) == sizes[0]:
-                compared.append(_have_equals(torch.cat(hashes)))
-                hashes, sizes = [], sizes[1:]
-                if not sizes and session.ranks.is_first:
+            if number == MEASURED * size:
+                compared = [_have_equals(torch.cat(hashes[first : first + size])) for first in range(0, number, size)]
+                if session.ranks.is_first:
                     _report(session, float(torch.cat(compared).double().mean()))
         yield batch
 
@@ -76,16 +74,11 @@ def _have_equals(captions_B: Tensor) -> Tensor:
 
 
 def _report(session: Session, share: float) -> None:
-    settings = session.run.clap.loss
     session.record.update_summary(equal_captions_share=share)
-    if share <= LARGEST_SHARE or settings.same_caption == "positive":
-        return
-    remedy = 'set clap.loss.same_caption "positive"'
-    if settings.kind == "softmax":
-        remedy += ' and clap.loss.kind "sigmoid" (softmax learns the same either way, at a loss that stays above 0)'
-    print(
-        f"warning: {100 * share:.1f} % of the captions have an equal one in their global batch and count as wrong for its clip"
-        " (or for their own, where a batch has a clip twice, as at the end of an epoch): give captions that differ, or"
-        f" {remedy}",
-        flush=True,
-    )
+    if share > LARGEST_SHARE and session.run.clap.loss.same_caption != "positive":
+        print(
+            f"warning: {100 * share:.1f} % of the captions have an equal one in their global batch and count as wrong for its"
+            ' clip: give captions that differ, or set clap.loss.same_caption "positive", which matters to'
+            ' clap.loss.kind "sigmoid"',
+            flush=True,
+        )

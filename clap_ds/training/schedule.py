@@ -49,14 +49,6 @@ class Schedule:
         """Micro-batches of the step that begins after so many samples."""
         return [number for start, number in self.accumulation if start <= samples][-1]
 
-    def next_steps(self, samples: int, most: int) -> list[int]:
-        """Micro-batches of each of the next steps, `most` at most, after so many samples."""
-        steps: list[int] = []
-        while len(steps) < most and not self.is_done(samples):
-            steps.append(self.accumulation_at(samples))
-            samples += steps[-1] * self.samples_per_micro_step
-        return steps
-
     def is_done(self, samples: int) -> bool:
         return samples >= self.samples
 
@@ -74,15 +66,6 @@ class Schedule:
     def epoch(self, samples: int) -> float | None:
         """Passes over the data after so many samples; None where the length of one isn't known."""
         return round(samples / self.epoch_samples, 6) if self.epoch_samples else None
-
-    def mismatch(self, scheduler: dict[str, Any], step: int, samples: int) -> str | None:
-        """What to say if DeepSpeed's `scheduler` section plans for another number of steps than the run will have taken at its
-        end, of which `step` steps and `samples` samples are done."""
-        planned = scheduler.get("params", {}).get("total_num_steps")
-        total = step + self.ahead(samples)[0]
-        if planned is None or planned == total:
-            return None
-        return f"scheduler.params.total_num_steps is {planned}, but the run ends after {total} steps"
 
 
 def _ramp(run: RunSettings) -> tuple[tuple[int, int], ...]:

@@ -49,18 +49,17 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
             checkpoints.close()
-            last = session.engine.steps
-            raise NonFiniteError(f"{error}. {how_to_go_on(run, checkpoints, choices, last)}") from None
+            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, choices, session.engine.steps)}") from None
         ending()
         checkpoints.close()
         wanted = run.clap.train.stop_at
         log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.why_over(run))
         if session.ranks.is_first and progress.step > begun_at:
-            conclude(run, progress, schedule, checkpoints.path)
+            conclude(run, progress, schedule)
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _interrupt(session, Interrupted(stopped_by), saved, same_command(run, choices))
+        _interrupt(session, Interrupted(stopped_by), saved, same_command(choices))
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -78,7 +77,7 @@ def _run(
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
-    batches = with_captions_compared(batches, session, schedule, progress.samples)
+    batches = with_captions_compared(batches, session, schedule.accumulation_at(progress.samples))
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False

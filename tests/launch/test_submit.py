@@ -63,13 +63,13 @@ def test_everything_of_the_site_is_in_the_script(
 def test_spare_nodes_and_training(call: Call, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clap = {"train": {"samples": 64}, "output": {"root": "/mine", "label": "its"}}
     options = ("--nodes", "2", "--spare_nodes", "1", "--shrink", "--until_done", "--train", "--time", "8:00")
-    assert call(*options, "--label", "my own", "--", "--from_weights", "40", clap=clap, site={"sbatch": []}) == 0
+    assert call(*options, "--label", "my own", "--", "--skip_steps", "5-6", clap=clap, site={"sbatch": []}) == 0
     (job,) = _jobs(folder)
     assert job.name.startswith("my_own-")
     text = (job / "slurm.sbatch").read_text()
     assert "#SBATCH --nodes=3\n" in text
     assert "--spare_nodes=1 --requeues=2 --shrink --until_done" in text
-    assert text.endswith('-- clap_ds/train.py --deepspeed_config "$folder/run.json" --from_weights 40\n')
+    assert text.endswith('-- clap_ds/train.py --deepspeed_config "$folder/run.json" --skip_steps 5-6\n')
     assert json.loads((job / "run.json").read_text())["clap"]["output"] == {"root": "/mine", "label": "my_own"}
     shown = capsys.readouterr().out
     assert ": 3 nodes, 1 of them spare, 4 ranks on each, 8:00\n" in shown
@@ -112,9 +112,7 @@ def test_nodes_that_are_down_for_now_do_not_keep_a_job_from_the_queue(
     assert "note: nodes: Requested node configuration is not available, as far as" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "options", ["--resume runs", "--from_weights", "--skip_steps 6-5", "--restart --from_weights 4"]
-)
+@pytest.mark.parametrize("options", ["--resume runs", "--skip_steps 6-5"])
 def test_wrong_options_of_training_are_refused(call: Call, options: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         call("--train", "--", *options.split(), clap={"train": {"samples": 64}})

@@ -137,69 +137,65 @@ def train_and_save(folder: str, precision: str) -> list[float]:
 def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float]]:
     """Losses of four steps from the checkpoint, and from a fresh engine."""
     run = settings(precision, scheduler=SCHEDULER)
-    second, checkpoints = engine(run, 99), CheckpointFolder(folder)
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert len(checkpoints.load(newest, second).data) == 3 - world_size()
+    second = engine(run, 99)
+    assert len(CheckpointFolder(folder).load(folder, second).data) == 3 - world_size()
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
 def save(
     folder: str, scores: tuple[float | None, ...] = (None,), tokenizer: str | None = None, **options: Any
-) -> tuple[list[SavedCheckpoint], list[str]]:
-    """Checkpoints of a bf16 run after two steps, one for each score, and the warnings."""
+) -> list[SavedCheckpoint]:
+    """Checkpoints of a bf16 run after two steps, one for each score."""
     trained = trained_engine(2)
-    with warned() as warnings:
-        checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer, run=settings())
-        saved = [
-            checkpoints.save(trained, progress(step), metrics=None if score is None else {"zero_shot_top1": score})
-            for step, score in enumerate(scores, start=1)
-        ]
-        assert checkpoints.close() == []
-    return saved, warnings
+    checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer, run=settings())
+    saved = [
+        checkpoints.save(trained, progress(step), metrics=None if score is None else {"zero_shot_top1": score})
+        for step, score in enumerate(scores, start=1)
+    ]
+    assert checkpoints.close() == []
+    return saved
 
 
-def fail_at_file(folder: str, number: int) -> dict[str, Any]:
-    """Save, then again on a disk that is full from the `number`th file on; last, train on and save."""
+def fail_at_file(folder: str, number: int) -> tuple[SavedCheckpoint, list[str], list[str]]:
+    """Save, then again on a disk that is full from the `number`th file on: what came of that, the warnings and what is left;
+    last, train on and save."""
     trained, write_file, files = trained_engine(), checkpoint_files.write_file, 0
     checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2))
-    first = checkpoints.save(trained, progress(1))
+    assert checkpoints.save(trained, progress(1)).saved
 
     def full(path: Path, content: Any) -> Any:
         nonlocal files
         files += 1
-        if files >= number:
-            path.write_bytes(content[:9])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_file(path, content)
+        if files < number:
+            return write_file(path, content)
+        write_file(path, content[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
         for module in (checkpoint, checkpoint_files):
             patch.setattr(module, "write_file", full)
         failed = checkpoints.save(trained, progress(2))
-    left = sorted(path.name for path in Path(folder).iterdir())
-    assert checkpoints.newest() == first.path
-    assert losses(trained, 1, 1)[0] < 10
+    left = [path.name for path in Path(folder).iterdir()]
+    losses(trained, 1, 1)
     assert checkpoints.save(trained, progress(3)).saved
-    return {"failed": failed, "left": left, "warnings": warnings, "files": files}
+    return failed, warnings, left
 
 
-def save_poisoned(folder: str) -> tuple[str, list[str]]:
+def save_poisoned(folder: str) -> tuple[str, list[Path]]:
     """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
     trained = trained_engine()
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
     with pytest.raises(NonFiniteError) as refusal:
         CheckpointFolder(folder).save(trained, progress(1))
-    return str(refusal.value), [path.name for path in Path(folder).iterdir()]
+    return str(refusal.value), [*Path(folder).iterdir()]
 
 
-def estimate(folder: str, free: int | None = None) -> tuple[tuple[int, float], list[str]]:
-    """Bytes and seconds of a checkpoint, and the warnings, where so much of the disk is free."""
+def room(folder: str, free: int) -> tuple[int, list[str]]:
+    """Bytes of a checkpoint, and the warnings, where so much of the disk is free."""
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-        if free is not None:
-            patch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
-        return CheckpointFolder(folder).estimate(trained_engine()), warnings
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+        return CheckpointFolder(folder).room(trained_engine()), warnings
 
 
 def refusal(folder: str, unseen_by: int | None = None) -> str:
@@ -221,23 +217,21 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in second.model.named_parameters()}
 
 
-def resume_otherwise(
-    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
-) -> tuple[str, list[str], Any]:
-    """A run with other settings than the checkpoint's resumes from it: why it is refused, else ""; the warnings; and its
-    learning rate, its first loss, whether its fp32 weights were the checkpoint's to the bit, and its next learning rate."""
+def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accept: bool = False) -> tuple[str, Any]:
+    """A run with other settings than the checkpoint's resumes from it: why it is refused or what it warns of; and its learning
+    rate, whether its fp32 weights were the checkpoint's to the bit, its first loss, and its next learning rate."""
     run = settings(precision, **changes)
     other = engine(run, 99)
     with warned() as warnings:
         try:
             CheckpointFolder(folder, run=run).load(folder, other, accept_changes=accept)
         except ValueError as error:
-            return str(error), warnings, None
+            return str(error), None
     saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
     trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
     same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
-    rates = other.deepspeed.get_lr()
-    return "", warnings, (rates[0], losses(other, other.steps, 1)[0], same, other.deepspeed.get_lr()[0])
+    rate = other.deepspeed.get_lr()[0]
+    return "".join(warnings), (rate, same, losses(other, other.steps, 1)[0], other.deepspeed.get_lr()[0])
 
 
 def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto") -> list[int]:

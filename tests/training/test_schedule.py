@@ -38,12 +38,6 @@ def test_ramp_begins_with_the_sections_own_accumulation_and_epochs_are_counted_i
         Schedule.of(run, world_size=2, epoch_samples=None)
 
 
-def test_a_scheduler_with_another_end_is_noticed() -> None:
-    said = "scheduler.params.total_num_steps is 20, but the run ends after 15 steps"
-    for params, expected in (({}, None), ({"total_num_steps": 15}, None), ({"total_num_steps": 20}, said)):
-        assert Schedule(100, 10, ((0, 1),)).mismatch({"params": params}, step=5, samples=0) == expected
-
-
 def noted(run: RunSettings, *evaluations: dict[str, float]) -> TrainingProgress:
     """After these, one a step and a second, each in a start of its own."""
     progress = TrainingProgress()

@@ -114,41 +114,20 @@ def test_captions_are_cut_at_the_trained_length(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1", "metrics": {"zero_shot_top1": 0.5}}
-    path = checkpoint_of(random_model(), tmp_path / "run", 3, tokenizer=tokenizer, **told)
+    path = checkpoint_of(random_model(learns_bias=True), tmp_path / "run", 3, tokenizer=tokenizer, **told)
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
-    assert f"exported: {path}, step 3, zero_shot_top1 0.5\n" in said
+    assert f"exported: {path}, step 3, zero_shot_top1 0.5, model micro\n" in said
     assert "captions beyond 12 tokens" in said
+    assert "note: the sigmoid loss's logit bias" in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-    asked = {"padding": True, "truncation": True}
     # As the note says; a plain truncation=True would reach the front end too, where it means something else.
-    inputs = processor(
-        text=["rain " * 400], audio=sounds()[0], sampling_rate=48000, text_kwargs=asked, return_tensors="pt"
-    )
-    assert inputs["input_ids"].shape == (1, 12)
-    assert torch.equal(
-        inputs["input_ids"], tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
-    )
+    asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
+    inputs = processor(text=["rain " * 400], audio=sounds()[0], **asked)
+    expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
+    assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
-
-
-def test_what_a_file_does_not_say_is_named_and_a_logit_bias_is_left_out_with_a_note(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare, laion, out = (str(tmp_path / name) for name in ("model.safetensors", "clap.pt", "out"))
-    save_safetensors(random_model(learns_bias=True), bare)
-    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
-    with pytest.raises(ValueError, match="names no tokenizer: give it with --tokenizer"):
-        export.main([bare, out])
-    with pytest.raises(ValueError, match="isn't of model demo but of micro"):
-        export.main([laion, out, "--tokenizer", str(tokenizer), "--preset", "demo"])
-    assert not Path(out).exists()
-    for file, more in ((bare, []), (laion, ["--preset", "micro"])):
-        export.main([file, f"{file}.out", "--tokenizer", str(tokenizer), *more])
-        _, report = transformers.ClapModel.from_pretrained(f"{file}.out", output_loading_info=True)
-        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
-        assert ("note: the sigmoid loss's logit bias, -" in capsys.readouterr().out) == (file == bare)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
@@ -156,12 +135,19 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     (tmp_path / "file").write_text("")
-    for arguments, reason in (
-        (["out"], "out: expected a new or empty folder"),
-        (["file/out"], "file/out can't be written"),
-        (["new", "--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
+    save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
+    for source, folder, options, reason in (
+        (path, "out", [], "out: expected a new or empty folder"),
+        (path, "file/out", [], "file/out can't be written"),
+        (path, "new", ["--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
+        (bare, "new", [], "names no tokenizer: give it with --tokenizer"),
     ):
         with pytest.raises(ValueError, match=reason):
-            export.main([str(path), str(tmp_path / arguments[0]), *arguments[1:]])
+            export.main([str(source), str(tmp_path / folder), *options])
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*.partial"))
+    laion = tmp_path / "clap.pt"
+    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
+    export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
+    _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
