@@ -1,4 +1,8 @@
-"""JSON objects read, and files replaced in one go. Standard library only."""
+"""Files that others may have written are read within limits, and files are replaced in one go. Standard library only.
+
+Run directories, checkpoints and shards lie where colleagues write, too: a file may be a pipe that never ends, as large as
+a disk, or JSON that no parser gets through. `SECURITY.md` says what is trusted.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,73 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from clap_ds.config.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk with no room left
 
 
+MOST_BYTES = 64 * 2**20
+"""Of a file that is read whole: the manifest of 100,000 shards has 15 MB."""
+LONGEST_LINE = 2**20
+_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps: surrogates come in pairs
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, open for reading. Raises OSError for another kind, which might keep a reader for ever."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    return os.fdopen(number, "rb")
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+    """All of a regular file; raises OSError where it can't be read, or has more than `most` bytes."""
+    with open_regular(path) as file:
+        is_small = os.fstat(file.fileno()).st_size <= most
+        content = file.read(most + 1) if is_small else b""
+        if not is_small or len(content) > most:  # it may grow meanwhile
+            raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
+        return content
+
+
+def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Lines of a regular file without their ends, up to one that is too long for a line. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        while (line := file.readline(longest + 1)) and len(line) <= longest:
+            yield line.rstrip(b"\r\n")
+
+
+def parse_json(
+    content: bytes | str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Any:
+    """JSON in UTF-8, with or without a byte order mark. Raises ValueError for whatever can't be read or couldn't be written
+    again: nested too deeply, numbers of thousands of digits, half of a surrogate pair."""
+    text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    try:
+        found = json.loads(text, object_pairs_hook=pairs_hook)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _HALF_A_PAIR.search(text):
+        json.dumps(found, ensure_ascii=False).encode()  # of which the error is a ValueError
+    return found
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds; raises OSError as `read_bytes`, ValueError as `parse_json`."""
+    return parse_json(read_bytes(path))
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A file's JSON object; a UserError, saying where, if it can't be read, holds something else, or has a field twice."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+        content = parse_json(read_bytes(path), _refuse_duplicates)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import parse_json, read_bytes, read_json, read_lines, write_atomically
 
 
 @pytest.mark.parametrize(("number", "at"), [(errno.ENOSPC, "builtins.open"), (errno.EDQUOT, "os.fsync")])
@@ -38,3 +38,41 @@ def test_on_a_full_disk_what_is_there_is_overwritten_as_far_as_it_has_room(
         write_atomically(roomy, "new\n", spare=0)
     assert roomy.read_text().strip() == "ä" * 3000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "roomy"]
+
+
+def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
+    pipe, sparse, link, small = (tmp_path / name for name in ("pipe", "sparse", "link", "small"))
+    os.mkfifo(pipe)
+    sparse.touch()
+    os.truncate(sparse, 200 * 10**9)
+    small.write_bytes(b"a\nbc\r\n" + b"x" * 20 + b"\nd\n")
+    link.symlink_to("/dev/zero")
+    for path, reason in (
+        (pipe, "regular file"),
+        (link, "regular file"),
+        (tmp_path, "regular file"),
+        (sparse, "has more"),
+    ):
+        with pytest.raises(OSError, match=reason):
+            read_bytes(path)
+    assert list(read_lines(sparse)) == []
+    assert list(read_lines(small, longest=20)) == [b"a", b"bc"]  # what comes after it is nobody's line
+    assert read_bytes(small, most=29) == small.read_bytes()
+    with pytest.raises(OSError, match="more than 28 bytes"):
+        read_bytes(small, most=28)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "9" * 5000, '"\\ud800"', '{"\\uDFFF": 1}', '{"a": }', b'"\xed\xa0\x80"', b"\xff\xfe1\x00"]
+)
+def test_json_that_could_not_be_written_again_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (each of its own words)
+        parse_json(text)
+    path = tmp_path / "a.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_json(path)
+
+
+def test_json_that_is_fine_is_read() -> None:
+    assert parse_json('\ufeff["\\ud83d\\ude00"]'.encode()) == ["\N{GRINNING FACE}"]
