@@ -1,5 +1,6 @@
 """What ranks do in tests of checkpoints: train a micro model a few steps, save, go on, load elsewhere."""
 
+import copy
 import errno
 import io
 import itertools
@@ -106,7 +107,8 @@ def progress(step: int) -> TrainingProgress:
 
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
-    """Losses and more of a run that goes on, and of another that resumes from its checkpoint, dropout and all."""
+    """Losses and more of a run that goes on, and of another that resumes from its checkpoint, dropout and all; and the weights
+    that training moved."""
     run = settings(precision, scheduler=SCHEDULER, clap={"train": {"freeze": list(frozen)}})
     random.seed(rank())
     np.random.seed(rank())
@@ -116,14 +118,17 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
         return *draws, trained.deepspeed.get_lr(), trained.deepspeed.global_samples
 
     first = engine(run, 1, noisy=True)
+    before = copy.deepcopy(first.model.state_dict())
     losses(first, 0, 3)
+    moved = {name for name, tensor in first.model.state_dict().items() if not torch.equal(tensor, before[name])}
     saved = CheckpointFolder(folder).save(first, progress(3))
     uninterrupted = three_steps(first)
     second = engine(run, 99, noisy=True)
     loaded = CheckpointFolder(folder).load(folder, second)
     again = three_steps(second)
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
-    return {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded, "steps": steps}
+    found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
+    return {**found, "steps": steps, "moved": moved}
 
 
 def train_and_save(folder: str, precision: str) -> list[float]:

@@ -21,13 +21,16 @@ from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 STATES = "deepspeed/mp_rank_00_model_states.pt"
 
 
-@pytest.mark.parametrize(("precision", "frozen"), [("bf16", ()), ("autocast", ()), ("bf16", ("text",))])
+@pytest.mark.parametrize(("precision", "frozen"), [("bf16", ("audio",)), ("autocast", ()), ("bf16", ("text",))])
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     two_ranks: RankPool, tmp_path: Path, precision: str, frozen: tuple[str, ...]
 ) -> None:
     for rank, found in enumerate(two_ranks.run(ranks.resumed, str(tmp_path), precision, frozen)):
         assert found["resumed"] == found["uninterrupted"]
         assert found["steps"] == (6, 6, 0)
+        held = tuple(f"{tower}{part}" for tower in frozen for part in (".", "_projection."))
+        assert not [name for name in found["moved"] if held and name.startswith(held) and "batches_tracked" not in name]
+        assert {"logit_scale", f"{'audio' if 'text' in frozen else 'text'}_projection.linear1.weight"} <= found["moved"]
         progress, saved = found["progress"], found["saved"]
         assert progress.data_of(rank) == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
