@@ -188,19 +188,16 @@ def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     histogram = lengths if isinstance(lengths, dict) else {} if lengths is None else {str(lengths): 1.0}
     wrong_lengths = [length for length in histogram if not (length.isdecimal() and 2 <= int(length) <= tokens)]
-    wrong_starts = [start for start in train.batch_ramp if not start.isdecimal()]
-    many_steps = max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
     problems = [
         (tokens > longest, f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}"),
         (graphs and clap.compile == "off", "cuda_graphs: needs clap.compile 'towers', whose graphs it replays"),
         (graphs and is_cached, "cuda_graphs: a replay overwrites what clap.train.accumulation 'cached' keeps"),
         (
-            graphs and many_steps and not is_cached,
+            graphs and accumulation_steps > 1 and not is_cached,
             "cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
-            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else",
+            " gradient_accumulation_steps 1",
         ),
         (bool(train.samples and train.epochs), "train: give samples or epochs, not both"),
-        (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
         ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
         (not tile_counts, f"loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null"),
         (

@@ -13,7 +13,7 @@ from torch import Tensor
 from clap_ds.data.batch import Batch
 from clap_ds.engine.loss import gather_captions
 from clap_ds.engine.session import Session
-from clap_ds.training.schedule import global_batches
+from clap_ds.training.schedule import pairs_together
 
 MEASURED = 8
 """Global batches whose captions are compared, the first ones."""
@@ -23,23 +23,18 @@ LARGEST_SHARE = 0.01
 
 def too_few_items(session: Session) -> str | None:
     """What to say where a global batch has more pairs than the data has items, as far as that is known."""
-    largest = max(global_batches(session.run, session.ranks.world_size))
+    pairs = pairs_together(session.run, session.ranks.world_size)
     items = session.batches.statistics().get("num_samples")
-    if items is None or items >= largest:
+    if items is None or items >= pairs:
         return None
-    return (
-        f"a global batch has {largest:,} pairs, the data {items:,} items: one that meets itself there counts as wrong"
-    )
+    return f"a global batch has {pairs:,} pairs, the data {items:,} items: one that meets itself there counts as wrong"
 
 
-def with_captions_compared(batches: Iterable[Batch], session: Session, accumulation: int) -> Iterator[Batch]:
+def with_captions_compared(batches: Iterable[Batch], session: Session) -> Iterator[Batch]:
     """The same batches. With the first ones, a collective, it finds and reports the share of captions that have an equal one in
-    their global batch; the device is waited for once.
-
-    Args:
-        accumulation: micro-batches of each of the first steps.
-    """
-    size = accumulation if session.run.clap.train.accumulation == "cached" else 1  # micro-batches of a global batch
+    their global batch; the device is waited for once."""
+    run = session.run  # size: micro-batches of a global batch
+    size = run.gradient_accumulation_steps if run.clap.train.accumulation == "cached" else 1
     hashes: list[Tensor] = []
     for number, batch in enumerate(batches, start=1):
         if number <= MEASURED * size:

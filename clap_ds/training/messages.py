@@ -21,8 +21,8 @@ def introduce(
         return
     steps, samples = schedule.ahead(progress.samples)
     last, (first_skipped, last_skipped) = progress.step + steps, choices.skip_steps or (0, 0)
-    if why := progress.why_over(run):
-        print(f"nothing left to train: {why}; another clap.train.stop_at or stop_on_plateau goes on", flush=True)
+    if reached := progress.reached(run.clap.train.stop_at):
+        print(f"nothing left to train: {reached}; another clap.train.stop_at goes on", flush=True)
     elif steps:
         epochs, beyond = run.clap.train.epochs, samples - schedule.samples
         passes = f" (clap.train.epochs {epochs:g}, of {schedule.epoch_samples:,} each)" if epochs else ""
@@ -56,16 +56,14 @@ def introduce(
 def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
     clap, quoted = run.clap, shlex.quote(str(run.checkpoint_folder))
-    if why := progress.why_over(run):
-        print(why, flush=True)
+    if reached := progress.reached(clap.train.stop_at):
+        print(reached, flush=True)
     elif not schedule.is_done(progress.samples):
         return
     trained = " and ".join(tower for tower in ("audio", "text") if tower not in clap.train.freeze)
-    shards = clap.evaluation.retrieval.shards if clap.evaluation.retrieval else "SHARDS"
     print(
         f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  python clap_ds/evaluate.py {quoted} --retrieval {shlex.join([shards] if isinstance(shards, str) else shards)}\n"
-        f"  python -m clap_ds.weights.export {quoted} FOLDER",
+        f"  python clap_ds/evaluate.py {quoted} --retrieval SHARDS\n  python -m clap_ds.weights.export {quoted} FOLDER",
         flush=True,
     )
 

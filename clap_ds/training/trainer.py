@@ -4,7 +4,7 @@ What a step is, is the engine's; where a run begins, `start`'s; what it tells, `
 """
 
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -53,13 +53,15 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         ending()
         checkpoints.close()
         wanted = run.clap.train.stop_at
-        log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.why_over(run))
+        log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.reached(wanted))
         if session.ranks.is_first and progress.step > begun_at:
             conclude(run, progress, schedule)
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _interrupt(session, Interrupted(stopped_by), saved, same_command(choices))
+        _say_stopped(session, Interrupted(stopped_by), saved, same_command(choices))
+        dist.barrier()  # the state is recorded before any rank leaves
+        raise Interrupted(stopped_by)
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -77,21 +79,20 @@ def _run(
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
-    batches = with_captions_compared(batches, session, schedule.accumulation_at(progress.samples))
+    batches = with_captions_compared(batches, session)
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
+    wanted = clap.train.stop_at
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
-    while not (schedule.is_done(progress.samples) or progress.why_over(session.run) or stopped_by):
-        number = schedule.accumulation_at(progress.samples)
+    while not (schedule.is_done(progress.samples) or progress.reached(wanted) or stopped_by):
         if progress.step + 1 == first_skipped:
-            for _ in range((last_skipped - first_skipped + 1) * number):
+            for _ in range((last_skipped - first_skipped + 1) * session.run.gradient_accumulation_steps):
                 next(session.batches)
             if session.ranks.is_first:
                 print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
-        engine.set_accumulation_steps(number)
         loss = engine.step(batches, log.begin_step())
         progress.step += 1
-        progress.samples += number * schedule.samples_per_micro_step
+        progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
 
@@ -105,9 +106,9 @@ def _run(
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
             metrics, chances = _evaluate(evaluator, engine)
-            progress.note(metrics, session.run, log.train_s)
+            progress.note(metrics, wanted, log.train_s)
             log.evaluated(metrics, chances, time.monotonic() - begun)
-        is_over = is_last or progress.why_over(session.run) is not None
+        is_over = is_last or progress.reached(wanted) is not None
         if to_save or stopped_by or is_over:
             if engine.is_lost(loss):  # what is saved now, would be resumed for ever
                 engine.check_loss(at_once=is_over)
@@ -156,16 +157,15 @@ def _evaluator(session: Session) -> "Evaluator | None":
     )
 
 
-def _interrupt(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> NoReturn:
-    """Say how to resume, record the state before any rank leaves, and raise `Interrupted`."""
-    if session.ranks.is_first:
-        session.record.update_summary(data=session.batches.statistics())
-        lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
-        session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-        place = "there" if saved.saved else "the last checkpoint that could be"
-        print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
-    dist.barrier()
-    raise stop
+def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> None:
+    """Record the state and say how to resume."""
+    if not session.ranks.is_first:
+        return
+    session.record.update_summary(data=session.batches.statistics())
+    lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
+    session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
+    place = "there" if saved.saved else "the last checkpoint that could be"
+    print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
 
 
 def _end_at_once(session: Session, checkpoints: CheckpointFolder, number: int) -> None:

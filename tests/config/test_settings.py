@@ -45,20 +45,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"bf16": {}}, r"clap\.bf16: bf16 is a DeepSpeed field: move it out of clap"),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
-    ({"train": {"batch_ramp": {"0": 1, "many": 2}}}, r"clap\.train\.batch_ramp: .* found \['many'\]"),
     ({"train": {"freeze": ["text", "audio"]}}, r"clap\.train\.freeze: both towers frozen"),
     ({"data": {"source": "synthetic", "caption_lengths": 1}}, r"clap\.data\.caption_lengths: .* found '1'"),
     ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss\.tile: has no effect on the sigmoid loss"),
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards: expected a valid string, found 5"),
-    ({"train": {"stop_on_plateau": {"evaluation": 5}}}, r"clap\.train\.stop_on_plateau\.evaluation: .* 'evaluations'"),
+    ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
     ({"cuda_graphs": True}, r"clap\.cuda_graphs: needs clap\.compile"),
     (
         {"cuda_graphs": True, "compile": "towers", "train": {"accumulation": "cached"}},
         r"clap\.cuda_graphs: a replay overwrites what",
-    ),
-    (
-        {"cuda_graphs": True, "compile": "towers", "train": {"batch_ramp": {"0": 1, "64": 2}}},
-        r"clap\.cuda_graphs: a replay overwrites the gradients",
     ),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [

@@ -22,8 +22,8 @@ from tests.training.reference_steps import settings
 
 @pytest.mark.parametrize(("micro_batch", "items", "is_said"), [(5, 10, False), (6, 10, True), (6, None, False)])
 def test_a_global_batch_larger_than_the_data(micro_batch: int, items: int | None, is_said: bool) -> None:
-    train = {"samples": 99, "accumulation": "cached", "batch_ramp": {"0": 1, "50": 2}}
-    session: Any = SimpleNamespace(run=settings(train=train, train_micro_batch_size_per_gpu=micro_batch))
+    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 2}
+    session: Any = SimpleNamespace(run=settings(train={"samples": 99, "accumulation": "cached"}, **sizes))
     session.ranks, session.batches = Ranks(0, 1, 0, 1), SimpleNamespace(statistics=lambda: {"num_samples": items})
     assert ("12 pairs, the data 10 items" in str(too_few_items(session))) == is_said
 
@@ -35,12 +35,13 @@ WORDS = ([5, 5, 6, 7, 8, 9], [5, 10, 11, 12, 13, 14])
 def compare(folder: str, accumulation: str, loss: dict[str, str]) -> str:
     """What it prints, of one global batch of two micro-batches, or of two of one."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    session: Any = SimpleNamespace(run=settings(train={"samples": 99, "accumulation": accumulation}, loss=loss))
+    train = {"samples": 99, "accumulation": accumulation}
+    session: Any = SimpleNamespace(run=settings(train=train, loss=loss, gradient_accumulation_steps=2))
     session.ranks, session.record = Ranks(rank, world_size, rank, world_size), RunDirectory(Path(folder))
     own = [Batch(torch.zeros(3, 4), ids, torch.ones_like(ids)) for ids in torch.tensor(WORDS[rank]).view(2, 3, 1)]
     measured = mock.patch.object(batches, "MEASURED", 1 if accumulation == "cached" else 2)
     with contextlib.redirect_stdout(io.StringIO()) as printed, measured:
-        given = list(with_captions_compared(iter(own), session, 2))
+        given = list(with_captions_compared(iter(own), session))
     assert all(ours is theirs for ours, theirs in zip(given, own, strict=True))
     return printed.getvalue()
 
