@@ -162,11 +162,6 @@ class CheckpointFolder:
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
 
-    def release(self) -> None:
-        """Leave the folder to other runs."""
-        if self._lock is not None:
-            self._lock.release()
-
     def _write(
         self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
     ) -> tuple[Path, int]:

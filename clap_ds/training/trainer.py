@@ -14,7 +14,6 @@ from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather
-from clap_ds.ranks.distributed import leave
 from clap_ds.ranks.watch import ending
 from clap_ds.training.batches import shuffled_captions, with_captions_compared
 from clap_ds.training.checkpoint import CheckpointFolder
@@ -43,7 +42,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     with agreed():
         evaluator = _evaluator(session)
     log = TrainingLog(session, schedule, progress, checkpoints.path)
-    with StopRequest(lambda number: _end_at_once(session, checkpoints, number)) as stop:
+    with StopRequest() as stop:
         introduce(session, checkpoints, progress, schedule, choices)
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
@@ -166,10 +165,3 @@ def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, co
     session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
     place = "there" if saved.saved else "the last checkpoint that could be"
     print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
-
-
-def _end_at_once(session: Session, checkpoints: CheckpointFolder, number: int) -> None:
-    stop, lost = Interrupted(number), "what came after the last checkpoint is lost"
-    session.record.finish(stop.state, f"stopped by a second signal, {stop}: {lost}")
-    checkpoints.release()
-    leave(128 + number)
