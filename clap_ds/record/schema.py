@@ -121,7 +121,6 @@ class Summary(TypedDict, total=False):
     best: dict[str, Any] | None
     checkpoints: list[dict[str, Any]]
     num_checkpoints: int
-    checkpoint_estimate: dict[str, Any]
     resumed_from: str
     history: str
     """Lines as in `metrics.jsonl`, of the run through all its restarts."""

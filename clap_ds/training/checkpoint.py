@@ -22,7 +22,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import random_state
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.state import TAG, deepspeed_states, describe, estimated_bytes, master_weights, not_finite
+from clap_ds.engine.state import TAG, deepspeed_states, describe, master_weights, not_finite
 from clap_ds.ranks.agreement import gather, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
@@ -46,9 +46,6 @@ class CheckpointFolder:
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
         run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
-
-    Attributes:
-        most: checkpoints that can be there at a time.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class CheckpointFolder:
     ) -> None:
         self.path = Path(path).absolute()
         self._rule = settings or CheckpointSettings()
-        self.most = self._rule.keep_last + self._rule.keep_best + 1
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
         self._damaged: dict[str, str] = {}
@@ -141,20 +137,6 @@ class CheckpointFolder:
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
         return restore(folder, engine, self._run, accept_changes=accept_changes)
-
-    def room(self, engine: ClapEngine) -> int:
-        """Bytes of a checkpoint; rank 0 warns where the disk has too little space for `most`."""
-        num_bytes = estimated_bytes(engine)
-        if rank() == 0:
-            free = shutil.disk_usage(self.path).free
-            there = sum(record.bytes for each in self._own().values() for record in each.files.values())
-            if free + there < self.most * num_bytes:
-                warn(
-                    f"{self.path} has {free / 1e6:,.1f} MB free and {there / 1e6:,.1f} MB of this run's checkpoints;"
-                    f" {self.most} of {num_bytes / 1e6:,.1f} MB each can be there at a time (clap.checkpoint: keep_last +"
-                    " keep_best + 1, as an old one is deleted only after the new one is good)"
-                )
-        return num_bytes
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:

@@ -15,10 +15,10 @@ from clap_ds.weights.checkpoint_files import read_all
 def introduce(
     session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule, choices: Choices
 ) -> None:
-    """Say what is ahead: steps, and what checkpoints will take."""
-    run, size = session.run, checkpoints.room(session.engine)
+    """Say what is ahead, and where checkpoints go."""
     if not session.ranks.is_first:
         return
+    run = session.run
     steps, samples = schedule.ahead(progress.samples)
     last, (first_skipped, last_skipped) = progress.step + steps, choices.skip_steps or (0, 0)
     if reached := progress.reached(run.clap.train.stop_at):
@@ -30,11 +30,7 @@ def introduce(
         print(f"training to {schedule.samples:,} samples{passes}: {steps:,} steps{rest}", flush=True)
     else:
         print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
-    print(
-        f"checkpoints: {size / 1e6:,.1f} MB each, at most {checkpoints.most} at a time"
-        f" ({checkpoints.most * size / 1e6:,.1f} MB), in {checkpoints.path}",
-        flush=True,
-    )
+    print(f"checkpoints: {checkpoints.path}", flush=True)
     planned = run.deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
         print(
@@ -46,10 +42,7 @@ def introduce(
         ahead = f"steps {progress.step + 1} to {last} are ahead" if steps else "no step is ahead"
         print(f"warning: --skip_steps {first_skipped}-{last_skipped}: nothing to leave out: {ahead}", flush=True)
     session.record.update_summary(
-        target_samples=schedule.samples,
-        planned_steps=last,
-        epoch_samples=schedule.epoch_samples,
-        checkpoint_estimate={"bytes": size, "folder": str(checkpoints.path)},
+        target_samples=schedule.samples, planned_steps=last, epoch_samples=schedule.epoch_samples
     )
 
 

@@ -19,10 +19,6 @@ from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 
 PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
-_SAID_ELSEWHERE = (
-    *("bf16", "fp16", "torch_autocast", "optimizer.type"),
-    *("clap.model.preset", "clap.data.tokenizer", "clap.train.freeze", "clap.loss.kind"),
-)
 _OF_NO_CONSEQUENCE = (
     *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
     *("clap.train.resume", "clap.train.log_every_steps"),
@@ -105,13 +101,13 @@ def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) 
 
 
 def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Fields with other values, but for those that are said elsewhere or don't matter."""
+    """Fields with other values, but for those that don't matter."""
     there, here = flatten(theirs), flatten(ours)
     return [
         f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"
         for name in dict.fromkeys((*here, *there))
         if there.get(name) != here.get(name)
-        and not any(f"{name}.".startswith(f"{section}.") for section in _SAID_ELSEWHERE + _OF_NO_CONSEQUENCE)
+        and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
         # A field of `clap` that only one has is of another version, or of a section of another kind.
         and (not name.startswith("clap.") or (name in there and name in here))
     ]

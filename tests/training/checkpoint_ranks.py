@@ -196,13 +196,6 @@ def save_poisoned(folder: str) -> tuple[str, list[Path]]:
     return str(refusal.value), [*Path(folder).iterdir()]
 
 
-def room(folder: str, free: int) -> tuple[int, list[str]]:
-    """Bytes of a checkpoint, and the warnings, where so much of the disk is free."""
-    with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-        patch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
-        return CheckpointFolder(folder).room(trained_engine()), warnings
-
-
 def refusal(folder: str, unseen_by: int | None = None) -> str:
     """Why a folder can't be resumed from, one whose files a rank doesn't see, perhaps."""
     fresh = engine(settings(), 1)
@@ -211,15 +204,6 @@ def refusal(folder: str, unseen_by: int | None = None) -> str:
         with pytest.raises(ValueError) as refused:  # noqa: PT011
             CheckpointFolder(folder).load(folder, fresh)
     return str(refused.value)
-
-
-def weights_of(path: str) -> dict[str, torch.Tensor]:
-    """bf16 parameters that an engine has after DeepSpeed alone has loaded a checkpoint, by name."""
-    second = engine(settings(), 99)
-    loaded, client_state = second.deepspeed.load_checkpoint(path)
-    assert loaded is not None
-    assert client_state["clap_ds"]["step"] == 1
-    return {name: parameter.detach() for name, parameter in second.model.named_parameters()}
 
 
 def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accept: bool = False) -> tuple[str, Any]:

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote import RemoteFolder
 from clap_ds.training.start import Choices
-from clap_ds.weights import formats as weights
 from clap_ds.weights.checkpoint_files import Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
@@ -170,24 +168,6 @@ def test_weights_that_are_not_finite_are_not_saved(two_ranks: RankPool, tmp_path
         assert "NaN or infinite after step 1" in refusal
         assert "weights.audio." in refusal
         assert left == []
-
-
-def test_too_little_room_is_warned_of(one_rank: RankPool, tmp_path: Path) -> None:
-    ((saved,),) = one_rank.run(ranks.save, str(tmp_path))
-    ((num_bytes, warnings),) = one_rank.run(ranks.room, str(tmp_path), 10**9)
-    assert num_bytes == pytest.approx(saved.bytes, rel=0.15)
-    assert not warnings
-    ((_, (warning,)),) = one_rank.run(ranks.room, str(tmp_path), num_bytes)
-    assert "5 of 1.2 MB each can be there at a time" in warning
-
-
-def test_the_exported_weights_are_the_fp32_masters(one_rank: RankPool, saved: Path) -> None:
-    exported = weights.load_safetensors(saved / "step-00000001" / "weights.safetensors").state
-    (in_bf16,) = one_rank.run(ranks.weights_of, str(saved / "step-00000001"))
-    for name, parameter in in_bf16.items():
-        assert exported[name].dtype == torch.float32
-        assert torch.equal(exported[name].to(parameter.dtype), parameter), name
-    assert sum(not torch.equal(exported[name], parameter.float()) for name, parameter in in_bf16.items()) > 20
 
 
 def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool, tmp_path: Path) -> None:
