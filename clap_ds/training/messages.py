@@ -5,9 +5,8 @@ import shlex
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
-from clap_ds.training.batches import too_few_items
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import Schedule, TrainingProgress
+from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together
 from clap_ds.training.start import Choices
 from clap_ds.weights.checkpoint_files import read_all
 
@@ -36,8 +35,10 @@ def introduce(
         print(
             f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
         )
-    if few := too_few_items(session):
-        print(f"warning: {few}", flush=True)
+    pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
+    if items is not None and items < pairs:
+        meets = "one that meets itself there counts as wrong"
+        print(f"warning: a global batch has {pairs:,} pairs, the data {items:,} items: {meets}", flush=True)
     if first_skipped and not progress.step < first_skipped <= last:
         ahead = f"steps {progress.step + 1} to {last} are ahead" if steps else "no step is ahead"
         print(f"warning: --skip_steps {first_skipped}-{last_skipped}: nothing to leave out: {ahead}", flush=True)

@@ -15,7 +15,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather
 from clap_ds.ranks.watch import ending
-from clap_ds.training.batches import shuffled_captions, with_captions_compared
+from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce, same_command
@@ -78,7 +78,6 @@ def _run(
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
-    batches = with_captions_compared(batches, session)
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
     wanted = clap.train.stop_at
     engine.norm_wanted = True
