@@ -62,7 +62,6 @@ class CheckpointFolder:
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
         self._damaged: dict[str, str] = {}
-        self._verified: Path | None = None
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.sync_to is not None:
             self._sync = BackgroundSync(self._rule.sync_to, self._rule)
@@ -99,13 +98,14 @@ class CheckpointFolder:
         return SavedCheckpoint(progress.step, begin, time.time(), path, num_bytes)
 
     @doing("looking for a checkpoint")
-    def newest(self) -> Path | None:
-        """The newest good checkpoint, brought here from `sync_to` if there is none; None if there is none at all.
+    def find(self, path: Path | None = None) -> Path | None:
+        """The checkpoint at a path, or the newest good one of a folder there, by default of this folder; brought here from
+        `sync_to` if there is none; None if there is none at all.
 
         Damaged and half-written ones are warned of, with the reason, and passed over. A collective; every rank gets the same
-        answer. Raises ValueError: `sync_to` can't be read, or there are checkpoints and not one is good.
+        answer. Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
         """
-        return on_first(self._find_newest)
+        return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
     def begin(self, run_id: str) -> None:
         """A new run, of this id, saves here from now on; other runs' checkpoints are left alone."""
@@ -124,15 +124,10 @@ class CheckpointFolder:
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
-    def load(self, path: str | Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
-        """Put the engine, and this rank's random number generators, in the state of a checkpoint, or of the newest good one in
-        a folder. A collective; see `restore`.
-
-        Raises:
-            ValueError: on all ranks: nothing there, damaged, not visible to every rank, or refused by `restore`.
-        """
-        folder, manifest = on_first(lambda: self._checked(Path(path).absolute()))
-        self._run_id = manifest.run
+    def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
+        """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
+        goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
+        self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
@@ -216,14 +211,7 @@ class CheckpointFolder:
                 f"  What can be done: the same command again, where reading failed only for the moment; --restart moves them"
                 f" aside and starts anew, from the weights of one with clap.train.initial_weights STEP-FOLDER/{WEIGHTS}"
             )
-        self._verified = found
         return found
-
-    def _checked(self, path: Path) -> tuple[Path, Manifest]:
-        """The checkpoint, or the newest good one in that folder."""
-        if path != self._verified:
-            path = files.find_checkpoint(path)
-        return path, Manifest.read(path)
 
     def _own(self) -> dict[str, Manifest]:
         """The run's checkpoints, the newest first, by name, without those that were found damaged."""

@@ -125,7 +125,7 @@ def _load(
         if aside is not None and ranks.is_first:
             print(f"starting anew; what was in {checkpoints.path} is in {aside}", flush=True)
         return None, TrainingProgress()
-    path = Path(wanted) if has_path and not has_begun else checkpoints.newest()
+    path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)
     if path is None:
         return None, TrainingProgress()
     progress = checkpoints.load(path, engine, accept_changes=choices.accept_changes)

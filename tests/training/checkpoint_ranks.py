@@ -106,6 +106,12 @@ def progress(step: int) -> TrainingProgress:
     return TrainingProgress(step, step * ROWS, step / 7, data, 1.5, {"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
 
 
+def load(folder: CheckpointFolder, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainingProgress:
+    found = folder.find(path)
+    assert found is not None
+    return folder.load(found, into, **options)
+
+
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
     """Losses and more of a run that goes on, and of another that resumes from its checkpoint, dropout and all; and the weights
     that training moved."""
@@ -124,7 +130,7 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
     saved = CheckpointFolder(folder).save(first, progress(3))
     uninterrupted = three_steps(first)
     second = engine(run, 99, noisy=True)
-    loaded = CheckpointFolder(folder).load(folder, second)
+    loaded = load(CheckpointFolder(folder), second)
     again = three_steps(second)
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
     found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
@@ -143,7 +149,7 @@ def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float
     """Losses of four steps from the checkpoint, and from a fresh engine."""
     run = settings(precision, scheduler=SCHEDULER)
     second = engine(run, 99)
-    assert len(CheckpointFolder(folder).load(folder, second).data) == 3 - world_size()
+    assert len(load(CheckpointFolder(folder), second).data) == 3 - world_size()
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
@@ -202,7 +208,7 @@ def refusal(folder: str, unseen_by: int | None = None) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "PROGRESS", "not seen" if rank() == unseen_by else checkpoint.PROGRESS)
         with pytest.raises(ValueError) as refused:  # noqa: PT011
-            CheckpointFolder(folder).load(folder, fresh)
+            load(CheckpointFolder(folder), fresh, Path(folder))
     return str(refused.value)
 
 
@@ -213,7 +219,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
     other = engine(run, 99)
     with warned() as warnings:
         try:
-            CheckpointFolder(folder, run=run).load(folder, other, accept_changes=accept)
+            load(CheckpointFolder(folder, run=run), other, accept_changes=accept)
         except ValueError as error:
             return str(error), None
     saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state

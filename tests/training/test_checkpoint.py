@@ -36,6 +36,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert saved.path == tmp_path / "step-00000003"
         assert saved.bytes == sum(record.bytes for record in Manifest.read(saved.path).files.values())
         assert saved.begin < saved.end
+        assert (saved.path / "latest").read_text() == "deepspeed"  # for DeepSpeed's own `load_checkpoint`
 
 
 @pytest.mark.parametrize(("saved_on", "precision"), [(2, "bf16"), (1, "fp32")])
@@ -121,7 +122,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
-        CheckpointFolder(tmp_path).newest()
+        CheckpointFolder(tmp_path).find()
     for reason in (
         *("step-00000001: no checkpoint", "model_states.pt has changed", "weights.safetensors has changed"),
         *("--restart moves them aside", "clap.train.initial_weights"),
@@ -153,7 +154,7 @@ def test_what_others_wrote_or_what_is_damaged_is_left_alone(tmp_path: Path) -> N
     flip_bit(tmp_path / "step-00000008" / STATES, 9)
     checkpoints = CheckpointFolder(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
     checkpoints.begin("ours")
-    assert checkpoints.newest() == tmp_path / "step-00000007"
+    assert checkpoints.find() == tmp_path / "step-00000007"
     assert checkpoints.was_begun_by("ours")
     with pytest.raises(ValueError, match=r"whether this run has begun can't be told: .*step-00000003"):
         checkpoints.was_begun_by("another's")
@@ -178,9 +179,9 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool
     one_rank.run(save, str(tmp_path / "here"), scores, str(tmp_path / "tokenizer"))
     kept = [f"step-0000000{step}" for step in (2, 4, 5)]
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(RemoteFolder(there).read_all()) == kept
-    newest = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(sync_to=there)).newest()
+    newest = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(sync_to=there)).find()
     assert newest == tmp_path / "elsewhere" / "step-00000005"
-    assert CheckpointFolder(tmp_path / "empty").newest() is None
+    assert CheckpointFolder(tmp_path / "empty").find() is None
     assert Manifest.read(newest).tokenizer_in(newest) == str(newest / "tokenizer")
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"
     ((saved,),) = one_rank.run(ranks.save, str(tmp_path / "other"), (None,), "FacebookAI/roberta-base")
