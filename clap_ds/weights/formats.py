@@ -146,8 +146,8 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
-    config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
-    expected, tokens = _expected(config, learns_bias=LOGIT_BIAS in state), metadata.get(TEXT_TOKENS_KEY, "")
+    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
+    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
     return Checkpoint(config, state, text_tokens=int(tokens) if tokens.isdecimal() else None)
 
@@ -159,18 +159,14 @@ def renamed_checkpoint(
     if any("fusion_model" in name or "mel_conv" in name for name in tensors):
         instead = "take one without, such as 630k-audioset-best.pt or laion/clap-htsat-unfused"
         raise ValueError(f"{label}: a CLAP with feature fusion, which isn't supported: {instead}")
-    expected = _expected(config)
+    expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))
 
 
-def _expected(config: ClapConfig, *, learns_bias: bool = False) -> State:
-    """The model's state on the meta device: names, shapes and dtypes without the numbers."""
-    return _expected_of(config.model_dump_json(), learns_bias)
-
-
 @cache
-def _expected_of(sizes: str, learns_bias: bool) -> State:
+def _expected(sizes: str, *, learns_bias: bool = False) -> State:
+    """The state of a model of these sizes (JSON) on the meta device: names, shapes and dtypes without the numbers."""
     with torch.device("meta"):
         return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
