@@ -130,21 +130,19 @@ def evaluate_checkpoint(
     from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
-    from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
+    from clap_ds.weights.load import load_weights
 
     device = initialize(ranks, compile_cpu_collective=False)
     preset = arguments.preset or (run.clap.model.preset if run else None)
-    path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
-    checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
-    loss_kind = together(lambda: loss_kind_of(path, checkpoint))
-    own_tokenizer, trained = together(lambda: (tokenizer_of(path), text_tokens_of(path, checkpoint.config)))
+    expected = load_preset(preset) if preset else None
+    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best))
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or own_tokenizer or checkpoint.config.text.hub_name or None,
-        text_tokens=text_tokens_for(arguments.text_tokens, run, trained, checkpoint.config),
+        tokenizer_name=settings.tokenizer or checkpoint.tokenizer or checkpoint.config.text.hub_name or None,
+        text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
-        loss_kind=loss_kind,
+        loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
@@ -156,10 +154,10 @@ def evaluate_checkpoint(
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
-        where = {"checkpoint": str(path), "model": checkpoint.config.name, "world_size": ranks.world_size}
+        where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
         title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
-        print_evaluation(evaluation, title.format_map({**where, "checkpoint": taken(path)}))
+        print_evaluation(evaluation, title.format_map({**where, "checkpoint": checkpoint.shown}))
         if arguments.json is not None:
             write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -171,17 +171,6 @@ class DebugSettings(Section):
     """Longest a collective may take; without debugging it is half an hour."""
 
 
-class PlateauSettings(Section):
-    """When a run that no longer gets better ends."""
-
-    metric: str | None = None
-    """Evaluation metric that tells; null: what `clap.checkpoint.best_by` is or stands for."""
-    evaluations: PositiveInt
-    """Evaluations in a row without a gain after which training ends."""
-    least_gain: Annotated[float, Field(ge=0)] = 0.0
-    """What a value must be better by than the best one before to be a gain."""
-
-
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
 
@@ -197,17 +186,22 @@ class TrainSettings(Section):
     accumulation: Literal["independent", "cached"] = "independent"
     """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
     parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""
-    batch_ramp: dict[Annotated[str, Field(pattern="^[0-9]+$")], PositiveInt] = {}
-    """Gradient accumulation steps from a number of samples on, in place of one number throughout: {"0": 1, "1000000": 4}."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; `never`; or its path."""
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
-    stop_on_plateau: PlateauSettings | None = None
     shuffle_captions: bool = False
     """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10
     """Steps between lines of progress, and between checks that the loss is finite."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, content: Any) -> Any:
+        """Of a `config.json` that an earlier version resolved: fields that are gone, where they were left as they were."""
+        former = {"batch_ramp", "stop_on_plateau"}
+        is_given = isinstance(content, dict)
+        return {name: each for name, each in content.items() if each or name not in former} if is_given else content
 
 
 class CheckpointSettings(Section):
