@@ -64,7 +64,7 @@ def compare(folder: str, accumulation: str, loss: dict[str, str]) -> str:
     [
         ("cached", {}, 'clap.loss.same_caption "positive" and clap.loss.kind "sigmoid"'),
         ("independent", {"kind": "sigmoid"}, 'clap.loss.same_caption "positive"\n'),
-        ("cached", {"same_caption": "positive"}, None),
+        ("cached", {"kind": "sigmoid", "same_caption": "positive"}, None),
     ],
 )
 def test_the_share_of_equal_captions_is_noted_and_warned_of_once(
