@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from clap_ds.config.files import parse_json
 from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
@@ -15,28 +15,19 @@ CAPTION_FIELDS = ("caption", "text")
 def captions_of(members: Mapping[str, Any]) -> list[str]:
     """The captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
 
-    Raises:
-        BrokenItemError: none there, not UTF-8, not valid JSON, or nothing but white space.
+    BrokenItemError where there is none, or what is there can't be read.
     """
-    if not members.keys() & set(CAPTION_FORMATS):
-        raise BrokenItemError("no caption (txt or json)")
+    found: Any = None
     try:
         if "txt" in members:
-            captions: Any = members["txt"].decode("utf-8-sig")
-        else:
-            content = json.loads(members["json"].decode("utf-8-sig"))
-            field = next(name for name in CAPTION_FIELDS if isinstance(content, dict) and name in content)
-            captions = content[field]
-    except UnicodeDecodeError:
-        raise BrokenItemError("caption isn't UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise BrokenItemError(f"json isn't valid: {error}") from None
-    except StopIteration:
-        raise BrokenItemError("no caption in its json (field caption or text)") from None
-    captions = [captions] if isinstance(captions, str) else captions
+            found = bytes(members["txt"]).decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(bytes(members["json"])), dict):
+            found = next((content[name] for name in CAPTION_FIELDS if name in content), None)
+    except ValueError as error:
+        raise BrokenItemError(f"caption can't be read: {error}") from None
+    captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(f"{field} in its json is neither a string nor a list of strings")
-    usable = [caption.strip() for caption in captions if caption.strip()]
-    if not usable:
-        raise BrokenItemError("empty caption")
-    return usable
+        raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
+    if usable := [caption.strip() for caption in captions if caption.strip()]:
+        return usable
+    raise BrokenItemError("empty caption")

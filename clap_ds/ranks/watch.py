@@ -41,31 +41,6 @@ STARTING, ENDING = "starting", "ending"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Pace:
-    """How long a rank takes from step to step, where nothing else is done in between."""
-
-    def __init__(self) -> None:
-        self._step_s: deque[float] = deque(maxlen=200)
-        self._longest_s = 0.0
-        self._last: float | None = None
-
-    def step(self, now: float) -> None:
-        if self._last is not None:
-            self._step_s.append(now - self._last)
-            self._longest_s = max(self._longest_s, now - self._last)
-        self._last = now
-
-    def interrupt(self) -> None:
-        """Something else is done before the next step."""
-        self._last = None
-
-    def limit_s(self) -> float:
-        """How long after a step the next is due."""
-        if not self._step_s:
-            return UNTIMED_S
-        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
-
-
 class Watch:
     """One rank's; `armed` is when it last gave a sign of life, and for how long none needs to follow."""
 
@@ -74,48 +49,53 @@ class Watch:
         self.path = run_directory / STACKS / f"rank{rank}.txt"
         self.path.parent.mkdir(exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._pace, self._steps = Pace(), 0
+        self._steps, self._last_step = 0, 0.0  # 0: something else is done before the next one
+        self._step_s: deque[float] = deque(maxlen=200)
+        self._longest_s = 0.0
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
-        self.change(STARTING)
+        self.doing = ""
+        self.tell(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
         os.set_blocking(sender, False)
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
-    def change(self, doing: str) -> None:
-        """Do something else from now on, which may take long unless it is stepping."""
-        self.doing = doing
-        if doing != STEPPING:
-            self._pace.interrupt()
-        self._note(doing)
-        self.arm()
-
-    def step(self, number: int) -> None:
-        self._pace.step(time.monotonic())
-        self._steps = number
-        if self.doing == STEPPING:
-            self.arm()
-        else:
-            self.change(STEPPING)
-
-    def arm(self) -> None:
-        """A sign of life."""
-        now, limits = time.monotonic(), {STEPPING: self._pace.limit_s(), ENDING: math.inf}
+    def tell(self, doing: str, step: int | None = None) -> None:
+        """A sign of life: what is done from now on, which may take long unless it is stepping, and the step just made."""
+        now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
-        self.armed = (now, limits.get(self.doing, DOING_S))
-        if stood_still and self.doing != ENDING:  # it goes on; of one that ends, the stacks may say why
-            os.ftruncate(self._file, FIRST_LINE_BYTES)
-        if self.doing == ENDING:
+        if doing != STEPPING:
+            self._last_step = 0.0
+        elif step is not None:
+            if self._last_step:
+                self._step_s.append(now - self._last_step)
+                self._longest_s = max(self._longest_s, self._step_s[-1])
+            self._steps, self._last_step = step, now
+        if doing != self.doing:
+            self.doing = doing
+            self._note(doing)
+        self.armed = (now, self._limit_s())
+        if doing == ENDING:  # stacks that it has written may say why
             faulthandler.cancel_dump_traceback_later()
-        else:
-            os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
-            faulthandler.dump_traceback_later(self.armed[1], file=self._file)
+            return
+        if stood_still:  # it goes on
+            os.ftruncate(self._file, FIRST_LINE_BYTES)
+        os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
+        faulthandler.dump_traceback_later(self.armed[1], file=self._file)
+
+    def _limit_s(self) -> float:
+        """Until when a sign of life has to follow."""
+        if self.doing != STEPPING:
+            return math.inf if self.doing == ENDING else DOING_S
+        if not self._step_s:
+            return UNTIMED_S
+        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""
-        self.change(ENDING)
+        self.tell(ENDING)
         faulthandler.disable()
         with suppress(ValueError):  # by another thread than the main one
             signal.set_wakeup_fd(self._wakeup_fd)
@@ -134,12 +114,12 @@ class Watch:
         """The watch's own thread."""
         while True:
             self._hear(LOOK_S)
-            since, limit_s = armed = self.armed
-            if time.monotonic() > since + limit_s + LOOK_S / 2:
+            armed = self.armed
+            if time.monotonic() > sum(armed) + LOOK_S / 2:
                 self._note(STILL)
                 self._hear(GRACE_S)
                 while self.armed == armed:
-                    self._leave_together(since, limit_s)
+                    self._leave_together(*armed)
                     self._hear(LOOK_S)
                 self._note(self.doing)  # it goes on
 
@@ -170,7 +150,7 @@ class Watch:
         message = verdict.message if verdict else "no step, and no stacks"
         if verdict and verdict.kind == STALL:
             # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
-            leave_word(STALL, message, 1, ranks=verdict.ranks, missing=verdict.hosts)
+            leave_word(STALL, message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
         RunDirectory(self._run).finish("failed", message)
         print(f"error: {message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
@@ -191,32 +171,34 @@ def start(run_directory: Path, rank: int, host: str) -> None:
 def step(number: int) -> None:
     """An optimiser step has been made, the `number`th of the training."""
     if _watch is not None:
-        _watch.step(number)
+        _watch.tell(STEPPING, number)
 
 
 def alive() -> None:
     """What is being done goes on."""
     if _watch is not None:
-        _watch.arm()
+        _watch.tell(_watch.doing)
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """While the body runs, which may take long, this rank is doing `what`."""
-    before = _watch.doing if _watch else ""
-    if _watch is not None:
-        _watch.change(what)
+    if _watch is None:
+        yield
+        return
+    before = _watch.doing
+    _watch.tell(what)
     try:
         yield
     finally:
         if _watch is not None and _watch.doing == what:
-            _watch.change(before)
+            _watch.tell(before)
 
 
 def ending() -> None:
     """This rank makes no more steps; what it does from here on has no time limit."""
     if _watch is not None:
-        _watch.change(ENDING)
+        _watch.tell(ENDING)
 
 
 def stop() -> None:
