@@ -125,11 +125,6 @@ class LossSettings(Section):
     """What a clip is taught of another clip's caption that is equal to its own: that it is wrong (`negative`, as published), or
     as right as its own (`positive`), for data whose captions come again, such as those made of class names. For `sigmoid`
     alone: with `softmax` the gradient is the same but for text dropout."""
-    features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
-    fp32."""
-    tile: PositiveInt | None = None
-    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):

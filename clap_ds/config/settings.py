@@ -192,10 +192,6 @@ def _check_together(clap: ClapSettings) -> list[str]:
         (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
         ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
         (
-            loss.kind != "softmax" and loss.tile is not None,
-            f"loss.tile: has no effect on the {loss.kind} loss; leave it out",
-        ),
-        (
             loss.kind == "softmax" and loss.same_caption == "positive",
             "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'",
         ),

@@ -48,7 +48,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"batch_ramp": {"0": 1, "many": 2}}}, r"clap\.train\.batch_ramp: .* found \['many'\]"),
     ({"train": {"freeze": ["text", "audio"]}}, r"clap\.train\.freeze: both towers frozen"),
     ({"data": {"source": "synthetic", "caption_lengths": 1}}, r"clap\.data\.caption_lengths: .* found '1'"),
-    ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss\.tile: has no effect on the sigmoid loss"),
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards: expected a valid string, found 5"),
     ({"train": {"stop_on_plateau": {"evaluation": 5}}}, r"clap\.train\.stop_on_plateau\.evaluation: .* 'evaluations'"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
