@@ -287,7 +287,9 @@ LOSSES = {
 
 
 def build_loss(settings: LossSettings, precision: str) -> Any:
-    """A run's contrastive loss; `precision` is `RunSettings.precision`. Features travel in bf16 in bf16 and under autocast to it,
-    else in fp32."""
+    """A run's contrastive loss; `precision` is `RunSettings.precision`.
+
+    Features travel in bf16 in bf16 runs and under autocast to it, else in fp32.
+    """
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
     return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32)
