@@ -16,6 +16,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+NotBlank = Annotated[str, Field(pattern=r"\S")]
+Template = Annotated[str, Field(pattern=r"\{\}")]
 
 
 class Section(BaseModel):
@@ -236,9 +238,9 @@ class ZeroShotSettings(Section):
     """Tar files whose items carry a `json` member with their class."""
     class_field: str = "kind"
     """Member of that json: a class name, or a list of them (multi-label)."""
-    templates: Annotated[list[str], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
+    templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
-    classes: dict[str, list[str]] | None = None
+    classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
     """Class name → the names it has in captions; null: the classes found in the shards, by their own names."""
 
 

@@ -153,7 +153,6 @@ def _evaluator(session: Session) -> "Evaluator | None":
         micro_batch=settings.micro_batch or run.micro_batch,
         loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
-        device=session.device,
     )
 
 
