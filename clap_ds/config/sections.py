@@ -121,10 +121,6 @@ class LossSettings(Section):
     same_caption: Literal["negative", "positive"] = "negative"
     """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
     for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
-    features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else fp32."""
-    tile: PositiveInt | None = None
-    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):

@@ -40,7 +40,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
     ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
-    ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss\.tile: has an effect on the softmax loss alone"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
