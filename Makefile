@@ -28,7 +28,6 @@ endif
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
-	@.venv/bin/python -m clap_ds.config.scripts .venv/bin
 	@touch $@
 
 setup: $(READY)
