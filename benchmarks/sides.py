@@ -5,7 +5,6 @@ times them."""
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
+from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.mel import MIN_POWER, LogMel
+from clap_ds.model.mel import LogMel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer, seconds
@@ -154,25 +154,6 @@ class LoopAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.zero_grad()
-
-
-class ConvolutionMel(LogMel):
-    """The same features as torchlibrosa has them for LAION-CLAP: its Fourier transform is a convolution."""
-
-    waves: Tensor
-
-    def __init__(self, config: AudioConfig) -> None:
-        super().__init__(config)
-        numbers = torch.arange(self.num_fft, dtype=torch.float64)
-        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (2 * math.pi / self.num_fft)
-        waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
-        self.register_buffer("waves", waves_KN[:, None], persistent=False)
-
-    def forward(self, waveforms: Tensor) -> Tensor:
-        padded = F.pad(waveforms[:, None], (self.num_fft // 2,) * 2, mode="reflect")
-        with torch.autocast(waveforms.device.type, enabled=False):
-            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(2, dim=1)
-            return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
 
 
 def peer_side(

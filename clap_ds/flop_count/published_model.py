@@ -1,8 +1,10 @@
 """The model as open_clip's profiler met it, in shape and cost: what the published figures count and this engine doesn't do.
 
-For counting only: its weights compute nothing of use. So that counters meet in it what the closed form works out: the STFT as
-torchlibrosa's convolutions, the AudioSet head, every token in the last text layer.
+For counting only: most of its weights compute nothing of use. The profiler meets in it what the closed form works out: the
+STFT as torchlibrosa's convolutions, the AudioSet head, every token in the last text layer.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -11,33 +13,36 @@ from torch import Tensor, nn
 from clap_ds.config.model import AudioConfig, ClapConfig
 from clap_ds.flop_count.counters import build
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.mel import MIN_POWER, LogMel
 
 
 def published_model(config: ClapConfig) -> ClapModel:
     """The STFT as a convolution, the stretch as an interpolation, the AudioSet head, every token in the last text layer."""
     model = build(config)
     model.text.compute_every_token()
-    model.add_module("mel", ConvolutionLogMel(config.audio))
+    model.add_module("mel", ConvolutionMel(config.audio))
     model.audio.add_module("fold", InterpolatingFold(config.audio))
     model.audio.add_module("norm", NormWithAudioSetHead(config.audio))
     return model.requires_grad_(False)
 
 
-class ConvolutionLogMel(nn.Module):
-    """torchlibrosa's STFT, two convolutions, and the mel product."""
+class ConvolutionMel(LogMel):
+    """The same features as torchlibrosa has them for LAION-CLAP: its Fourier transform is a convolution."""
+
+    waves: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
-        super().__init__()
-        num_bins = config.stft_window // 2 + 1
-        self.padding = config.stft_window // 2
-        self.real = nn.Conv1d(1, num_bins, config.stft_window, stride=config.hop_size, bias=False)
-        self.imaginary = nn.Conv1d(1, num_bins, config.stft_window, stride=config.hop_size, bias=False)
-        self.mel_filters = nn.Parameter(torch.rand(num_bins, config.mel_bins))
+        super().__init__(config)
+        numbers = torch.arange(self.num_fft, dtype=torch.float64)
+        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (2 * math.pi / self.num_fft)
+        waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
+        self.register_buffer("waves", waves_KN[:, None], persistent=False)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        padded = F.pad(waveforms[:, None], (self.padding, self.padding), mode="reflect")
-        power = self.real(padded) ** 2 + self.imaginary(padded) ** 2
-        return torch.matmul(power.transpose(1, 2), self.mel_filters).clamp(min=1e-10).log10()
+        padded = F.pad(waveforms[:, None], (self.num_fft // 2,) * 2, mode="reflect")
+        with torch.autocast(waveforms.device.type, enabled=False):
+            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(2, dim=1)
+            return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
 
 
 class InterpolatingFold(nn.Module):

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -35,6 +35,7 @@ from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.trace import Formula, Operation, Recorded, trace
+from clap_ds.record.clock import PhaseTimer
 
 CPU = torch.device("cpu")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
@@ -110,7 +111,7 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         engine = ClapEngine(run, model, CPU)
         batches = _batches(run, micro_batch, captions, cuda=cuda)
         with trace(parts, captions.formulas) as recorded, like_cuda() if cuda else nullcontext():
-            timer: Any = lambda phase: recorded.part(PARTS[phase])  # noqa: E731
+            timer = cast("PhaseTimer", lambda phase: recorded.part(PARTS[phase]))
             _note_gradients(model, recorded)
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values

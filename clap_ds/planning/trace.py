@@ -211,11 +211,14 @@ def trace(
             the longest alone.
     """
     recorded, before = Recorded(formulas), list[str]()
+
+    def leave(*_: object) -> None:
+        recorded.enter(before.pop())
+
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
             for module in modules:
                 enter = partial(lambda name, *_: before.append(recorded.enter(name)), name)
-                leave = lambda *_: recorded.enter(before.pop()) and None  # noqa: E731  (a result would take its place)
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield stack.enter_context(recorded)

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import peers, sides
 from clap_ds.config.model import load_preset
+from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.model.mel import LogMel
 
 SMALL = ["--preset", "micro", "--micro_batch", "3", "--text_tokens", "12", "--rounds", "2"]
@@ -49,7 +50,7 @@ def test_every_way_of_training_in_bf16_computes_the_same_loss(tmp_path: Path) ->
 def test_laions_front_end_gives_the_same_features() -> None:
     config = load_preset("micro").audio
     waveforms = torch.randn(2, config.num_samples) * 0.1
-    torch.testing.assert_close(sides.ConvolutionMel(config)(waveforms), LogMel(config)(waveforms), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ConvolutionMel(config)(waveforms), LogMel(config)(waveforms), rtol=1e-3, atol=1e-3)
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
