@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -24,6 +24,14 @@ class Section(BaseModel):
     """Base of every `clap` section: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    former: ClassVar[dict[str, Any]] = {}
+    """Fields that are gone, with their defaults: so much a `config.json` that an earlier version resolved may still have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, content: Any) -> Any:
+        is_given = isinstance(content, dict)
+        return {k: v for k, v in content.items() if k not in cls.former or v != cls.former[k]} if is_given else content
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -116,6 +124,8 @@ DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source"
 class LossSettings(Section):
     """The contrastive loss over the global batch."""
 
+    former = {"features": None, "tile": None}
+
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
@@ -170,6 +180,8 @@ class DebugSettings(Section):
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
 
+    former = {"batch_ramp": {}, "stop_on_plateau": None}
+
     samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""
     epochs: PositiveFloat | None = None
@@ -190,14 +202,6 @@ class TrainSettings(Section):
     """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10
     """Steps between lines of progress, and between checks that the loss is finite."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_fields(cls, content: Any) -> Any:
-        """Of a `config.json` that an earlier version resolved: fields that are gone, where they were left as they were."""
-        former = {"batch_ramp", "stop_on_plateau"}
-        is_given = isinstance(content, dict)
-        return {name: each for name, each in content.items() if each or name not in former} if is_given else content
 
 
 class CheckpointSettings(Section):
@@ -227,6 +231,8 @@ class RetrievalSettings(Section):
 
 class ZeroShotSettings(Section):
     """Zero-shot classification of held-out clips by captions made of class names."""
+
+    former = {"classes": None}
 
     shards: str | list[str]
     """Tar files whose items carry a `json` member with their class."""

@@ -131,3 +131,12 @@ def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> No
 def test_a_models_published_name_is_its_preset(write_run: WriteRun, name: str) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
     assert clap.model.preset == clap.preset().name == load_preset(name).name == "htsat_tiny_roberta_base"
+
+
+def test_what_an_earlier_version_resolved_opens_where_fields_that_are_gone_had_their_defaults(
+    write_run: WriteRun,
+) -> None:
+    gone = {"loss": {"tile": None, "features": None}, "train": {"batch_ramp": {}, "stop_on_plateau": None}}
+    assert load_run(write_run(clap={**gone, "cuda_graphs": False})).clap == load_run(write_run()).clap
+    with pytest.raises(UserError, match=r"clap\.loss\.tile: no such field"):
+        load_run(write_run(clap={"loss": {"tile": 64}}))
