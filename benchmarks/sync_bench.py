@@ -1,17 +1,15 @@
 """Command: what sending gradients costs beyond the step itself, under DeepSpeed as it is and overlapped here.
 
-    python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--compute emulated real] [--output FILE.md]
+    python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--output FILE.md]
 
-Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; every method
-in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down. `emulated`: its layers sleep for a time in
-proportion to their FLOPs, which leaves the cores to the communication as a GPU does. `real`: they multiply matrices for as
-long, one core a rank, which the communication competes for. Either is 1.5 times one all-reduce of all gradients.
+Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; both methods
+in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down; its layers sleep for a time in proportion to
+their FLOPs, which leaves the cores to the communication as a GPU does, in all 1.5 times one all-reduce of all gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -43,7 +41,7 @@ BUCKET_MB = ClapSettings().gradient_bucket_mb / SCALE
 COMPUTE_PER_ALLREDUCE = 1.5
 METHODS, KINDS = ("deepspeed", "overlapped"), ("sending", "silent")
 COLUMNS = (
-    "compute {compute} | link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
+    "link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
     " | step without sending {overlapped[silent_step_ms]:.0f}"
     " | DeepSpeed as it is {deepspeed[exposed_ms]:.0f} [{deepspeed[low]:.0f}, {deepspeed[high]:.0f}]"
     " | overlapped {overlapped[exposed_ms]:.0f} [{overlapped[low]:.0f}, {overlapped[high]:.0f}]"
@@ -65,22 +63,22 @@ class _Layer(torch.autograd.Function):
     """Identity that takes time, and gives its weight a gradient without computing one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[float], object], seconds: float) -> Tensor:
-        work(seconds)
-        ctx.work, ctx.seconds, ctx.shape = work, seconds, weight.shape
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.forward_s, ctx.shape = forward_s, weight.shape
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> Any:
-        ctx.work(2 * ctx.seconds)
-        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None, None
+        time.sleep(2 * ctx.forward_s)
+        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None
 
 
 class EmulatedModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled. `work` spends the
-    seconds it is given, in all `forward_s` in a forward pass and twice that in a backward pass."""
+    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled: in all `forward_s` in a
+    forward pass and twice that in a backward pass."""
 
-    def __init__(self, work: Callable[[float], object] = time.sleep, forward_s: float = 0.0) -> None:
+    def __init__(self, forward_s: float = 0.0) -> None:
         super().__init__()
         config = load_preset("htsat_tiny_roberta_base")
         with torch.device("meta"):
@@ -90,20 +88,13 @@ class EmulatedModel(nn.Module):
         layers += [(model.text.roberta.embeddings, 0), *((layer, 77) for layer in model.text.roberta.encoder.layer)]
         sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer, _ in layers]
         flops = [size * rows for size, (_, rows) in zip(sizes, layers, strict=True)]
-        self.work, self.seconds = work, [forward_s * each / sum(flops) for each in flops]
+        self.seconds = [forward_s * each / sum(flops) for each in flops]
         self.weights = nn.ParameterList(torch.zeros(max(1, size // SCALE)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight, forward_s in zip(self.weights, self.seconds, strict=True):
-            x = _Layer.apply(x, weight, self.work, forward_s)
+            x = _Layer.apply(x, weight, forward_s)
         return x.sum()
-
-
-def _matrix_products() -> Callable[[float], object]:
-    """Work that computes for so many seconds where nothing else does."""
-    a = torch.rand(256, 256)
-    once_s = _seconds(lambda: [a @ a for _ in range(1000)]) / 1000
-    return lambda seconds: [a @ a for _ in range(round(seconds / once_s))]
 
 
 def _step_by(method: str, model: nn.Module) -> Step:
@@ -134,16 +125,15 @@ def _seconds(action: Callable[[], object], repeats: int = 3) -> float:
     return float(median)
 
 
-def _worker(compute: str, rounds: int) -> None:
+def _worker(rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
     distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     dist.all_reduce(gradients)
     forward_s = COMPUTE_PER_ALLREDUCE / 3 * _seconds(lambda: dist.all_reduce(gradients))
-    work = time.sleep if compute == "emulated" else _matrix_products()
     actions = {}
     for name in METHODS:
-        step = _step_by(name, EmulatedModel(work, forward_s))
+        step = _step_by(name, EmulatedModel(forward_s))
         for _ in range(3):
             step(True)
         for kind in KINDS:
@@ -206,12 +196,12 @@ def _run(command: str) -> None:
         raise UserError(f"{command}: {done.stderr.strip()}")
 
 
-def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) -> dict[str, Any]:
+def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, Any]:
     """Run all methods on two hosts at one rate; each one's exposed milliseconds with an interval."""
     shape(hosts, rate_mbit)
-    worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--compute", compute, "--rounds", str(rounds)]
+    worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--rounds", str(rounds)]
     found = json.loads(run_ranks(hosts, worker).splitlines()[-1])
-    row: dict[str, Any] = {"compute": compute, "rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
+    row: dict[str, Any] = {"rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
         sending, silent = ([1000 * each for each in found["seconds"][f"{name} {kind}"]] for kind in KINDS)
         exposed = median_interval([a - b for a, b in zip(sending, silent, strict=True)])
@@ -224,16 +214,14 @@ def _measure(hosts: Sequence[str], compute: str, rate_mbit: float, rounds: int) 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("sync_bench", __doc__)
     parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000])
-    parser.add_argument("--compute", nargs="+", choices=("emulated", "real"), default=["emulated", "real"])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
-        _worker(arguments.compute[0], arguments.rounds)
+        _worker(arguments.rounds)
     exit_on_sigterm()
     with shaped_hosts() as hosts:
-        runs = itertools.product(arguments.compute, arguments.rates_mbit)
-        rows = [_measure(hosts, *each, arguments.rounds) for each in runs]
+        rows = [_measure(hosts, rate_mbit, arguments.rounds) for rate_mbit in arguments.rates_mbit]
     title = (
         "Exposed communication: a step that sends its gradients less one that keeps them; "
         f"median [{rows[0]['interval']}], ms"

@@ -29,6 +29,7 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
+MOST_GPUS = 2**16  # whose loss is recorded tile by tile in some 20 s
 DELAYS_FROM = "jupiter_htsat_tiny"
 """The published series whose waiting for the slowest rank is assumed."""
 
@@ -52,6 +53,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Plan and print; a UserError for a bad configuration, GPU or caption length."""
     arguments = parse_arguments(argv)
+    if (most := max(arguments.nodes) * arguments.gpus_per_node) > MOST_GPUS:
+        raise UserError(f"--nodes, --gpus_per_node: plans are made for up to {MOST_GPUS:,} GPUs, found {most:,}")
     if arguments.price_per_gpu_hour and not arguments.samples:
         raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
     gpu = gpu_named(arguments.gpu)

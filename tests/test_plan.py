@@ -74,6 +74,7 @@ def test_what_is_printed_names_itself_a_prediction(write_run: WriteRun, capsys: 
         ("--gpu h100-sxn", "did you mean 'h100-sxm'"),
         ("--text_tokens 100", "--text_tokens 100: micro has positions for 64"),
         ("--nodes 1 2", "train_batch_size 32 holds at one scale, --nodes gives 2;"),
+        ("--nodes 1000000", "up to 65,536 GPUs, found 4,000,000"),
         ("--price_per_gpu_hour 2", "needs --samples"),
     ],
 )
