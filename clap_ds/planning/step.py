@@ -9,9 +9,9 @@ allocator and a driver need beyond live tensors to `memory.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -102,15 +102,16 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
-    captions = _Captions.of(run, micro_batch, fakes)
+    lengths = caption_lengths(run, micro_batch)
+    packed, layout, formulas = _packed(run, lengths, fakes)
     with (
         rank_of(world_size),
-        mock.patch.object(text, "lay_out", return_value=captions.layout),  # the engine's own depends on values
+        mock.patch.object(text, "lay_out", return_value=layout),  # the engine's own depends on values
         faked_by(fakes),
     ):
         engine = ClapEngine(run, model, CPU)
-        batches = _batches(run, micro_batch, captions, cuda=cuda)
-        with trace(parts, captions.formulas) as recorded, like_cuda() if cuda else nullcontext():
+        batches = _batches(run, micro_batch, sum(lengths), packed, cuda=cuda)
+        with trace(parts, formulas) as recorded, like_cuda() if cuda else nullcontext():
             timer = cast("PhaseTimer", lambda phase: recorded.part(PARTS[phase]))
             _note_gradients(model, recorded)
             engine.set_accumulation_steps(1)
@@ -174,39 +175,29 @@ def _note_gradients(model: ClapModel, recorded: Recorded) -> None:
             parameter.register_post_accumulate_grad_hook(note)
 
 
-@dataclass(frozen=True)
-class _Captions:
-    """A batch's captions: how many tokens are real; where they are packed also row and packing, their layout, and FLOPs that
-    depend on how long they are."""
-
-    num_tokens: int
-    packed: Any = None
-    layout: Any = None
-    formulas: Mapping[str, Formula] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, run: RunSettings, num_captions: int, fakes: FakeTensorMode) -> _Captions:
-        lengths, longest = caption_lengths(run, num_captions), run.clap.text_tokens
-        if run.clap.text == "padded":
-            return cls(sum(lengths))
-        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-        row, packing = pack([(torch.ones_like(mask), mask)])
-        products = 4 * run.clap.preset().text.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
-        formulas: dict[str, Formula] = {
-            "torch_attn._varlen_attn": lambda *_, **__: products,
-            "torch_attn._varlen_attn_backward": lambda *_, **__: 2.5 * products,
-        }
-        packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), lay_out(packing, len(row))))
-        return cls(sum(lengths), packed, layout, formulas)
+def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any, dict[str, Formula]]:
+    """Where a run packs captions: a batch's row and packing, their layout, and FLOPs that depend on how long captions are."""
+    if run.clap.text == "padded":
+        return None, None, {}
+    mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
+    row, packing = pack([(torch.ones_like(mask), mask)])
+    products = 4 * run.clap.preset().text.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
+    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), lay_out(packing, len(row))))
+    attention = "torch_attn._varlen_attn"
+    return (
+        packed,
+        layout,
+        {attention: lambda *_, **__: products, f"{attention}_backward": lambda *_, **__: 2.5 * products},
+    )
 
 
-def _batches(run: RunSettings, micro_batch: int, captions: _Captions, *, cuda: bool) -> Iterator[Batch]:
+def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:
     """As `BatchSource` has them. On a GPU one more is on its way, and beside it what comes from the host in 16 bits."""
     data, num_samples = run.clap.data, run.clap.preset().audio.num_samples
 
     def make() -> Batch:
         ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
-        return Batch(torch.empty(micro_batch, num_samples), ids, mask, captions.num_tokens, captions.packed)
+        return Batch(torch.empty(micro_batch, num_samples), ids, mask, num_tokens, packed)
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
         kept = [make() for _ in range(data.num_batches)]
