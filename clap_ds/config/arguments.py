@@ -41,6 +41,8 @@ def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     add("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
     changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
     add("--accept_changes", action="store_true", help=changes)
+    convert = "read a checkpoint of format 1, whose state is a pickle, such as you trust"
+    add("--convert_checkpoint", action="store_true", help=convert)
     skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
     add("--skip_steps", type=_steps, metavar="A-B", help=skip)
 

@@ -2,25 +2,30 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from clap_ds.config.files import read_bytes
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone
+from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.changes import compare
 from clap_ds.training.remote import RemoteFolder
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
+from clap_ds.weights.checkpoint_files import STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.state_file import read_pickled_state, read_state_file
 
-PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
+PROGRESS = "progress.json"
+_PICKLED = {"engine": "deepspeed/mp_rank_00_model_states.pt", "random": "random_states.pt"}
+"""Of checkpoints of format 1."""
 
 
-def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+def restore(
+    folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool, convert: bool = False
+) -> TrainingProgress:
     """Put the engine, and this rank's random number generators, in the state of a whole checkpoint. A collective; arguments and
     errors are those of `CheckpointFolder.load`."""
     changes = on_first(lambda: compare(folder, Manifest.read(folder), engine.model.config, describe(engine), run))
@@ -39,16 +44,34 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}")
     if changes.weights_only:
         return restore_weights(folder, engine)
-    load_deepspeed(engine, folder, scheduler=not changes.scheduler)
+    state = _read_state(folder, convert=convert)
+    load_engine_state(engine, state, folder, scheduler=not changes.scheduler)
     try:
-        progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
-        states = torch.load(folder / RANDOM_STATES, map_location="cpu", weights_only=True)
-    except OSError as error:
+        progress, states = TrainingProgress.from_json(read_bytes(folder / PROGRESS)), state["random"]
+    except (OSError, LookupError) as error:
         raise ValueError(f"{folder} can't be read: {error}") from error
     engine.steps = progress.step
     if rank() < len(states):
         restore_random_state(states[rank()], engine.model.logit_scale.device)
     return progress
+
+
+def _read_state(folder: Path, *, convert: bool) -> dict[str, Any]:
+    """A checkpoint's state. One of format 1 is a pickle, and read only where that is asked for."""
+    if not (folder / _PICKLED["engine"]).exists():
+        found = read_state_file(folder / STATE)
+    elif convert:
+        found = read_pickled_state(folder / _PICKLED["engine"]) | {
+            "random": read_pickled_state(folder / _PICKLED["random"])
+        }
+    else:
+        raise ValueError(
+            f"{folder} is of format 1, whose state is a pickle: --convert_checkpoint reads it, by torch's reader that runs"
+            " nothing; what is saved from then on is none"
+        )
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder}: {STATE} holds no state")
+    return found
 
 
 def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
@@ -67,7 +90,7 @@ def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
 def _progress(folder: Path) -> TrainingProgress:
     with suppress(OSError):
         if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
-            return TrainingProgress.from_json((folder / PROGRESS).read_text())
+            return TrainingProgress.from_json(read_bytes(folder / PROGRESS))
     return TrainingProgress()
 
 

@@ -31,12 +31,14 @@ class Choices:
         restart: move them aside and start anew.
         from_weights: go on from the weights alone of the checkpoint of this step.
         accept_changes: resume though the run is otherwise than the checkpoint's (`clap_ds.training.changes`).
+        convert_checkpoint: resume from a checkpoint of format 1, whose state is a pickle.
         skip_steps: first and last of the steps whose batches are left out.
     """
 
     restart: bool = False
     from_weights: int | None = None
     accept_changes: bool = False
+    convert_checkpoint: bool = False
     skip_steps: tuple[int, int] | None = None
 
 
@@ -153,7 +155,8 @@ def _load(
             f"it is 'never', but {newest} is there: a new run would mix with the one it is from; --restart moves that"
             " aside, or name another clap.checkpoint.folder"
         )
-    progress = checkpoints.load(newest, engine, accept_changes=choices.accept_changes)
+    accepted = {"accept_changes": choices.accept_changes, "convert": choices.convert_checkpoint}
+    progress = checkpoints.load(newest, engine, **accepted)
     if wanted != "auto":
         checkpoints.begin(new_run)
     return newest, progress

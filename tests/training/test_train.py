@@ -151,7 +151,7 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Pa
     config = write_training(tmp_path, clap=clap)
     commands.train(config, world_size=1)
     folder = load_run(config).checkpoint_folder
-    for states in folder.glob("*/random_states.pt"):
+    for states in folder.glob("*/state.safetensors"):
         states.unlink()
     before = sorted(folder.rglob("*"))
     ranks = RunningRanks(config, 1)

@@ -64,11 +64,11 @@ def _cut(path: Path) -> None:
             "weights.safetensors",
             "weights.safetensors has changed since it was written",
         ),
-        (_cut, "deepspeed/mp_rank_00_model_states.pt", "has 18,000 bytes, 18,001 were written"),
+        (_cut, "state.safetensors", "has 18,000 bytes, 18,001 were written"),
         (Path.unlink, "weights.safetensors", "weights.safetensors: No such file"),
         (_cut, "manifest.json", "manifest.json can't be read"),
         (Path.unlink, "manifest.json", "manifest.json: No such file"),
-        (lambda path: path.write_text('{"hash": "", "format": 2}'), "manifest.json", "of format 2, this version reads"),
+        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "of format 3, this version reads"),
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
@@ -105,7 +105,7 @@ def test_a_file_that_changes_between_writing_and_reading_back_is_never_published
 
 def test_weights_of_a_step_are_found_though_other_files_are_damaged_and_all_can_be_moved_aside(tmp_path: Path) -> None:
     first, again, other = (make_checkpoint(tmp_path, step) for step in (1, 1, 2))
-    (again / "deepspeed" / "mp_rank_00_model_states.pt").unlink()
+    (again / "state.safetensors").unlink()
     assert [checkpoint_files.seems_whole(path) for path in (first, again, tmp_path)] == [True, False, False]
     assert checkpoint_files.find_weights(tmp_path, 1) == again
     flip_bit(again / "weights.safetensors", 3)
