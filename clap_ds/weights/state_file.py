@@ -72,7 +72,7 @@ def read_pickled_state(path: Path) -> Any:
     try:
         open_regular(path).close()
         return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path}: can't be read: {error.strerror}") from error
     except Exception as error:  # of many types, where a file is damaged
-        raise ValueError(
-            f"{path}: can't be read as a state: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+        raise ValueError(f"{path}: damaged, or holds more than tensors and numbers, which is never loaded") from error

@@ -242,7 +242,7 @@ def convert(folder: str, marker: str) -> tuple[str, list[float], list[float]]:
     CheckpointFolder(folder).load(path, second, convert=True)
     found = losses(first, 2, 2), losses(second, 2, 2)
     write({"random_states.pt": Malicious(marker)})
-    with pytest.raises(ValueError, match=r"posix.system"):
+    with pytest.raises(ValueError, match="more than tensors and numbers"):
         CheckpointFolder(folder).load(path, third, convert=True)
     return str(refused.value), *found
 
