@@ -56,7 +56,7 @@ def problem() -> str:
 
 
 def kept() -> Path:
-    (path,) = cache_folder().glob("*.so")
+    (path,) = cache_folder().glob("native/*.so")
     return path
 
 
@@ -100,13 +100,28 @@ def test_locks_that_nobody_holds_that_are_held_and_that_there_are_not(
 
 
 def test_damaged_library_is_compiled_again(source: Path) -> None:
-    path = library._build(library.FLAGS)
+    library._build(library.FLAGS).close()
+    path = kept()
     whole = path.read_bytes()
     for damaged in (b"", whole[:5000], whole[:-100] + bytes(100)):
         path.unlink()  # what is open stays as it is
         path.write_bytes(damaged)
         assert not problem()
         assert kept().read_bytes() == whole
+
+
+def test_a_library_that_others_could_have_put_there_is_never_opened(
+    source: Path, use_compiler: Callable[..., Callable[[], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = use_compiler(WORKING_COMPILER)
+    assert not problem()
+    kept().chmod(0o664)
+    kept().parent.chmod(0o777)
+    assert not problem()
+    assert compiled() == 2
+    assert kept().parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "belongs to another user" in problem()
 
 
 @pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
@@ -117,7 +132,9 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    made = library._build(flags).read_bytes()
+    with library._build(flags) as file:
+        file.seek(0)
+        made = file.read()
     modules = "".join(path.read_text() for path in library.HERE.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 13
