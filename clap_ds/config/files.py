@@ -13,8 +13,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from clap_ds.config.errors import UserError
 
@@ -27,7 +28,7 @@ LONGEST_LINE = 2**20
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps: surrogates come in pairs
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file, open for reading. Raises OSError for another kind, which might keep a reader for ever."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):

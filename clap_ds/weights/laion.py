@@ -38,10 +38,9 @@ class _TensorsOnly(pickle.Unpickler):
     """Refuses everything that a pickle could call but for what tensors are made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_TENSORS:
-            return super().find_class(module, name)
-        if (module, name) in _OF_NUMBERS:
-            return _PassedOver
+        if (module, name) in _OF_TENSORS | _OF_NUMBERS:
+            made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
+            return lambda *arguments: made_by(*arguments)  # a pickle may set attributes of what it gets
         raise pickle.UnpicklingError(
             f"it refers to {module}.{name}, and what isn't tensors and numbers is never loaded."
             " If you trust it, keep its tensors: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')"
