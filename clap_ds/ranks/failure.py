@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from clap_ds.config.secrets import redacted_all
+
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
@@ -52,7 +54,7 @@ def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (),
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(content) + "\n")
+        draft.write_text(json.dumps(redacted_all(content)) + "\n")
         os.replace(draft, path)
 
 
