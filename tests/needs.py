@@ -8,8 +8,6 @@ that are missing here (standard library only: it runs before anything is install
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
@@ -23,10 +21,9 @@ PACKAGES = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
     **{"numactl": "numactl", "pkill": "procps", "chromium": "chromium", "g++": "g++"},
-    "libmpg123.so.0": "libmpg123-0",
 }
-"""Debian's package of each program and library."""
-CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++", "libmpg123.so.0"))
+"""Debian's package of each program."""
+CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++"))
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
 """Packages that another only recommends."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"
@@ -34,11 +31,7 @@ PREFIX = "needs "
 
 
 def where(program: str) -> str | None:
-    """Path of a program, also of one that only root's PATH has; or of a library."""
-    if ".so" in program:
-        with contextlib.suppress(OSError):
-            return str(ctypes.CDLL(program)._name)
-        return None
+    """Path of a program, also of one that only root's PATH has."""
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 

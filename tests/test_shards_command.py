@@ -32,7 +32,8 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "required: command"), (["sizes"], "choose from"), (["size", "--clip", "5"], "--clip 5")]
+    ("words", "message"),
+    [([], "required: command"), (["sizes"], "choose from"), (["size", "--clips=5", "--clip", "5"], "--clip 5")],
 )
 def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -41,7 +42,7 @@ def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.Captur
 
 
 def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: shards.main(["size", "--like", str(tmp_path)])) == 2
+    assert exit_code_of(lambda: shards.main(["measure", str(tmp_path)])) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("error: --like: clap.data.shards: expected tar files, found the folder")
+    assert printed.startswith("error: clap.data.shards: expected tar files, found the folder")
     assert printed.count("\n") == 1

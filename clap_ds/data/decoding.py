@@ -9,7 +9,7 @@ import os
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clap_ds.data import mpg123
 from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
@@ -33,8 +32,6 @@ AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
 _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
-_READ = 65536  # bytes
-_UNKNOWN_LENGTH = 2**62  # libsndfile counts this many frames or more, and then can't seek
 
 
 Encoded = bytes | memoryview
@@ -61,39 +58,31 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     """
     target = row.numpy()
     with open_audio(encoded) as file:
-        if not file.frames:
-            how = "what was written to a pipe must be encoded again"
-            raise BrokenItemError(f"audio holds no samples, by the header of its {len(encoded)} bytes; {how}")
         ratio = resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(len(target) / ratio))
         mixed = target[:expected] if ratio == 1 else np.empty(expected, np.float32)
         in_integers = mixed.dtype == np.int16 and file.channels <= 2 and file.subtype in _INTEGERS
         start = rng.randint(0, file.frames - expected)
-        found, is_silent = _mix(_quick_blocks(encoded, file, start, expected), mixed)
-        if found < expected:
-            found, is_silent = _mix(_divide(_read_at(file, start, expected, in_integers)), mixed)
+        samples = _quickly(encoded, file, start, expected)
+        if samples is None:
+            samples = _read_at(file, start, expected, in_integers)
+        found, is_silent = _mix(samples, mixed)
         if expected < file.frames and found and is_silent:
-            found, is_silent = _mix(_divide(_about_loudest(file, expected)), mixed)
+            found, is_silent = _mix(_about_loudest(file, expected), mixed)
     check_samples(found, expected, is_silent)
     if ratio != 1:
-        waveform = resample(torch.from_numpy(mixed[:found]), ratio.denominator, ratio.numerator)[: len(target)]
+        waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
     _repeat(target, found)
     return found
 
 
-class _View(io.RawIOBase):
+class _View:
     """A memoryview as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._place = content, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def readinto(self, buffer: Any) -> int:
         part = self._content[self._place : self._place + len(buffer)]
@@ -101,8 +90,10 @@ class _View(io.RawIOBase):
         self._place += len(part)
         return len(part)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
         self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: len(self._content)}[whence]
+
+    def tell(self) -> int:
         return self._place
 
 
@@ -110,15 +101,11 @@ class _View(io.RawIOBase):
 def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
     """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
-        stream = io.BufferedReader(_View(encoded), _READ) if isinstance(encoded, memoryview) else io.BytesIO(encoded)
-        with soundfile.SoundFile(stream) as file:
-            if file.frames >= _UNKNOWN_LENGTH:
-                how = "as FLAC written to a pipe; encode it again to a file"
-                raise BrokenItemError(f"audio doesn't state its length, {how}")
+        with soundfile.SoundFile(_View(encoded) if isinstance(encoded, memoryview) else io.BytesIO(encoded)) as file:
             yield file
     except BrokenItemError:
         raise
-    except (soundfile.SoundFileError, MemoryError, ValueError) as error:  # the others of lengths that can't be
+    except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:  # the last of odd lengths
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
 
@@ -139,54 +126,29 @@ def check_finite(samples: NDArray[np.float32]) -> None:
         raise BrokenItemError("audio holds NaN or infinite samples")
 
 
-Blocks = Iterator[NDArray[Any]]
-"""Audio in parts of up to `_BLOCK` frames, (frames, channels), each until the next: float32 of full scale ±1 or int16."""
-
-
-def _quick_blocks(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> Blocks:
-    """Frames `start` to `start + num_frames` where there is a way quicker than libsndfile's. Nothing, or not all of them, where
-    there is none, or it finds something else in the file."""
+def _quickly(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16] | None:
+    """Frames `start` to `start + num_frames`, (frames, channels), where there is a way quicker than libsndfile's; None where
+    there is none, or it doesn't find all of them."""
     if file.subtype == "PCM_16" and file.format in ("WAV", "WAVEX"):
-        yield from _divide(_in_wav(encoded, file, start, num_frames))
-    elif num_frames == file.frames and file.format == "MP3":
-        yield from mpg123.decode(bytes(encoded), num_frames, file.channels, _BLOCK)
-    elif num_frames == file.frames and (file.format, file.subtype) == ("FLAC", "PCM_16"):
-        yield from _divide(_whole_flac(encoded, file))
+        return _in_wav(encoded, file.channels, start, num_frames)
+    if miniaudio and num_frames == file.frames and (file.format, file.subtype) == ("FLAC", "PCM_16"):
+        with suppress(miniaudio.MiniaudioError):  # which takes two thirds of libsndfile's time
+            found = miniaudio.flac_read_s16(bytes(encoded))
+            samples = np.frombuffer(found.samples, np.int16).reshape(-1, found.nchannels)
+            return samples if samples.shape == (file.frames, file.channels) else None
+    return None
 
 
-def _divide(samples: NDArray[Any]) -> Blocks:
-    return (samples[start : start + _BLOCK] for start in range(0, len(samples), _BLOCK))
-
-
-_NOTHING = np.empty((0, 1), np.int16)
-
-
-def _whole_flac(encoded: Encoded, file: soundfile.SoundFile) -> NDArray[np.int16]:
-    """All of a FLAC file of 16 bits, (frames, channels), by miniaudio, which takes two thirds of libsndfile's time.
-    Nothing where that isn't there, or finds something else."""
-    if miniaudio is None:
-        return _NOTHING
-    try:
-        found = miniaudio.flac_read_s16(bytes(encoded))
-    except miniaudio.MiniaudioError:
-        return _NOTHING
-    samples = np.frombuffer(found.samples, np.int16).reshape(-1, found.nchannels)
-    return samples if samples.shape == (file.frames, file.channels) else _NOTHING
-
-
-def _in_wav(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16]:
-    """Frames of a WAV file of 16 bits where they lie, (frames, channels); nothing where they aren't all there. libsndfile would
-    copy them in small parts."""
-    if encoded[:4] != b"RIFF":
-        return _NOTHING
+def _in_wav(encoded: Encoded, channels: int, start: int, num_frames: int) -> NDArray[np.int16] | None:
+    """Frames of a WAV file of 16 bits where they lie. libsndfile would copy them in small parts."""
     place, name, size = 12, b"", 0
-    while place + 8 <= len(encoded) and name != b"data":
+    while encoded[:4] == b"RIFF" and place + 8 <= len(encoded) and name != b"data":
         name, size = struct.unpack_from("<4sI", encoded, place)
         place += 8 + (0 if name == b"data" else size + size % 2)
-    first, count = place + 2 * file.channels * start, file.channels * num_frames
+    first, count = place + 2 * channels * start, channels * num_frames
     if name != b"data" or first + 2 * count > min(len(encoded), place + size):
-        return _NOTHING
-    return np.frombuffer(encoded, "<i2", count, first).reshape(-1, file.channels)
+        return None
+    return np.frombuffer(encoded, "<i2", count, first).reshape(-1, channels)
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int, in_integers: bool) -> NDArray[Any]:
@@ -208,14 +170,15 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     return samples[start : start + num_frames]
 
 
-def _mix(blocks: Blocks, mixed: NDArray[Any]) -> tuple[int, bool]:
-    """Write the mean of the channels to `mixed` (frames,), int16 as `to_int16` rounds or float32: block by block, so that
-    all of it is done in the cache. Returns how many frames there were, and whether each was 0."""
-    found, is_silent = 0, True
-    for samples in blocks:
+def _mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
+    """Write the mean of the channels of frames (frames, channels), float32 of full scale ±1 or int16, to `mixed` (frames,),
+    int16 as `to_int16` rounds or float32: block by block, so that all of it is done in the cache. Returns how many frames there
+    were, and whether each was 0."""
+    is_silent = True
+    for place in range(0, len(frames), _BLOCK):
+        samples = frames[place : place + _BLOCK]
         is_silent = is_silent and not samples.any()
-        target = mixed[found : found + len(samples)]
-        found += len(samples)
+        target = mixed[place : place + len(samples)]
         if samples.dtype == np.int16 and samples.shape[1] <= 2 and mixed.dtype == np.int16:
             if samples.shape[1] == 2:
                 _mean_of_pairs(samples, out=target)
@@ -230,7 +193,7 @@ def _mix(blocks: Blocks, mixed: NDArray[Any]) -> tuple[int, bool]:
             mean /= np.float32(INT16_SCALE)
         check_finite(mean)
         target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
-    return found, is_silent
+    return len(frames), is_silent
 
 
 def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:

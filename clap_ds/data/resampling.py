@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,40 +22,29 @@ _FILTERS_AT_ONCE = 16  # a product's columns: what a register holds, and few zer
 _SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't overlap, which BLAS doesn't take
 
 
-class Resampler:
-    """Resamples by a ratio of whole numbers; `Resampler.of` keeps them, as making one takes milliseconds."""
+class _Filters(NamedTuple):
+    """Filters of one period."""
 
-    def __init__(self, from_rate: int, to_rate: int) -> None:
-        common = math.gcd(from_rate, to_rate)
-        step, num_filters = from_rate // common, to_rate // common
-        original = torchaudio.transforms.Resample(step, num_filters)
-        periods = -(-_SMALLEST_PERIOD // num_filters)
-        self.step, self.num_filters, self.width = step * periods, num_filters * periods, original.width
-        filters = torch.zeros(periods, num_filters, self.step + 2 * self.width)
-        for period, rows in enumerate(filters):
-            rows[:, period * step : (period + 1) * step + 2 * self.width] = original.kernel[:, 0]
-        self.parts = []  # first input sample, taps (taps, filters)
-        for rows in filters.flatten(0, 1).split(_FILTERS_AT_ONCE):
-            used = (rows.abs().amax(0) > 1e-12).nonzero()  # beside 1: float32 has no sum that the others would change
-            first, last = int(used[0]), int(used[-1])
-            self.parts.append((first, rows[:, first : last + 1].T.contiguous()))
+    step: int  # input samples
+    num_filters: int  # output samples
+    width: int  # zeros to add on the left
+    parts: list[tuple[int, Tensor]]  # first input sample, taps (taps, filters)
 
-    @staticmethod
-    @functools.lru_cache(maxsize=32)
-    def of(from_rate: int, to_rate: int) -> Resampler:
-        return Resampler(from_rate, to_rate)
 
-    def __call__(self, waveform: Tensor) -> Tensor:
-        """(…, T) float32 at the other rate, as `torchaudio.transforms.Resample` gives it."""
-        if waveform.dim() > 1:
-            return torch.stack([self(channel) for channel in waveform])
-        num_steps = len(waveform) // self.step + 1
-        padded = torch.nn.functional.pad(waveform, (self.width, self.width + self.step))
-        resampled = waveform.new_empty(num_steps, self.num_filters)
-        columns = resampled.split(_FILTERS_AT_ONCE, dim=1)
-        for (first, taps), part in zip(self.parts, columns, strict=True):
-            torch.mm(padded.as_strided((num_steps, len(taps)), (self.step, 1), first), taps, out=part)
-        return resampled.flatten()[: -(-len(waveform) * self.num_filters // self.step)]
+@functools.lru_cache(maxsize=32)  # making them takes milliseconds
+def _filters(ratio: Fraction) -> _Filters:
+    step, num_filters = ratio.denominator, ratio.numerator
+    original = torchaudio.transforms.Resample(step, num_filters)
+    periods, width = -(-_SMALLEST_PERIOD // num_filters), original.width
+    filters = torch.zeros(periods, num_filters, step * periods + 2 * width)
+    for period, rows in enumerate(filters):
+        rows[:, period * step : (period + 1) * step + 2 * width] = original.kernel[:, 0]
+    parts = []
+    for rows in filters.flatten(0, 1).split(_FILTERS_AT_ONCE):
+        used = (rows.abs().amax(0) > 1e-12).nonzero()  # beside 1: float32 has no sum that the others would change
+        first, last = int(used[0]), int(used[-1])
+        parts.append((first, rows[:, first : last + 1].T.contiguous()))
+    return _Filters(step * periods, num_filters * periods, width, parts)
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
@@ -64,7 +54,12 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
     raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
 
 
-def resample(waveform: Tensor, from_rate: int, to_rate: int) -> Tensor:
-    """(…, T) float32 at another sample rate, rates in Hz or as the terms of their ratio."""
-    ratio = resampling_ratio(from_rate, to_rate)
-    return waveform if ratio == 1 else Resampler.of(ratio.denominator, ratio.numerator)(waveform)
+def resample(waveform: Tensor, ratio: Fraction) -> Tensor:
+    """(T,) float32 with so many samples for each of its own, as `torchaudio.transforms.Resample` gives it."""
+    step, num_filters, width, parts = _filters(ratio)
+    num_steps = len(waveform) // step + 1
+    padded = torch.nn.functional.pad(waveform, (width, width + step))
+    resampled = waveform.new_empty(num_steps, num_filters)
+    for (first, taps), part in zip(parts, resampled.split(_FILTERS_AT_ONCE, dim=1), strict=True):
+        torch.mm(padded.as_strided((num_steps, len(taps)), (step, 1), first), taps, out=part)
+    return resampled.flatten()[: math.ceil(len(waveform) * ratio)]

@@ -11,14 +11,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -28,7 +27,6 @@ from clap_ds.config.sections import ShardData
 
 ATTEMPTS, FIRST_WAIT_S = 5, 0.5  # the wait is doubled after each failure
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
-_ABANDONED_S = 3600.0  # an unfinished copy that nobody has written to for so long was left by a process that is gone
 # What file systems call the properties that change with a file's content.
 _VERSION = {"etag", "md5hash", "content-md5", "generation", "blob_id", "created"} | {
     *("mtime", "modify", "modified", "lastmodified", "last_modified", "last-modified"),
@@ -58,24 +56,16 @@ def is_remote(shard: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """ValueError for a URL with credentials, of a protocol fsspec doesn't know, or of one whose package isn't installed."""
+    """ValueError for a URL with credentials, or of a protocol that fsspec doesn't know or has no package for."""
     for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
             raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
-    for protocol in (part.split("://")[0] for part in url.split("::")):
+    for part in url.split("::"):
         try:
-            fsspec.get_filesystem_class(protocol)
-        except ValueError:
-            raise ValueError(f"{url}: there is no protocol {protocol!r} (of fsspec's)") from None
-        except ImportError as error:
-            raise ValueError(f"{url}: the package for {protocol}:// is not installed: {error}") from None
-
-
-def match(pattern: str) -> list[str]:
-    """URLs that a URL with wildcards stands for, in order."""
-    fs, path = fsspec.url_to_fs(pattern)
-    return sorted(str(fs.unstrip_protocol(found)) for found in fs.glob(path))
+            fsspec.get_filesystem_class(part.split("://")[0])
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"{url}: {error}") from None
 
 
 def problem_with(url: str) -> str | None:
@@ -103,14 +93,13 @@ def again(attempt: Callable[[], T]) -> T:
             raise
         except Exception as error:  # every file system's package has its own
             # fsspec says of everything that goes wrong with HTTP that a file isn't found, and aiohttp's errors say why.
-            cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-            status = getattr(cause, "status", None)
-            if isinstance(cause, FileNotFoundError) or status in (404, 410):
-                raise FileNotFoundError(str(cause)) from error
-            is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)  # late; too many
-            if is_refused or str(cause).startswith("Forbidden"):  # gcsfs says it in words
-                raise PermissionError(f"{type(cause).__name__}: {cause}") from error
-            last = cause
+            last = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+        status = getattr(last, "status", 0)
+        if isinstance(last, FileNotFoundError) or status in (404, 410):
+            raise FileNotFoundError(str(last)) from last
+        is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)  # late; too many
+        if is_refused or str(last).startswith("Forbidden"):  # gcsfs says it in words
+            raise PermissionError(f"{type(last).__name__}: {last}") from last
         if number < ATTEMPTS - 1:
             time.sleep(FIRST_WAIT_S * 2**number)
     raise OSError(f"failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}")
@@ -161,46 +150,36 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     fs, path = fsspec.url_to_fs(url)
     fs.invalidate_cache(path)
     info = again(lambda: fs.info(path))
-    size, version = info.get("size"), sorted((k, str(value)) for k, value in info.items() if k.lower() in _VERSION)
+    version = sorted((name, str(value)) for name, value in info.items() if name.lower() in _VERSION)
     folder = cache_folder() / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f"{hashlib.sha256(repr((url, size, version)).encode()).hexdigest()[:32]}.tar"
+    named = hashlib.sha256(repr((url, info.get("size"), version)).encode()).hexdigest()[:32]
+    copy, unfinished = folder / f"{named}.tar", folder / f"{named}.part"
     with copy.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process of the host fetches it
         try:
-            os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
-            return OpenFile(copy)
-        except FileNotFoundError:
-            return _fetch(fs, path, size, copy, cache_bytes)
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
+                return OpenFile(copy)
+            again(lambda: fs.get_file(path, str(unfinished)))
+            file, came = OpenFile(unfinished), unfinished.stat().st_size
+            if info.get("size") not in (None, came):
+                raise OSError(f"{came:,} of {info['size']:,} bytes came")
+            os.replace(unfinished, copy)
         finally:
+            unfinished.unlink(missing_ok=True)
             fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
-
-
-def _fetch(fs: Any, path: str, size: int | None, copy: Path, cache_bytes: float) -> OpenFile:
-    descriptor, unfinished = tempfile.mkstemp(".part", dir=copy.parent)
-    os.close(descriptor)
-    try:
-        again(lambda: fs.get_file(path, unfinished))
-        file, came = OpenFile(unfinished), os.path.getsize(unfinished)
-        if size is not None and came != size:
-            raise OSError(f"{came:,} of {size:,} bytes came")
-        os.replace(unfinished, copy)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
-    _make_room(copy.parent, cache_bytes)
+    _make_room(folder, cache_bytes)
     return file
 
 
 def _make_room(folder: Path, cache_bytes: float) -> None:
-    copies, now = [], time.time()
-    for path in folder.iterdir():
+    copies: list[tuple[int, int, Path]] = []
+    for path in folder.glob("*.tar"):
         with contextlib.suppress(FileNotFoundError):
-            state = path.stat()
-            if path.suffix == ".tar" or (path.suffix == ".part" and state.st_mtime < now - _ABANDONED_S):
-                copies.append((state.st_mtime_ns, state.st_size, path))
+            copies.append((path.stat().st_mtime_ns, path.stat().st_size, path))
     excess = sum(size for _, size, _ in copies) - cache_bytes
     for _, size, path in sorted(copies):
         if excess > 0:
             excess -= size
-            for each in (path, path.with_suffix(".lock")):
-                each.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # its lock stays, as another process may be waiting for it

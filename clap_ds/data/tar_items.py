@@ -71,8 +71,8 @@ def list_items(
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
         version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
-        items, asked_for = _remembered.get(version) or _read_headers(shard, file, version, report), 0
-        for item in items:
+        asked_for = 0
+        for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             if ask_ahead:
                 end = max(place.start for place in item.values() if isinstance(place, Place)) + _READ_AHEAD_BYTES
                 while asked_for < min(end, state.st_size):
@@ -100,50 +100,40 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
     found: list[Item] = []
     problems: list[str] = []
 
-    def tell(problem: str) -> None:
-        problems.append(problem)
-        report(shard, problem)
-
-    def group_error(error: Exception) -> bool:
-        tell(f"{error.args[0] if error.args else error!r}")
+    def tell(error: Exception) -> bool:  # of a damaged tar, or a name that comes twice in an item
+        problems.append(str(error.args[0]))
+        report(shard, problems[-1])
         return True
 
-    for item in group_by_keys(_members(shard, file, tell), handler=group_error):
+    for item in group_by_keys(_members(shard, file, tell), handler=tell):
         found.append(item)
         yield item
     if not problems and sum(map(len, _remembered.values())) + len(found) <= _MOST_REMEMBERED:
         _remembered[version] = found
 
 
-def _members(shard: str, file: OpenFile, tell: Callable[[str], None]) -> Iterator[Item]:
-    """All files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
-    size = os.fstat(file.number).st_size
+def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
+    """All files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end, behind
+    which only zeros may be."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
     ):
+        size = os.fstat(file.number).st_size
         try:
             while member := tar.next():
-                if member.offset_data + member.size > size and not member.issparse():
-                    raise tarfile.ReadError("unexpected end of data")
-                if member.issparse():
-                    tell(f"{member.name} is stored as a sparse file; expected all of its bytes")
-                elif member.isfile():
+                if member.isfile() and not member.issparse():
+                    if member.offset_data + member.size > size:
+                        raise EOFError("unexpected end of data")
                     place = Place(member.offset_data, member.size)
                     yield {"fname": member.name, "data": place, "__url__": shard}
-            _check_end(file, tar.offset, size)
+            if tar.offset >= size:
+                raise EOFError("no end-of-archive mark")
+            for start in range(tar.offset, size, _ASKED_FOR_BYTES):
+                if any(file.read(start, _ASKED_FOR_BYTES)):
+                    raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
         except (EOFError, tarfile.ReadError) as error:
-            tell(f"tar is truncated or damaged ({words(error)}); what can be read of it is used")
-
-
-def _check_end(file: OpenFile, end: int, size: int) -> None:
-    """EOFError unless a tar that ends there is filled up with zeros."""
-    if end >= size:
-        raise EOFError("no end-of-archive mark")
-    for start in range(end, size, _ASKED_FOR_BYTES):
-        content = file.read(start, _ASKED_FOR_BYTES)
-        if rest := content.lstrip(b"\0"):
-            raise EOFError(f"it ends at byte {end:,}, there is more from byte {start + len(content) - len(rest):,} on")
+            tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))
 
 
 def words(error: BaseException) -> str:

@@ -1,4 +1,3 @@
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,10 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     held = open_shard(urls[0], 2.5 * SIZE)
     for number in (0, 1, 0, 2, 0, 1):
         assert content(urls[number], 2.5 * SIZE) == bytes([number]) * SIZE
-        assert sum(path.stat().st_size for path in shard_cache.iterdir()) <= 2.5 * SIZE
+        assert len(list(shard_cache.glob("*.tar"))) <= 2
     assert fetched == [f"/cache/{number}.tar" for number in (0, 1, 2, 1)]
     assert content(urls[3], 0) == bytes([3]) * SIZE
-    assert not list(shard_cache.iterdir())
+    assert not list(shard_cache.glob("*.tar"))
     assert held.read(0, SIZE) == bytes(SIZE), "what is open stays readable"
 
 
@@ -64,16 +63,6 @@ def test_what_breaks_off_is_no_copy(
             open_shard(urls[1])
     assert not list(shard_cache.glob("*.[tp]ar*"))
     assert content(urls[1]) == bytes([1]) * SIZE
-
-
-def test_what_a_killed_process_left_makes_room(urls: list[str], shard_cache: Path) -> None:
-    shard_cache.mkdir(parents=True)
-    left, in_progress = shard_cache / "0123.part", shard_cache / "4567.part"
-    for path in (left, in_progress):
-        path.write_bytes(bytes(SIZE))
-    os.utime(left, (0, 0))
-    content(urls[0], 1.5 * SIZE)
-    assert (left.exists(), in_progress.exists()) == (False, True)
 
 
 def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: list[str], tmp_path: Path) -> None:
@@ -108,8 +97,6 @@ class ClientResponseError(Exception):
 
 
 class HttpFiles(fsspec.AbstractFileSystem):
-    """As fsspec's own does, with a server that knows no ranges: whole files alone."""
-
     protocol = "http"
     cachable = False
     failures: list[Exception] = []  # noqa: RUF012
@@ -133,10 +120,6 @@ def http(shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "http://files.example/a.tar"
 
 
-def test_servers_without_ranges_or_sizes(http: str) -> None:
-    assert content(http) == b"files.example/a.tar"
-
-
 DOWN = ClientConnectorError("Cannot connect to host files.example")
 
 
@@ -155,7 +138,8 @@ DOWN = ClientConnectorError("Cannot connect to host files.example")
 def test_failures_are_tried_again_and_told_from_files_that_are_not_there(
     http: str, failures: list[Exception], problem: str | None
 ) -> None:
-    open_shard(http)
+    """Of a server that states no sizes, too."""
+    assert content(http) == b"files.example/a.tar"
     HttpFiles.failures[:] = failures
     found = problem_with(http)
     assert found == problem or (problem and str(found).startswith(problem))
