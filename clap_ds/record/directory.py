@@ -46,7 +46,9 @@ class RunDirectory:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file in one go; one whose `state` is running has room for the end on a disk that is full by then."""
-        write_object(self.path / name, redacted_all(content), spare=SPARE_BYTES if content.get("state") == "running" else 0)
+        write_object(
+            self.path / name, redacted_all(content), spare=SPARE_BYTES if content.get("state") == "running" else 0
+        )
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
