@@ -31,6 +31,11 @@ def test_captions_are_found(members: dict[str, bytes], captions: set[str]) -> No
         ({"json": b'{"caption": []}'}, "empty caption"),
         ({"txt": b" \n"}, "empty caption"),
         ({"txt": b"\xff\xfe\x00"}, "UTF-8"),
+        ({"txt": b"a" * 70_000}, "70,000 characters; expected at most 65,536"),
+        ({"txt": memoryview(b"a" * 10_000_000)}, "txt has 10,000,000 bytes; expected at most 1,048,576"),
+        ({"json": b'{"caption": "a", "n": ' + b"9" * 5000 + b"}"}, "json isn't valid"),
+        ({"json": b'{"caption": "a\\ud800"}'}, "json isn't valid"),
+        ({"json": b"[" * 100_000}, "json isn't valid: nested too deeply"),
     ],
 )
 def test_missing_captions_are_refused_with_a_reason(members: dict[str, bytes], reason: str) -> None:
