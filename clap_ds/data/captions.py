@@ -11,7 +11,7 @@ from clap_ds.data.broken import BrokenItemError
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
-"""Of the file, and of a caption: a tokenizer takes seconds for millions of characters, of which the model sees the first few."""
+"""Of the file, and of a caption: tokenizers take seconds for millions of characters, of which a model sees the first few."""
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
