@@ -19,10 +19,9 @@ from clap_ds.config.errors import UserError
 from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.failure import leave_word
-from clap_ds.record.directory import RunDirectory, State, launcher_is_gone
+from clap_ds.record.directory import RunDirectory, State
 
 FAILED = 1
-GONE = "its launcher has gone away: nobody reads what it prints"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LOST = re.compile(
@@ -95,9 +94,6 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
         distributed.leave(FAILED)
     else:
         watch.stop()
-        if ranks.is_first and launcher_is_gone():
-            record.finish("terminated", GONE)
-            distributed.leave(128 + signal.SIGPIPE)
         if ranks.is_first:
             record.finish("completed")
     finally:

@@ -12,15 +12,11 @@ Top-level imports: standard library only, for hosts are asked, too, whose Python
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
-import re
-import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from clap_ds.config.errors import UserError, run_alone
@@ -29,8 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -38,8 +32,7 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
     """What this process computes on, and DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
 
     Raises:
-        UserError: the machine has a GPU, or SLURM says so, nobody asked for the CPUs, and torch can't use it; why, and what to
-            do.
+        UserError: there is a GPU for this process, nobody asked for the CPUs, and torch can't use it; why, and what to do.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
@@ -51,15 +44,15 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
         warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
         if torch.cuda.is_available():
             return "cuda"
-    if not _is_hidden() and is_there():
+    if found := _find_gpu():
+        try:
+            torch.cuda.init()
+            said = "nothing"
+        except Exception as error:
+            said = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
-            f"this machine has a GPU that torch can't use: {_why()}."
-            " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
-        )
-    if granted := granted_by_slurm():
-        raise UserError(
-            f"SLURM has granted this process GPUs ({granted}), and it sees none: look at CUDA_VISIBLE_DEVICES, the driver,"
-            " and the container's options; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+            f"this machine has a GPU that torch can't use: {found}. torch {torch.__version__} (CUDA {torch.version.cuda})"
+            f" says: {said}. docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"
@@ -89,9 +82,9 @@ def set_up_cuda(*, cuda_graphs: bool = False) -> None:
 
     - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it
       takes a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
-    - The allocator's segments grow (`expandable_segments`) where they would otherwise be joined by others: less memory is lost
-      between tensors as caption lengths change. Not with CUDA graphs, with which NCCL's registration of buffers hung (pytorch
-      issue 158029), and not where the user has set the allocator by a variable of torch's.
+    - The allocator's segments grow (`expandable_segments`): less memory is lost between tensors as caption lengths change. Not
+      with CUDA graphs, with which NCCL's registration of buffers hung (pytorch issue 158029), nor where the user has set the
+      allocator by a variable of torch's.
     """
     import torch
 
@@ -102,27 +95,18 @@ def set_up_cuda(*, cuda_graphs: bool = False) -> None:
         (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def _is_hidden() -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU: it begins with nothing, a negative number or SLURM's `NoDevFiles`."""
+def _find_gpu() -> str:
+    """What says that this process has a GPU: nvidia-smi's line, a device file that it may open, or SLURM; else nothing."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    return first in ("", "NoDevFiles") or first.startswith("-")
+    devices = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
+    is_hidden = first in ("", "-1", "NoDevFiles")
+    return next(iter([] if is_hidden else [*nvidia_smi(), *devices]), "") or granted_by_slurm()
 
 
 def granted_by_slurm() -> str:
     """The variable by which SLURM says that this process has GPUs, with its value; empty without GPUs, and without SLURM."""
-    names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")  # lists, but for the last, which counts
-    found = {name: os.environ.get(name, "") for name in names}
-    return next((f"{name}={value}" for name, value in found.items() if value and (name, value) != (names[-1], "0")), "")
-
-
-def is_there() -> bool:
-    """Whether this process has a GPU: one it may open, one that nvidia-smi lists, or, where nvidia-smi is installed and fails,
-    a device of NVIDIA's on the PCI bus. By itself the bus proves nothing: a container shows its host's.
-    """
-    if any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DEVICE_FILES)) or nvidia_smi():
-        return True
-    on_bus = (path.read_text().startswith("0x10de") for path in PCI_DEVICES.glob("*/vendor"))
-    return shutil.which("nvidia-smi") is not None and any(on_bus)
+    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return f"SLURM_GPUS_ON_NODE={count}" if count not in ("", "0") else ""
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:
@@ -133,22 +117,6 @@ def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> l
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]
-
-
-def _why() -> str:
-    """What runs of driver and torch, and what torch says of a GPU that it can't use."""
-    import torch
-
-    driver = next((line.rpartition(",")[2].strip() for line in nvidia_smi()), "not running")
-    with contextlib.suppress(OSError):
-        driver = next(iter(re.findall(r"Kernel Module.*?\s(\d+\.[\d.]*\d)\s", DRIVER_FILE.read_text())), driver)
-    said = "nothing"
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        said = str(error).strip().splitlines()[0].rstrip(".")
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return f"the driver is {driver}, torch {torch.__version__} is {built}; torch says: {said}"
 
 
 if __name__ == "__main__":

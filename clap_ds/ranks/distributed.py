@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import itertools
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  
 from clap_ds.ranks.accelerator import choose_device
 from clap_ds.ranks.failure import leave_word
 from clap_ds.ranks.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
-from clap_ds.ranks.rendezvous import PortTakenError, UnreachableError, meet
+from clap_ds.ranks.rendezvous import UnreachableError, meet
 
 if TYPE_CHECKING:
     import torch
@@ -61,21 +60,18 @@ class Ranks:
     def from_environment(cls) -> Ranks:
         """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself, or started this
         rank beside the allocation."""
-        _check_allocation()
         _adopt_slurm_step()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        given = {name: os.environ[name] for name in names if os.environ.get(name)}
-        if not given:
+        given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        if not any(given.values()):
             return cls(0, 1, 0, 1, job_folder=job_folder())
-        if missing := ", ".join(name for name in names if name not in given):
-            raise UserError(f"the environment has {', '.join(given)} but not {missing}: a launcher sets all or none")
-        for name, value in given.items():
-            if not value.isdecimal():
-                raise UserError(f"{name}={value!r} in the environment: expected a whole number")
-        rank, world_size, local_rank = (int(given[name]) for name in names)
+        if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+            found = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise UserError(
+                f"in a launcher's environment: expected whole numbers, RANK below WORLD_SIZE; found {found}"
+            )
+        _check_allocation()
+        rank, world_size, local_rank = map(int, given.values())
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        if rank >= world_size:
-            raise UserError(f"RANK={rank} doesn't fit in WORLD_SIZE={world_size}")
         return cls(rank, world_size, local_rank, local_world_size, job_folder=job_folder())
 
     @property
@@ -116,20 +112,17 @@ def _adopt_slurm_step() -> None:
 def _check_allocation() -> None:
     """A UserError where a launcher started this rank on a host beside the allocation, such as the login node of an salloc."""
     nodes, here = os.environ.get("SLURM_JOB_NODELIST"), this_host()
-    if not nodes or not os.environ.get("RANK"):
-        return
-    with contextlib.suppress(ValueError):
-        if here.partition(".")[0] not in {host.partition(".")[0] for host in expand(nodes)}:
-            raise UserError(
-                f"this host, {here}, isn't in the allocation, {nodes}: DeepSpeed's launcher starts the ranks of a single host"
-                " here; give it --force_multi, and --launcher slurm"
-            )
+    if nodes and here.partition(".")[0] not in {host.partition(".")[0] for host in expand(nodes)}:
+        raise UserError(
+            f"this host, {here}, isn't in the allocation, {nodes}: DeepSpeed's launcher starts the ranks of a single host"
+            " here; give it --force_multi, and --launcher slurm"
+        )
 
 
 def job_folder() -> Path | None:
     """What `--job_folder` on the command line says: also of commands that fail before they have read it."""
-    folder = next((value for name, value in itertools.pairwise(sys.argv) if name == "--job_folder"), None)
-    return Path(folder).resolve() if folder else None
+    words = sys.argv
+    return Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -196,12 +189,9 @@ def initialize(
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
-        try:
-            # As DeepSpeed does where it makes the group itself.
-            bound = device if backend == "nccl" and ranks.world_size > 1 else None
-            meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
-        except PortTakenError as error:
-            raise AgreedError(str(error)) from None
+        # As DeepSpeed does where it makes the group itself.
+        bound = device if backend == "nccl" and ranks.world_size > 1 else None
+        meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(
         timedelta(seconds=collective_timeout_s), torch.distributed.group.WORLD
@@ -212,18 +202,16 @@ def initialize(
 def prepare_debugging(settings: DebugSettings) -> None:
     """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before the process group is
     made. Variables that the user has set stay."""
-    if not settings.enabled:
-        return
-    faulthandler.enable(all_threads=True)
-    for name, value in {
-        "NCCL_DEBUG": settings.nccl_debug,
-        "NCCL_DEBUG_SUBSYS": settings.nccl_debug_subsys,
-        "TORCH_DISTRIBUTED_DEBUG": "INFO",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_SHOW_CPP_STACKTRACES": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    if settings.enabled:
+        faulthandler.enable(all_threads=True)
+        chosen = {"NCCL_DEBUG": settings.nccl_debug, "NCCL_DEBUG_SUBSYS": settings.nccl_debug_subsys}
+        others = {
+            "TORCH_DISTRIBUTED_DEBUG": "INFO",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_SHOW_CPP_STACKTRACES": "1",
+        }
+        for name, value in {**chosen, **others}.items():
+            os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> None:
@@ -238,6 +226,11 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
 
 
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    leave_word(failure.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    leave(128 + number)
+
+
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2. Of what
     ends it, the rank leaves a word."""
@@ -245,10 +238,10 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
             failure.speak_in(ranks.job_folder, ranks.rank, ranks.host)
-            signal.signal(signal.SIGTERM, _end)
+            signal.signal(signal.SIGTERM, _end)  # before there is a run, whose end would have to be recorded
         main(ranks)
     except UnreachableError as error:
-        leave_word(failure.UNREACHABLE, str(error), FAILED, missing=error.hosts)
+        leave_word(failure.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(FAILED)
     except UserError as error:
@@ -266,12 +259,6 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         traceback.print_exc()
         leave(FAILED)
     leave(0)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Before there is a run, whose end would have to be recorded."""
-    leave_word(failure.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
-    leave(128 + number)
 
 
 def _rank_0_waits() -> bool:

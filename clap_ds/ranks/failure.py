@@ -1,19 +1,20 @@
 """A rank's last word: one small file that says what failed, for whoever asks later why the run ended.
 
-torch elastic's format, with the rank's place beside. In the run directory once there is one, before that in the job's folder,
-if a job started the rank. Which word is the cause is left to `clap_ds.ranks.verdict`. Standard library only.
+In the run directory once there is one, before that in the job's folder, if a job started the rank. Which word is the cause is
+left to `clap_ds.ranks.verdict`. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from clap_ds.config.files import read_json, write_atomically
 from clap_ds.config.secrets import redacted_all
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
@@ -26,36 +27,54 @@ SHOWN = 8  # ranks or hosts in one line
 _place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
+@dataclass(frozen=True)
+class Word:
+    """Why a rank ended, and when, in seconds since the epoch; `ranks` and `hosts` are others that are missing or to blame."""
+
+    at: float
+    rank: int
+    host: str
+    kind: str
+    message: str
+    code: int
+    stack: str
+    ranks: list[int]
+    hosts: list[str]
+
+
 def speak_in(folder: Path, rank: int, host: str) -> None:
     """From here on this rank's words go there."""
     global _place
     _place = folder / WORDS, rank, host
 
 
-def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), missing: Sequence[str] = ()) -> None:
+def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
     """Write why this rank ends, with the stack of the exception being handled; not at all where it can't be written.
 
     Args:
         kind: one of this module's.
         message: its lines become one.
         code: the exit code that follows.
-        ranks: that are to blame, for `STALL`.
-        missing: hosts that didn't come, for `UNREACHABLE`; that are to blame, for `STALL`.
     """
     if _place is None:
         return
     folder, rank, host = _place
-    path, stack = folder / f"rank{rank}.json", traceback.format_exc()
+    path, line = folder / f"rank{rank}.json", "; ".join(message.strip().splitlines())
     if kind in CONSEQUENCES and path.exists():
         return
-    extra = {"py_callstack": stack, "timestamp": f"{time.time():.3f}", "host": host, "rank": rank, "kind": kind}
-    extra |= {"code": code, "ranks": list(ranks), "missing": list(missing)}
-    content = {"message": {"message": "; ".join(message.strip().splitlines()), "extraInfo": extra}}
+    word = Word(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(redacted_all(content)) + "\n")
-        os.replace(draft, path)
+        write_atomically(path, json.dumps(redacted_all(asdict(word))) + "\n")
+
+
+def read_words(folder: Path) -> list[Word]:
+    """The ranks' words; of those that can't be read, none."""
+    words = []
+    for path in (folder / WORDS).glob("rank*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            words.append(Word(**read_json(path)))
+    return words
 
 
 def some(names: Sequence[object]) -> str:

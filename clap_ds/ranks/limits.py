@@ -1,7 +1,4 @@
-"""Bounded waits for what may never answer: a network that swallows packets, a file system whose server is gone.
-
-Standard library only.
-"""
+"""Bounded waits for what may never answer: a network that swallows packets, a file system whose server is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +23,5 @@ def within(limit_s: float, task: Callable[[], T]) -> T:
     threading.Thread(target=work, daemon=True).start()
     try:
         return future.result(limit_s)
-    except TimeoutError:
-        if future.done():  # the task's own
-            raise
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+    except TimeoutError as error:
+        raise error if future.done() else TimeoutError(f"no answer within {limit_s:g} s") from None

@@ -7,6 +7,7 @@ to `clap_ds.ranks.distributed`. Top-level imports stay light.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from clap_ds.config.errors import AgreedError
 from clap_ds.ranks.failure import some
 from clap_ds.ranks.hostfile import expand
 from clap_ds.ranks.limits import within
@@ -28,7 +30,6 @@ START_LIMIT_S = 300.0
 SAY_S = 10.0  # between two lines on who is missing
 LOOK_S = 0.1  # between rank 0's looks who is there
 LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
-_ARRIVED = "clap/arrived"  # numbers of the ranks that are there, each followed by a space
 
 
 class UnreachableError(RuntimeError):
@@ -37,10 +38,6 @@ class UnreachableError(RuntimeError):
     def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.hosts = list(hosts)
-
-
-class PortTakenError(Exception):
-    """Something else, perhaps another run, listens where this run's ranks were to meet."""
 
 
 def meet(
@@ -61,42 +58,40 @@ def meet(
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
-        PortTakenError: something else listens at the address; on the ranks that notice.
+        AgreedError: something else listens at the address; on the ranks that notice, of which rank 0, that can't, is one.
     """
     import torch.distributed as dist
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit, hosts = timedelta(seconds=START_LIMIT_S), hosts or _slurm_hosts(world_size)
+    address, port, limit_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), START_LIMIT_S
     here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
-    taken = f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run"
-    taken += ": give the launcher a free one by --master_port"
+    taken = AgreedError(
+        f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
+        " give the launcher a free one by --master_port"
+    )
     if rank != 0 and (reason := _unreachable(address, port)):
-        raise UnreachableError(f"{here} can't reach {there} within {START_LIMIT_S:.0f} s: {reason}")
-    how: dict[str, Any] = {"is_master": rank == 0, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
-    missing: list[int] = []
+        raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {reason}")
+    how: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+    how["timeout"] = timedelta(seconds=1.2 * limit_s)  # rank 0 waits for all others before it answers
     try:
         # Another program that listens there and says nothing would keep torch for ever.
-        store: Any = within(START_LIMIT_S, lambda: dist.TCPStore(address, port, world_size, **how))
+        store: Any = within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how))
         if rank == 0:
             store.set("clap/run", run)
-        store.wait(["clap/run"], limit)
         if store.get("clap/run").decode() != run:
-            raise PortTakenError(taken)
-        store.append(_ARRIVED, f"{rank} ")
+            raise taken
+        store.append("clap/arrived", f"{rank} ")
         if rank == 0:
-            missing = _gather(store, world_size, hosts)
-            late = f"{_shown(missing, hosts)} didn't connect within {START_LIMIT_S:.0f} s" if missing else ""
-            store.set("clap/problem", late)
-        store.wait(["clap/problem"], limit * 1.2)
-        problem = store.get("clap/problem").decode()
+            store.set("clap/missing", json.dumps(_wait_for_all(store, world_size, hosts or _slurm_hosts(world_size))))
+        who, of_hosts = json.loads(store.get("clap/missing"))
     except (RuntimeError, TimeoutError) as error:
         if isinstance(error, TimeoutError) or "EADDRINUSE" in str(error) or "Ping failed" in str(error):
-            raise PortTakenError(taken) from None
+            raise taken from None
         reason = str(error).splitlines()[0]
         raise UnreachableError(f"{here} has lost {there} before all ranks met: {reason}") from None
-    if problem:
-        raise UnreachableError(problem, _hosts_of(missing, hosts))
+    if who:
+        raise UnreachableError(f"{who} didn't connect within {limit_s:.0f} s", of_hosts)
     try:
+        limit = timedelta(seconds=limit_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
@@ -111,43 +106,36 @@ def _unreachable(address: str, port: int) -> str:
             socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
             return ""
         except OSError as error:
-            reason = error.strerror or str(error)
-        if (left_s := deadline - time.monotonic()) <= 0:
-            return reason
-        # There may be thousands of ranks, and they began together.
-        time.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
+            if time.monotonic() > deadline:
+                return error.strerror or str(error)
+        time.sleep(wait_s * random.uniform(0.5, 1.0))  # there may be thousands of ranks, and they began together
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-def _gather(store: Any, world_size: int, hosts: Sequence[str]) -> list[int]:
-    """Rank 0 waits for every rank, and says now and then who is missing; those that stay away."""
+def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:
+    """Rank 0 waits for every rank, and says now and then who is missing: at the end those that stay away, and their hosts."""
     begun = said = time.monotonic()
     while True:
         # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
-        missing = sorted(set(range(world_size)) - set(map(int, store.get(_ARRIVED).split())))
+        missing = sorted(set(range(world_size)) - set(map(int, store.get("clap/arrived").split())))
+        if not missing:
+            return "", []
+        of_hosts = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []
+        who = f"rank{'s' if len(missing) > 1 else ''} {some(missing)}" + (f" ({some(of_hosts)})" if hosts else "")
         now = time.monotonic()
-        if not missing or now - begun >= START_LIMIT_S:
-            return missing
+        if now - begun >= START_LIMIT_S:
+            return who, of_hosts
         if now - said >= SAY_S:
             said, here = now, world_size - len(missing)
-            who = f"{here} of {world_size} ranks after {now - begun:.0f} s, missing: {_shown(missing, hosts)}"
-            print(who, file=sys.stderr, flush=True)
+            print(
+                f"{here} of {world_size} ranks after {now - begun:.0f} s, missing: {who}", file=sys.stderr, flush=True
+            )
         time.sleep(LOOK_S)
-
-
-def _shown(ranks: list[int], hosts: Sequence[str]) -> str:
-    where = f" ({some(_hosts_of(ranks, hosts))})" if hosts else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)}{where}"
-
-
-def _hosts_of(ranks: list[int], hosts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else []
 
 
 def _slurm_hosts(world_size: int) -> list[str]:
     """Every rank's host, as far as SLURM tells."""
     with contextlib.suppress(ValueError):
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
-        per_host, odd = divmod(world_size, len(hosts))
-        return [] if odd else [host for host in hosts for _ in range(per_host)]
+        return [host for host in hosts for _ in range(world_size // len(hosts))] if world_size % len(hosts) == 0 else []
     return []

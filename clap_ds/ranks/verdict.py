@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.ranks.failure import CONSEQUENCES, ERROR, LOST_PEER, SHOWN, STALL, UNREACHABLE, WORDS, some
+from clap_ds.ranks.failure import CONSEQUENCES, ERROR, LOST_PEER, SHOWN, STALL, UNREACHABLE, Word, read_words, some
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
@@ -27,7 +28,6 @@ STACKS = "stacks"
 """Folder of the ranks' files in the run directory."""
 STEPPING, STILL = "stepping", "standing still"
 """What a rank does by its file's first line, or else something that may take long."""
-ABORTED = "Aborted"  # how libraries end a rank that has lost another, as well as one that is broken
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error(?!: (invalid configuration|out of memory))|uncorrectable|\bECC\b|\bXid\b"
     r"|Input/output error|Bus error|Stale file handle|was ended by SIG(KILL|BUS|SEGV)"
@@ -36,10 +36,22 @@ _OF_THE_HOST = re.compile(
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
 # What faulthandler writes.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
+_THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+)", re.MULTILINE)
 _WAITING = re.compile(r"/torch/distributed/|(^|\W)(wait|synchronize|barrier)$")
+
+
+class _Weight(IntEnum):
+    """What ranks leave, from what explains the rest to what only follows from it. Of two alike the earlier counts."""
+
+    JUDGED = 0  # by the ranks: later, one that was stopped may write its stacks as well
+    CAUSE = 1  # an error, a fatal signal, a stall
+    RANK_0_MISSED = 2
+    KILLED = 3  # without a word, while others left one
+    ABORTED = 4  # how libraries end a rank that has lost another, as well as one that is broken
+    LOST_PEER = 5
+    STOPPED = 6
 
 
 @dataclass(frozen=True)
@@ -52,20 +64,8 @@ class Verdict:
     hosts: list[str]
 
 
-@dataclass(frozen=True)
-class _Word:
-    """What one rank said before it left."""
-
-    at: float
-    rank: int
-    host: str
-    kind: str
-    message: str
-    ranks: list[int]
-    missing: list[str]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.message}"
+_Cause = tuple[_Weight, float, Verdict]
+"""With its time, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Stacks:
     def still_s(self) -> float | None:
         """For how long it had stood still when it wrote, if it did."""
         found = _TIMEOUT.search(self.text)
-        return float(3600 * int(found[1]) + 60 * int(found[2]) + int(found[3])) if found else None
+        return 3600.0 * int(found[1]) + 60 * int(found[2]) + int(found[3]) if found else None
 
     @property
     def fatal(self) -> str | None:
@@ -95,9 +95,9 @@ class Stacks:
     def frames(self) -> list[tuple[str, str, str]]:
         """File, line and function, innermost first: of the thread that got a fatal signal, else of the main thread, which
         faulthandler writes last."""
-        if self.fatal and "\nCurrent thread " in self.text:
-            return _FRAME.findall(_THREAD.split(self.text.rpartition("\nCurrent thread ")[2])[0])
-        return _FRAME.findall(_THREAD.split(self.text)[-1])
+        _, *parts = _THREAD.split(self.text)
+        threads = dict(zip(parts[::2], parts[1::2], strict=True))
+        return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
 
     def where(self) -> str:
         for file, line, function in self.frames():
@@ -119,74 +119,58 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def _read_words(folders: Iterable[Path | None]) -> list[_Word]:
-    """The ranks' words, the earliest first."""
-    words = []
-    for path in (path for folder in folders if folder for path in (folder / WORDS).glob("rank*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_text())["message"]
-            extra = said["extraInfo"]
-            place = float(extra["timestamp"]), int(extra["rank"]), str(extra["host"]), str(extra["kind"])
-            words.append(_Word(*place, str(said["message"]), extra.get("ranks", []), extra.get("missing", [])))
-    return sorted(words, key=lambda word: (word.at, word.rank))
-
-
 def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
     """The first cause, None where nobody left anything.
 
     Args:
         run_directory: where ranks that have one leave their words and stacks.
         job_folder: where they leave their words before.
-        hosts: of every rank, where that is known.
+        hosts: of every rank, where that is known: by these names they are told.
     """
-    words = _read_words([job_folder, run_directory])
+    words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
-    if hosts:  # by the names that whoever asks has for them
+    if hosts:
         words = [replace(word, host=hosts[word.rank]) for word in words]
         files = [replace(file, host=hosts[file.rank]) for file in files]
-    for word in words:
-        if word.kind == STALL:  # judged by the ranks
-            return Verdict(word.message, STALL, word.ranks, _unique(hosts, word.ranks) if hosts else word.missing)
-    causes = [(word.at, _of_word(word, words, hosts)) for word in words if word.kind not in CONSEQUENCES]
-    causes += [(file.at, _of_signal(file)) for file in files if file.fatal not in (None, ABORTED)]
-    first_at, first = min(causes, key=lambda cause: cause[0], default=(float("inf"), None))
-    still = [file for file in files if file.still_s is not None]
-    if still and first_at > min(file.at for file in still):
-        return _of_stall(still, files)
-    # Who ends in an orderly way takes its own file away; before there are any, all are missed.
+    # Who ends in order takes its own file away; before there are any, all that say nothing are missed.
     watched = run_directory is not None and (run_directory / STACKS).is_dir()
-    everyone = {file.rank: file.host for file in files if not file.text.strip()} or dict(
-        enumerate(() if watched else hosts)
+    silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
+    killed = {rank: host for rank, host in silent.items() if rank not in {word.rank for word in words}}
+    causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
+    causes += [_of_signal(file) for file in files if file.fatal]
+    if still := [file for file in files if file.still_s is not None]:
+        causes.append((_Weight.CAUSE, min(file.at for file in still), _of_stall(still, files)))
+    if causes and killed:
+        # What tells of a link tells of its other end.
+        causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
+        causes.append((_Weight.KILLED, 0.0, _of_killed(killed)))
+    return min(causes, key=lambda cause: cause[:2])[2] if causes else None
+
+
+def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
+    weight, told = (
+        _Weight.CAUSE,
+        Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], []),
     )
-    killed = {rank: host for rank, host in everyone.items() if rank not in {word.rank for word in words}}
-    if first is not None and not (killed and _OF_THE_LINK.search(first.message)):
-        return first
-    aborted = sorted((file for file in files if file.fatal), key=lambda file: file.at)
-    if killed and (words or aborted):
-        return _of_killed(killed)
-    if aborted:  # where several did, they have lost something in common
-        return replace(_of_signal(aborted[0]), hosts=[aborted[0].host] if len(aborted) == 1 else [])
-    lost = [word for word in words if word.kind == LOST_PEER] or words
-    return Verdict(str(lost[0]), lost[0].kind, [lost[0].rank], []) if lost else None
+    if word.kind == STALL:
+        named = _unique(hosts[rank] for rank in word.ranks) if hosts else word.hosts
+        weight, told = _Weight.JUDGED, Verdict(word.message, STALL, word.ranks, named)
+    elif word.kind == UNREACHABLE:
+        weight = _Weight.CAUSE if word.hosts else _Weight.RANK_0_MISSED
+        told = replace(told, message=word.message, hosts=word.hosts or [*hosts[:1]] * (word.rank != 0))
+    elif word.kind == ERROR and _OF_THE_HOST.search(word.message):
+        told = replace(told, hosts=[word.host])
+    elif word.kind in CONSEQUENCES:
+        weight = _Weight.LOST_PEER if word.kind == LOST_PEER else _Weight.STOPPED
+    return weight, word.at, told
 
 
-def _unique(hosts: Sequence[str], ranks: Iterable[int]) -> list[str]:
-    return list(dict.fromkeys(hosts[rank] for rank in ranks))
-
-
-def _of_word(word: _Word, words: list[_Word], hosts: Sequence[str]) -> Verdict:
-    if word.kind == UNREACHABLE:
-        alike = [each for each in words if each.kind == UNREACHABLE]
-        word = next((each for each in alike if each.rank == 0), word)  # it knows who came
-        nobody_there = [*hosts[:1]] if word.rank != 0 else []
-        return Verdict(word.message, word.kind, [word.rank], word.missing or nobody_there)
-    at_fault = word.kind == ERROR and _OF_THE_HOST.search(word.message)
-    return Verdict(str(word), word.kind, [word.rank], [word.host] if at_fault else [])
-
-
-def _of_signal(file: Stacks) -> Verdict:
+def _of_signal(file: Stacks) -> _Cause:
     where = f" {file.where()}" if file.frames() else ""
-    return Verdict(f"rank {file.rank} on {file.host}: {file.fatal}{where}", SIGNAL, [file.rank], [file.host])
+    told = Verdict(f"rank {file.rank} on {file.host}: {file.fatal}{where}", SIGNAL, [file.rank], [])
+    if file.fatal == "Aborted":
+        return _Weight.ABORTED, file.at, told
+    return _Weight.CAUSE, file.at, replace(told, hosts=[file.host])
 
 
 def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
@@ -199,7 +183,7 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
         part = "" if number == len(others) else f"{number} of "
         shown.append(f"{part}{'the other' if found else 'all'} {len(others)} {where}")
     message = f"no step for {seconds:.0f} s: {'; '.join(shown)}"
-    return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
+    return Verdict(message, STALL, [file.rank for file in found], _unique(file.host for file in found))
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
@@ -217,10 +201,13 @@ def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
 
 
 def _of_killed(killed: dict[int, str]) -> Verdict:
-    ranks = sorted(killed)
-    hosts = list(dict.fromkeys(killed[rank] for rank in ranks))
+    ranks, hosts = sorted(killed), _unique(killed[rank] for rank in sorted(killed))
     who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
     return Verdict(f"{who} ended without a word: killed, perhaps for memory, or lost", KILLED, ranks, hosts)
+
+
+def _unique(hosts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(hosts))
 
 
 def main() -> None:

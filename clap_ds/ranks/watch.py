@@ -41,31 +41,6 @@ STARTING, ENDING = "starting", "ending"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Pace:
-    """How long a rank takes from step to step, where nothing else is done in between."""
-
-    def __init__(self) -> None:
-        self._step_s: deque[float] = deque(maxlen=200)
-        self._longest_s = 0.0
-        self._last: float | None = None
-
-    def step(self, now: float) -> None:
-        if self._last is not None:
-            self._step_s.append(now - self._last)
-            self._longest_s = max(self._longest_s, now - self._last)
-        self._last = now
-
-    def interrupt(self) -> None:
-        """Something else is done before the next step."""
-        self._last = None
-
-    def limit_s(self) -> float:
-        """How long after a step the next is due."""
-        if not self._step_s:
-            return UNTIMED_S
-        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
-
-
 class Watch:
     """One rank's; `armed` is when it last gave a sign of life, and for how long none needs to follow."""
 
@@ -74,7 +49,9 @@ class Watch:
         self.path = run_directory / STACKS / f"rank{rank}.txt"
         self.path.parent.mkdir(exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._pace, self._steps = Pace(), 0
+        self._steps, self._last_step = 0, 0.0  # 0: something else is done before the next one
+        self._step_s: deque[float] = deque(maxlen=200)
+        self._longest_s = 0.0
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
         self.change(STARTING)
@@ -88,13 +65,16 @@ class Watch:
         """Do something else from now on, which may take long unless it is stepping."""
         self.doing = doing
         if doing != STEPPING:
-            self._pace.interrupt()
+            self._last_step = 0.0
         self._note(doing)
         self.arm()
 
     def step(self, number: int) -> None:
-        self._pace.step(time.monotonic())
-        self._steps = number
+        now = time.monotonic()
+        if self._last_step:
+            self._step_s.append(now - self._last_step)
+            self._longest_s = max(self._longest_s, self._step_s[-1])
+        self._steps, self._last_step = number, now
         if self.doing == STEPPING:
             self.arm()
         else:
@@ -102,16 +82,24 @@ class Watch:
 
     def arm(self) -> None:
         """A sign of life."""
-        now, limits = time.monotonic(), {STEPPING: self._pace.limit_s(), ENDING: math.inf}
+        now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
-        self.armed = (now, limits.get(self.doing, DOING_S))
-        if stood_still and self.doing != ENDING:  # it goes on; of one that ends, the stacks may say why
-            os.ftruncate(self._file, FIRST_LINE_BYTES)
-        if self.doing == ENDING:
+        self.armed = (now, self._limit_s())
+        if self.doing == ENDING:  # stacks that it has written may say why
             faulthandler.cancel_dump_traceback_later()
-        else:
-            os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
-            faulthandler.dump_traceback_later(self.armed[1], file=self._file)
+            return
+        if stood_still:  # it goes on
+            os.ftruncate(self._file, FIRST_LINE_BYTES)
+        os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
+        faulthandler.dump_traceback_later(self.armed[1], file=self._file)
+
+    def _limit_s(self) -> float:
+        """Until when a sign of life has to follow."""
+        if self.doing != STEPPING:
+            return math.inf if self.doing == ENDING else DOING_S
+        if not self._step_s:
+            return UNTIMED_S
+        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""
@@ -170,7 +158,7 @@ class Watch:
         message = verdict.message if verdict else "no step, and no stacks"
         if verdict and verdict.kind == STALL:
             # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
-            leave_word(STALL, message, 1, ranks=verdict.ranks, missing=verdict.hosts)
+            leave_word(STALL, message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
         RunDirectory(self._run).finish("failed", message)
         print(f"error: {message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
@@ -203,9 +191,11 @@ def alive() -> None:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """While the body runs, which may take long, this rank is doing `what`."""
-    before = _watch.doing if _watch else ""
-    if _watch is not None:
-        _watch.change(what)
+    if _watch is None:
+        yield
+        return
+    before = _watch.doing
+    _watch.change(what)
     try:
         yield
     finally:

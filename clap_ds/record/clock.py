@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-ALWAYS_TIMED = ("data_wait",)
-"""Phases that are timed while throughput is measured, too."""
+ALWAYS_TIMED = "data_wait"
+"""The phase that is timed while throughput is measured, too."""
 
 _Mark = Any
 """An event of the device's stream, or seconds of the host's clock."""
@@ -61,8 +61,7 @@ class StepClock:
     def start(self) -> None:
         """Synchronise and begin a window."""
         synchronize(self._device)
-        self._marks.clear()
-        self.mark()
+        self._marks = [_mark(self._device)]
         self._started_s = time.perf_counter()
 
     def mark(self) -> None:
@@ -82,13 +81,12 @@ class PhaseTimer:
     On CUDA a phase lasts on the device, from the end of the work queued before it to the end of its own: `data_wait` is how
     long the device stood still, because the host had no data yet or their copy was late, and 0 where it had other work.
 
-    Phases but for `ALWAYS_TIMED` are timed only when `instrumented`, with the device synchronised at both edges, which
-    slows the step: never while throughput is measured.
+    The other phases are timed only when `instrumented`, with the device synchronised at both edges, which slows the step: never
+    while throughput is measured.
     """
 
     def __init__(self, device: torch.device, *, instrumented: bool) -> None:
-        self._device = device
-        self._instrumented = instrumented
+        self._device, self._instrumented = device, instrumented
         self._open: list[str] = []
         self._spans: list[tuple[str, int, _Mark, _Mark]] = []  # with how often each counts: -1 for one inside another
 
@@ -103,7 +101,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        if not self._instrumented and phase not in ALWAYS_TIMED:
+        if not self._instrumented and phase != ALWAYS_TIMED:
             yield
             return
         begin = self._edge()

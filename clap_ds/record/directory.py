@@ -80,9 +80,7 @@ class Tee(io.TextIOBase):
     """A stream that also writes to a log file; carriage-return redraws of progress bars stay out of the file."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream = stream
-        self._log = log
-        self.is_broken = False  # who read it has gone
+        self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
@@ -95,22 +93,15 @@ class Tee(io.TextIOBase):
         self._try(self._stream.flush)
 
     def _try(self, action: Callable[..., object], *texts: str) -> None:
-        """On a disk that is full what is written to the other may be why the run ends."""
-        try:
+        """On a disk that is full, or where nobody reads one any more, what is written to the other may be why the run ends."""
+        with suppress(OSError):
             action(*texts)
-        except OSError as error:
-            self.is_broken |= isinstance(error, BrokenPipeError)
 
     def isatty(self) -> bool:
         return self._stream.isatty()
 
     def fileno(self) -> int:
         return self._stream.fileno()
-
-
-def launcher_is_gone() -> bool:
-    """Whether nobody reads what this process prints any more, and so nobody would have ended it."""
-    return isinstance(sys.stdout, Tee) and sys.stdout.is_broken
 
 
 def start_log(path: Path) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-import psutil
 import torch
 
 from clap_ds.config import places
@@ -35,8 +34,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     exec counts in that)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def peak_memory(device: torch.device) -> list[int]:
@@ -69,19 +68,8 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
         "git_commit": places.commit(),
-        "command": _command(),
+        "command": [sys.executable, *sys.argv],
     }
-
-
-def _command() -> list[str]:
-    """What was typed to start this, as far as the processes above tell: a launcher's command, which names this one's script."""
-    with suppress(psutil.Error, IndexError):
-        for parent in reversed(psutil.Process().parents()):
-            command = parent.cmdline()
-            # Not a shell's line, which may hold anything, nor the launcher's own helper on this host.
-            if sys.argv[0] in command[1:] and "deepspeed.launcher.launch" not in command:
-                return command
-    return [sys.executable, *sys.argv]
 
 
 def _driver() -> str | None:

@@ -35,8 +35,12 @@ class FolderLock:
 
     def __init__(self, folder: Path, attempt: Path | None = None) -> None:
         self._path = folder / FILE
-        self._own = _identity() | {"job": str(attempt or "")}
         self._over = threading.Event()
+        self._own: dict[str, Any] = {
+            "token": os.urandom(8).hex(), "host": socket.gethostname(), "user": _user(), "kernel": _kernel(),
+            "pid": os.getpid(), "started": _start_time(os.getpid()),
+            "slurm_job": os.environ.get("SLURM_JOB_ID", ""), "job": str(attempt or ""),
+        }  # fmt: skip
 
     def acquire(self) -> None:
         """Take the folder, made where it isn't there; one whose holder is dead is taken over, which may take a minute to know.
@@ -90,11 +94,12 @@ class FolderLock:
         """Whether the holder is; False, too, where it is another one by now. Raises HeldError: it lives."""
         run, _, attempt = self._own["job"].rpartition("/")
         its_run, _, its_attempt = found.get("job", "").rpartition("/")
-        alive = _is_running(found)
-        if alive is False or (run and run == its_run and attempt != its_attempt):
+        if run and run == its_run and attempt != its_attempt:
             return True
         who = f"{self._path.parent} is held by {_shown(found)}"
-        if alive:
+        if (found.get("kernel"), found.get("user")) == (_kernel(), _user()):  # its process can be seen from here
+            if _start_time(found["pid"]) != found["started"]:
+                return True
             raise HeldError(who)
         print(f"{who}; watching for {WATCH_S:.0f} s whether it is alive", file=sys.stderr, flush=True)
         deadline = time.monotonic() + WATCH_S
@@ -122,18 +127,13 @@ class FolderLock:
         print(f"{self._path.parent} was left behind by {_shown(dead)}; taken over", file=sys.stderr, flush=True)
 
 
-def _identity() -> dict[str, Any]:
-    """Who this process is, for people and for other processes."""
-    process = {"pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _kernel()}
-    person = {"user": os.environ.get("USER", str(os.getuid())), "slurm_job": os.environ.get("SLURM_JOB_ID", "")}
-    return {"token": os.urandom(8).hex(), "host": socket.gethostname(), **process, **person}
+def _user() -> str:
+    return os.environ.get("USER", str(os.getuid()))
 
 
 def _kernel() -> str:
     """What process ids are unique in: a boot of a machine and a container in it, whose name may be another's, too."""
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return ""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_time(pid: int) -> int | None:
@@ -144,34 +144,19 @@ def _start_time(pid: int) -> int | None:
     return None
 
 
-def _is_running(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder's process is there; None where that can't be seen from here."""
-    if not holder.get("kernel") or holder["kernel"] != _kernel():
-        return None
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return None
-    return _start_time(holder["pid"]) == holder["started"]
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     """What the file says and when it was touched; None where there is none. One half-written says nothing."""
+    found: dict[str, Any] = {}
     try:
         with path.open(errors="replace") as file:
-            text, touched = file.read(), os.fstat(file.fileno()).st_mtime_ns
+            touched = os.fstat(file.fileno()).st_mtime_ns
+            with contextlib.suppress(ValueError):
+                found = json.load(file)
     except FileNotFoundError:
         return None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = {}
     return {"token": None, **found, "touched": touched}
 
 
 def _shown(holder: dict[str, Any]) -> str:
-    who = f"host {holder.get('host', '?')}, pid {holder.get('pid', '?')}, user {holder.get('user', '?')}"
-    job = ", ".join(str(holder[name]) for name in ("slurm_job", "job") if holder.get(name))
-    return f"{who}, job {job or '(none)'}"
+    host, pid, user, *jobs = (str(holder.get(name) or "") for name in ("host", "pid", "user", "slurm_job", "job"))
+    return f"host {host or '?'}, pid {pid or '?'}, user {user or '?'}, job {', '.join(filter(None, jobs)) or '(none)'}"

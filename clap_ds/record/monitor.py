@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from clap_ds.record.stream import Stream, unless_full
+from clap_ds.record.stream import Stream
 
 INTERVAL_S = 15.0
 Sample = dict[str, Any]
@@ -35,8 +35,7 @@ def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
     try:
         sample = _gpu_sampler(num_gpus) or _cpu_sample
         sample()  # the first busy share would be since the host's start
-        with unless_full(folder):
-            folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with closing(Stream(folder / f"{os.uname().nodename}.jsonl")) as stream:
             while not over.wait(INTERVAL_S):
                 for values in sample():

@@ -29,12 +29,7 @@ HIGHEST_CORRELATION = 0.9
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a figure lies.
-
-    Attributes:
-        coverage: probability that the interval holds the true figure; None where it is the range of the values.
-        count: of values.
-    """
+    """Where a figure of `count` values lies, and with what probability; no coverage: it is the range of the values."""
 
     low: float
     high: float
@@ -48,15 +43,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class RateInterval(Interval):
-    """Samples per second over time, with an interval that holds the rate of a long run."""
-
     rate: float
 
 
 @dataclass(frozen=True)
 class MedianInterval(Interval):
-    """A median with an interval for the true one; its coverage is below 0.95 where there are fewer than six values."""
-
     median: float
 
 

@@ -6,11 +6,10 @@ A run never ends for want of its log: what can't be written is left out, which i
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,16 +41,18 @@ class Stream:
     def forget_after(self, step: int) -> float:
         """Drop what is there of later steps, which will be trained again; a line that was cut, too. What there is of a run that
         is to begin is put aside. Returns the seconds of training (`train_s`) that its last line tells of, 0 where none does."""
-        train_s = 0.0
+        kept, train_s = [], 0.0
         with unless_full(self._path):
             if self._path.exists() and step == 0:
                 now = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
                 self._path.rename(self._path.with_name(f"{self._path.stem}-before-{now}{self._path.suffix}"))
             elif self._path.exists():
-                lines = self._path.read_text(errors="replace").split("\n")
-                train_s = max((_number(line, "train_s") for line in lines), default=0.0)
-                kept = [line for line in lines if _number(line, "step", math.inf) <= step]
-                write_atomically(self._path, "".join(f"{line}\n" for line in kept))
+                for line in self._path.read_text(errors="replace").splitlines():
+                    with suppress(ValueError, KeyError, TypeError):
+                        found = json.loads(line)
+                        train_s = max(train_s, found.get("train_s", 0.0))
+                        kept += [f"{line}\n"] * (found["step"] <= step)
+                write_atomically(self._path, "".join(kept))
         return train_s
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -72,11 +73,3 @@ class Stream:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def _number(line: str, field: str, otherwise: float = 0.0) -> float:
-    """A field of a line, or something else where that isn't a number."""
-    try:
-        return float(json.loads(line)[field])
-    except (ValueError, KeyError, TypeError):
-        return otherwise

@@ -100,7 +100,7 @@ def test_every_end_is_recorded_once(
     record.finish("failed", "a later consequence")
     summary: dict[str, Any] = dict(record.summary())
     assert (summary["state"], summary["error"]) == (state, recorded)
-    words = [json.loads(path.read_text())["message"]["extraInfo"] for path in tmp_path.glob("errors/*.json")]
+    words = [json.loads(path.read_text()) for path in tmp_path.glob("errors/*.json")]
     assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
     assert said in capsys.readouterr().err
 

@@ -35,8 +35,9 @@ def end(state, error=None, **more):
     (run / "summary.json").write_text(json.dumps({"state": state, "error": error, **more}))
 def fails(rank, kind, message, code=1):
     (folder / "errors").mkdir(exist_ok=True)
-    more = {"timestamp": str(time.time()), "host": os.uname().nodename, "rank": rank, "kind": kind, "code": code}
-    (folder / "errors" / f"rank{rank}.json").write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
+    more = {"at": time.time(), "host": os.uname().nodename, "rank": rank, "kind": kind, "code": code}
+    more |= {"message": message, "stack": "", "ranks": [], "hosts": []}
+    (folder / "errors" / f"rank{rank}.json").write_text(json.dumps(more))
 """
 
 

@@ -54,7 +54,7 @@ def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
 def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
     monkeypatch.setattr(preflight_rank, "MIN_OPEN_FILES", 1e9)
-    monkeypatch.setenv("SLURM_JOB_GPUS", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     monkeypatch.setenv("CC", "none")
     monkeypatch.setattr(preflight_rank.shutil, "which", lambda name: None)
     text = "\n".join(

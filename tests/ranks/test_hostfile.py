@@ -1,5 +1,6 @@
 """Node lists and slots: a table of ugly ones, and SLURM's own expansion where there is one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +16,16 @@ LISTS = {
     "n1": "n1",
     "n1\n": "n1",  # a line end around the whole list is no part of a name
     "a[01-03,7],b-ib0,c[1-2][08-11]": "a01 a02 a03 a7 b-ib0 c108 c109 c110 c111 c208 c209 c210 c211",
-    "n[08-11]": "n08 n09 n10 n11",
     "n[098-101]": "n098 n099 n100 n101",
     "n[99-0101]": "n99 n100 n101",
     "n[3,1-2],m,n4": "n3 n1 n2 m n4",
     "n[08-9,010-011]": "n08 n09 n010 n011",
-    "n[0-0]": "n0",
     "[1-3]": "1 2 3",
-    "n[1-2]n[3-4]": "n1n3 n1n4 n2n3 n2n4",
     "n[1-2][3-4]x[5-6]": "n13x5 n13x6 n23x5 n23x6 n14x5 n14x6 n24x5 n24x6",
     "q[1-2][3-4][5-6][7-8]": " ".join(f"q{a}{b}{c}{d}" for c in "56" for b in "34" for a in "12" for d in "78"),
     "n[1-2].site.org, m_3\n": "n1.site.org n2.site.org m_3",
 }
+NO_RANGE, NO_HOST = "expected N or N-M, with N ≤ M and at most 100000 hosts", "isn't a host name"
 
 
 def test_expands() -> None:
@@ -39,15 +38,11 @@ def test_expands() -> None:
 @pytest.mark.parametrize(
     ("message", "nodelists"),
     [
-        ("empty", ["", "n1,,n2", "n1,"]),
-        ("brackets don't match", ["n[1-2", "n[1,2", "n1]", "n[1-[2]]"]),
-        ("expected N or N-M", ["n[]", "n[a-b]", "n[1 - 2]", "n[٣]", "n[5-3]"]),
-        ("more than", ["n[1-999999999]", "n[0-999][0-999]", "n[1-60000],m[1-60000]"]),
+        (NO_HOST, ["", "n1,,n2", "n1,", "n[1-2", "n[1,2", "n1]", "n[1-[2]]", "a" * 64, "user@n1", "n..1"]),
+        (NO_HOST, ["n1;reboot", "$(x)", "-oProxyCommand=x", "n1 n2", "n1\nn2"]),
+        (NO_RANGE, ["n[]", "n[a-b]", "n[1 - 2]", "n[٣]", "n[5-3]", "n[1-999999999]"]),
+        ("more than 100000 hosts", ["n[0-999][0-999]", "n[1-60000],m[1-60000]"]),
         ("n1 twice", ["n[1,1]", "n1,n[1-2]"]),
-        (
-            "isn't a host name",
-            ["n1;reboot", "$(x)", "-oProxyCommand=x", "n1 n2", "n1\nn2", "user@n1", "n..1", "a" * 64],
-        ),
     ],
 )
 def test_refuses(message: str, nodelists: list[str]) -> None:
@@ -72,30 +67,22 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
     [
         ("GPUS_ON_NODE=4", None, [4, 4]),
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
-        ("GPUS_PER_NODE=a100:2,v100:1 GPUS_ON_NODE=3", None, [3, 3]),
-        ("JOB_GPUS=0-2,5", None, [4, 4]),
+        ("GPUS_PER_NODE=gpu:a100:2(S:0),v100:1 GPUS_ON_NODE=3", None, [3, 3]),
         ("TASKS_PER_NODE=4,2 NTASKS=6", None, [4, 2]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
         ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=0", None, [1, 1]),
         # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 JOB_GPUS=0,1,2,3", None, [4, 4]),
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 JOB_GPUS=0,1,2,3 GPUS_PER_NODE=2", None, [2, 2]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", None, [2, 2]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", 2, [2, 2]),
-        ("", 3, [3, 3]),
         ("", None, "give --slots"),
         ("TASKS_PER_NODE=8(x2)", None, "allocate with --gpus-per-node=N"),
-        ("GPUS_ON_NODE=2 GPUS_PER_NODE=4", None, "disagree"),
-        ("GPUS_ON_NODE=4 JOB_GPUS=0,1", None, "disagree"),
-        ("GPUS_ON_NODE=four", None, "SLURM_GPUS_ON_NODE=four: expected a number"),
-        ("GPUS_PER_NODE=h100:many", None, "SLURM_GPUS_PER_NODE"),
-        ("JOB_GPUS=all", None, "SLURM_JOB_GPUS"),
-        ("TASKS_PER_NODE=4(x3)", None, "3 hosts"),
-        ("TASKS_PER_NODE=4x2", None, "expected counts"),
-        ("TASKS_PER_NODE=4,0", None, "expected counts"),
-        ("TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, "doesn't fit 4 GPUs"),
-        ("GPUS_ON_NODE=4", 5, "4 GPUs"),
+        ("GPUS_ON_NODE=four", None, "'four': expected a number such as 4 or h100:4"),
+        ("TASKS_PER_NODE=4(x3) NTASKS=12", None, "2 hosts and 0 GPUs on each don't fit"),
+        ("TASKS_PER_NODE=4x2 NTASKS=8", None, "expected counts"),
+        ("TASKS_PER_NODE=4,0 NTASKS=4", None, "expected counts"),
+        ("TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, "4 GPUs on each don't fit"),
     ],
 )
 def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
@@ -107,23 +94,13 @@ def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int]
         assert slots_from_slurm(environment, 2, wanted) == slots
 
 
-def test_allocation_whose_node_count_differs() -> None:
-    nodes = {"SLURM_JOB_NODELIST": "n[1-2]"}
-    assert hosts_from_slurm({**nodes, "SLURM_NNODES": "2"}) == ["n1", "n2"]
-    assert hosts_from_slurm({**nodes, "SLURM_NNODES": "1", "SLURM_STEP_NODELIST": "n1"}) == ["n1", "n2"]
-    wrong = {"SLURM_NNODES=3": {**nodes, "SLURM_NNODES": "3"}, "inside an allocation": {}}
-    for message, environment in {**wrong, "heterogeneous": {**nodes, "SLURM_HET_SIZE": "2"}}.items():
-        with pytest.raises(ValueError, match=message):
-            hosts_from_slurm(environment)
-
-
 def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "hostfile"
     assert main(["--nodelist", "n[09-10]", "--slots", "4", "--output", str(output)]) == 0
     assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
     assert read_hostfile(output) == {"n09": 4, "n10": 4}
     assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
-    assert "brackets don't match" in capsys.readouterr().err
+    assert "error: 'n[1-' isn't a host name" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
     for wrong in ([], ["--slots", "1", "--output", str(tmp_path / "missing" / "hostfile")]):
         assert main(["--nodelist", "n1", *wrong]) == 2
@@ -132,30 +109,29 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
-    environment = {
-        "SLURM_JOB_NODELIST": "n[1-2],m",
-        "SLURM_TASKS_PER_NODE": "2(x2),1",
-        "SLURM_NTASKS": "5",
-        "PYTHONPATH": str(ROOT),
-    }
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5"}
     command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
+    environment = {**slurm, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
+    for message, allocation in {"inside an allocation": {}, "heterogeneous": {**slurm, "SLURM_HET_SIZE": "2"}}.items():
+        with pytest.raises(ValueError, match=message):
+            hosts_from_slurm(allocation)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (None, ": No such file"),
         ("n1 slots=4\nn2\n", ":2: expected 'HOST slots=N', found 'n2'"),
         ("n1 slots=4\nn1 slots=4\n", ":2: the host is there twice"),
         ("n;1 slots=4\n", "isn't a host name"),
     ],
 )
-def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="No such file"):
-        read_hostfile(tmp_path / "hostfile")
-    (tmp_path / "hostfile").write_text(text)
-    with pytest.raises(ValueError, match=message):
+def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_hostfile(tmp_path / "hostfile")
 
 

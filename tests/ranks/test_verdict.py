@@ -4,18 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.ranks.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER
+from clap_ds.ranks.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, Word
 from clap_ds.ranks.verdict import KILLED, SIGNAL, STEPPING, STILL, Verdict, judge
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
 TIMEOUT, FATAL = "Timeout (0:01:00)!\n", "Fatal Python error: "
-ABORTED = f"{FATAL}Aborted\n"
 
 
 def _thread(*frames: str, title: str = "Thread") -> str:
@@ -33,7 +33,7 @@ WAITS = TIMEOUT + _thread("all_reduce /x/torch/distributed/c10d.py:7", "step /cl
 BARRIER = WAITS.replace("all_reduce", "barrier")
 READS = TIMEOUT + _thread("read_batch /clap/loader.py:5", "step /clap/engine.py:3")
 DECODES = f"{FATAL}Segmentation fault\n\n" + _thread("decode /clap/audio.py:9", title="Current thread")
-GOES_BACK = ABORTED + _thread("backward /torch/autograd.py:5", title="Current thread")
+GOES_BACK = f"{FATAL}Aborted\n" + _thread("backward /torch/autograd.py:5", title="Current thread")
 HOLDS, LOADS = "in all_reduce (c10d.py:7)", "in read_batch (loader.py:5)"
 GONE = "gives no answer: it is stopped or gone"
 
@@ -54,9 +54,9 @@ class Left:
     def word(self, rank: int, kind: str, message: str = "it broke", at: float = 0.0, **more: Any) -> None:
         folder = (self.job if more.pop("before", False) else self.run) / "errors"
         folder.mkdir(parents=True, exist_ok=True)
-        extra = {"timestamp": f"{BEGUN + at:.3f}", "rank": rank, "host": HOSTS[rank], "kind": kind, **more}
-        content = {"message": {"message": message, "extraInfo": extra}}
-        (folder / f"rank{rank}.json").write_text(json.dumps(content))
+        more = {"ranks": [], "hosts": [], **more}
+        word = Word(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **more)
+        (folder / f"rank{rank}.json").write_text(json.dumps(asdict(word)))
 
     def verdict(self, hosts: list[str] | None = None) -> Verdict | None:
         return judge(self.run, self.job, HOSTS if hosts is None else hosts)
@@ -111,7 +111,7 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         ({}, {1: (ERROR, "ValueError: x", 0.5), 3: (ERROR, EIO, 1)}, (ERROR, [1], [], "rank 1 on n1: ValueError: x")),
         ({}, {1: (USER, "CUDA error: launch failure")}, (USER, [1], [], "rank 1 on n1: CUDA error: launch failure")),
         ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "rank 1 on n1: CUDA error: x")),
-        # Rank 0 names who didn't come, and the others name rank 0.
+        # Who knows who didn't come, knows more than who misses rank 0.
         ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [1], ["n1"], "can't reach a peer")),
         ({}, {1: (UNREACHABLE, "x", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [0], ["n2"], LATE)),
         # Ranks that say nothing were killed; what tells of a link tells of its other end.
@@ -121,8 +121,7 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "KeyError: 3"), 3: (STOPPED,)}, (ERROR, [1], [], "KeyError: 3")),
         ({0: (GOES_BACK,), 1: (GOES_BACK,), 2: (), 3: (GOES_BACK,)}, {}, (KILLED, [2], ["n2"], LOST)),
         # Those that ended in order have taken their file away.
-        ({3: (GOES_BACK,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], ["n2"], "Aborted in backward (autograd.py:5)")),
-        ({3: (GOES_BACK,), 0: (ABORTED, 7, -1)}, {1: (LOST_PEER,)}, (SIGNAL, [0], [], "rank 0 on n1: Aborted")),
+        ({3: (GOES_BACK,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], [], "Aborted in backward (autograd.py:5)")),
         ({}, {rank: (STOPPED, "by SIGTERM", rank) for rank in range(4)}, (STOPPED, [0], [], "rank 0 on n1: by SIGTERM")),
         ({}, {0: (STOPPED,), 3: (LOST_PEER, "closed", 9)}, (LOST_PEER, [3], [], "rank 3 on n2: closed")),
     ],
@@ -133,7 +132,7 @@ def test_the_first_cause(
     for rank, file in stacks.items():
         left.stacks(rank, *file)
     for rank, (kind, *said) in words.items():
-        left.word(rank, kind, *said[:2], **({"missing": said[2]} if len(said) > 2 else {}))
+        left.word(rank, kind, *said[:2], **({"hosts": said[2]} if len(said) > 2 else {}))
     found = left.verdict()
     if expected is None:
         assert found is None
@@ -148,7 +147,7 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     for rank in range(4):
         left.stacks(rank, WAITS, at=60)
     message = "no step for 60 s: rank 2 on own2 …"
-    left.word(0, STALL, message, at=61, ranks=[2], missing=["own2"])
+    left.word(0, STALL, message, at=61, ranks=[2], hosts=["own2"])
     left.word(1, ERROR, "RuntimeError: NCCL error", at=0)
     assert left.verdict() == Verdict(message, STALL, [2], ["n2"])
     assert left.verdict([]) == Verdict(message, STALL, [2], ["own2"])
@@ -167,9 +166,10 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
         ("KeyError: 'XidNumber'", False),
     ],
 )
-def test_which_errors_are_a_hosts(left: Left, message: str, at_fault: bool) -> None:
+def test_which_errors_are_a_hosts_which_has_the_name_that_the_job_has_for_it(
+    left: Left, message: str, at_fault: bool
+) -> None:
     left.word(2, ERROR, message)
-    # Hosts have the names that the job has for them.
     for hosts in (HOSTS, ["a", "a", "b", "b"]):
         assert left.verdict(hosts) == Verdict(f"rank 2 on {hosts[2]}: {message}", ERROR, [2], [hosts[2]] * at_fault)
 
@@ -187,7 +187,6 @@ def test_any_user_asks_by_one_command_whatever_files_there_are(left: Left) -> No
         return done.returncode, (done.stdout + done.stderr).strip()
 
     left.word(1, ERROR, "KeyError: 3")
-    (left.run / "errors" / "rank0.json").write_text('{"message"')
     (left.run / "stacks" / "rank0.txt").write_text("half a li")
     assert said(left.run) == (0, "rank 1 on n1: KeyError: 3")
     assert said(left.job) == (2, f"error: expected a run directory, found {left.job}")

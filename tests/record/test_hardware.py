@@ -1,6 +1,7 @@
 """Memory as the kernel counts it, and what a run says that it ran on."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,4 +26,4 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert (found["cpu_kernels"], found["cuda"], found["driver"]) == ("avx512", torch.version.cuda, None)
     assert found["device_name"] in Path("/proc/cpuinfo").read_text()
-    assert found["command"], "what started this process, whatever ran the tests"
+    assert found["command"] == [sys.executable, *sys.argv]

@@ -35,7 +35,8 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _left_behind(folder: Path, **changes: Any) -> dict[str, Any]:
     """A holder's file that nobody touches; unless changed, of another host and job."""
-    left = {**lock._identity(), "host": "tux7", "kernel": "another", "job": "/jobs/9/0", "slurm_job": "9", **changes}
+    other = {"token": "t", "host": "tux7", "kernel": "another", "job": "/jobs/9/0", "slurm_job": "9"}
+    left = FolderLock(folder)._own | other | changes
     (folder / "writer.json").write_text(json.dumps(left))
     return left
 
@@ -53,11 +54,13 @@ def test_a_living_holder_is_named_and_one_that_is_done_leaves_nothing(
         first.check()
         assert json.loads((folder / "writer.json").read_text())["pid"] == os.getpid()
         assert capfd.readouterr().err == ""  # nobody had to watch
-        monkeypatch.setattr(lock, "_kernel", lambda: "another host's")
         monkeypatch.setattr(lock, "WATCH_S", 60.0)
-        with pytest.raises(HeldError, match=held):  # its file is touched
-            Attempt(folder)
-    assert "job 12, /jobs/12/1; watching for 60 s whether it is alive" in capfd.readouterr().err
+        for where in ("_kernel", "_user"):
+            with monkeypatch.context() as patch:
+                patch.setattr(lock, where, lambda: "another's")
+                with pytest.raises(HeldError, match=held):  # its file is touched
+                    Attempt(folder)
+            assert "job 12, /jobs/12/1; watching for 60 s whether it is alive" in capfd.readouterr().err
     assert list(folder.iterdir()) == []
 
 
@@ -125,7 +128,7 @@ def test_one_taken_over_meanwhile_is_told_and_leaves_the_other_alone(tmp_path: P
         with pytest.raises(HeldError, match="was taken over by host tux7"):
             suspended.check()
     assert json.loads((tmp_path / "writer.json").read_text()) == other
-    (tmp_path / f".writer.json.{other['token']}").write_text("")  # of one killed while it took the folder over
+    (tmp_path / ".writer.json.t").write_text("")  # of one killed while it took the folder over
     with pytest.raises(HeldError, match=r"if there is none, delete .*\.writer\.json\."):
         Attempt(tmp_path)
 
