@@ -4,22 +4,20 @@
 
 Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
 baseline scale: the smallest that was measured (nodes, then GPUs), or that of `--baseline_nodes` with all its GPUs. What repeats
-are made into, and what ± says, is in `clap_ds.analysis.repeats`. Outliers are named in the notes and stay in.
+are made into, and what ± says, is in `clap_ds.analysis.repeats`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from clap_ds.analysis.published import FORWARD_GFLOPS
 from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
 from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
 from clap_ds.analysis.series import scaled_settings, split_series
-from clap_ds.analysis.table import Row, Run, Scale, by_series, in_doubt, markdown_table, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.config.errors import UserError, run_alone
 
 BELOW = " ▼"
@@ -41,15 +39,15 @@ def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> lis
     """One row per series and scale, series after series, scales in rising order.
 
     A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
-    batch per GPU constant (weak scaling) or the global batch constant (strong). A scale that serves both (the baseline,
-    usually) has a row in each. Raises UserError where no series has the `baseline_nodes` given.
+    batch per GPU constant (weak scaling) or the global batch constant (strong). Raises UserError where no series has the
+    `baseline_nodes` given.
     """
-    series = [(scaling, _by_scale(members)) for scaling, members in split_series(runs)]
+    series = [_by_scale(members) for members in by_series(split_series(runs))]
     spreads = {
-        device: pooled_spread(scale for _, scales in series for scale in scales if scale[0].device == device)
+        device: pooled_spread(scale for scales in series for scale in scales if scale[0].device == device)
         for device in {run.device for run in runs}
     }
-    rows = [row for scaling, scales in series for row in _series_rows(scaling, scales, baseline_nodes, spreads)]
+    rows = [row for scales in series for row in _series_rows(scales, baseline_nodes, spreads)]
     if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
         counts = sorted({run.nodes for run in runs if run.rate})
         raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
@@ -64,100 +62,85 @@ def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _series_rows(
-    scaling: str, scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
+    scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
 ) -> list[Scale]:
-    runs = [run for members in scales for run in members]
-    rows = [combine_repeats(scaling, members, spreads[members[0].device]) for members in scales]
+    rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
     # The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs.
     measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
     fewest = 1 if baseline_nodes is None else -1
     baseline = min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
     rows = [_with_efficiency(row, baseline) for row in rows]
-    differing = scaled_settings(runs)
-    return [
-        _with_notes(rows[0], {
-            "one scale only: nothing to scale against": len(rows) == 1 and rows[0].speedup,
-            "batch not stated: weak or strong scaling can't be told":
-                len(rows) > 1 and not scaling and all(run.batch_per_gpu is None for run in runs),
-            f"settings differ between scales: {differing}": differing,
-        }),
-        *rows[1:],
-    ]  # fmt: skip
+    if len(rows) == 1 and rows[0].speedup:
+        rows[0] = _noted(rows[0], "one scale only: nothing to scale against")
+    if len(rows) > 1 and not rows[0].scaling:
+        rows[0] = _noted(rows[0], "batch not stated: weak or strong scaling can't be told")
+    if differing := scaled_settings([run for members in scales for run in members]):
+        rows[0] = _noted(rows[0], f"settings differ between scales: {differing}")
+    return rows
 
 
-def _with_notes(row: Scale, notes: Mapping[str, object]) -> Scale:
-    return replace(row, notes="; ".join(filter(None, [row.notes, *(note for note, holds in notes.items() if holds)])))
+def _noted(row: Scale, note: str) -> Scale:
+    return replace(row, notes="; ".join(filter(None, [row.notes, note])))
 
 
 def _with_efficiency(row: Scale, baseline: Scale | None) -> Scale:
     if baseline is None:
-        return _with_notes(row, {"no baseline: efficiency not given": row.rate})
+        return _noted(row, "no baseline: efficiency not given") if row.rate else row
     if not (row.rate and row.samples_per_s and baseline.rate and baseline.samples_per_s):
         return row
     errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
     error = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
     percent, error = 100 * row.rate / baseline.rate, None if error is None else 100 * error
-    doubt = "efficiency above 100 % by more than its ±: the baseline's rate is in doubt"
-    return replace(
-        _with_notes(row, {doubt: row.gpus > baseline.gpus and in_doubt(percent, error)}), scaling_efficiency_percent=percent,
-        scaling_efficiency_2sigma_percent=error and error * (row is not baseline),
+    is_baseline = (row.nodes, row.gpus) == (baseline.nodes, baseline.gpus)
+    found = replace(
+        row, scaling_efficiency_percent=percent, scaling_efficiency_2sigma_percent=0.0 if error and is_baseline else error,
         speedup=row.samples_per_s / baseline.samples_per_s,
     )  # fmt: skip
-
-
-def by_engine(runs: Sequence[Run]) -> list[Run]:
-    """Runs at the rate of DeepSpeed's timer; those without it are named on stderr."""
-    without = [run.source for run in runs if run.rate and not run.engine_samples_per_s_per_gpu]
-    if len(without) == sum(bool(run.rate) for run in runs):
-        raise UserError("--rate engine: no input has a rate of DeepSpeed's timer")
-    if without:
-        print(f"warning: without a rate of DeepSpeed's timer and left out: {', '.join(without)}", file=sys.stderr)
-    by_windows: dict[str, Any] = dict.fromkeys(("samples_per_s", "interval", "mfu_model_percent", "achieved_tflops"))
-    by_windows |= {"uncertainty_from": "", "windows": (), "window_s": ()}
-    return [
-        replace(run, samples_per_s_per_gpu=engine, **by_windows if engine != run.rate else {})
-        for run in runs
-        if (engine := run.engine_samples_per_s_per_gpu) or not run.rate
-    ]
+    # Where no ± is known, two points are put down to chance.
+    if row.gpus > baseline.gpus and percent - 100 > (2.0 if error is None else error):
+        return _noted(found, "efficiency above 100 % by more than its ±: the baseline's rate is in doubt")
+    return found
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:
     """The table as Markdown, one part per series, of the columns that have values, with numbered notes under it; efficiencies
     below the target are marked."""
-    parts = []
-    for members in by_series(rows):
-        notes: dict[str, int] = {}
-        body = []
-        for row in members:
-            numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
-            cells = [row.cell(column, _SPREADS.get(column, "")) for column in _COLUMNS.values()]
-            if target and (row.scaling_efficiency_percent or target) < target:
-                cells[list(_COLUMNS.values()).index("scaling_efficiency_percent")] += BELOW
-            body.append([*cells[:-1], cells[-1] + "".join(f" [{number}]" for number in numbers)])
-        header = [name.replace("GPU", members[0].unit.removesuffix("s")) for name in _COLUMNS]
-        told = [column for column in zip(header, *body, strict=True) if any(column[1:])]
-        header, *body = (list(line) for line in zip(*told, strict=True))
-        blocks = [f"### {members[0].title}", markdown_table(header, body)]
-        if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in members if row.uncertainty_from)):
-            blocks.append(f"± from: {spread}.")
-        if target:
-            scales = [row.scale for row in members if (row.scaling_efficiency_percent or target) < target]
-            found = f"below it ({BELOW.strip()}): {'; '.join(scales)}" if scales else "no scale is below it"
-            blocks.append(f"Target of {target:g} % efficiency: {found}.")
-        if any(row.engine_samples_per_s_per_gpu for row in members):
-            blocks.append("engine's: samples/s/GPU by DeepSpeed's timer, which leaves out the wait for data.")
-        if members[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in members):
-            counted = "forward cost at 514 text tokens, as the published tables count"
-            blocks.append(f"MFU published: {counted}; MFU model: work done.")
-        parts += [*blocks, *(f"[{number}] {note}" for note, number in notes.items())]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(block for members in by_series(rows) for block in _blocks(members, target)) + "\n"
+
+
+def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
+    """Paragraphs of one series."""
+    notes: dict[str, int] = {}
+    body = []
+    below = [row for row in rows if target and (row.scaling_efficiency_percent or target) < target]
+    for row in rows:
+        numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
+        cells = {name: row.cell(column, _SPREADS.get(column, "")) for name, column in _COLUMNS.items()}
+        cells["efficiency % ±"] += BELOW if row in below else ""
+        cells["state"] += "".join(f" [{number}]" for number in numbers)
+        body.append(cells)
+    told = [name for name in _COLUMNS if any(cells[name] for cells in body)]
+    yield f"### {rows[0].title}"
+    header = [name.replace("GPU", rows[0].unit.removesuffix("s")) for name in told]
+    yield markdown_table(header, [[cells[name] for name in told] for cells in body])
+    if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)):
+        yield f"± from: {spread}."
+    if target:
+        found = (
+            f"below it ({BELOW.strip()}): {'; '.join(row.scale for row in below)}" if below else "no scale is below it"
+        )
+        yield f"Target of {target:g} % efficiency: {found}."
+    if any(row.engine_samples_per_s_per_gpu for row in rows):
+        yield "engine's: samples/s/GPU by DeepSpeed's timer, which leaves out the wait for data."
+    if rows[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in rows):
+        yield "MFU published: forward cost at 514 text tokens, as the published tables count; MFU model: work done."
+    yield from (f"[{number}] {note}" for note, number in notes.items())
 
 
 def main() -> None:
-    names = ("inputs", "--baseline_nodes", "--rate", "--target", "--csv", "--markdown", *INPUT_OPTIONS)
+    names = ("inputs", "--baseline_nodes", "--target", "--csv", "--markdown", *INPUT_OPTIONS)
     options = parse_options("Scaling efficiency and MFU of runs, logs or tables.", *names)
-    runs = read_runs(options.inputs, options)
-    rows = scaling_table(by_engine(runs) if options.rate == "engine" else runs, options.baseline_nodes)
+    rows = scaling_table(read_runs(options.inputs, options), options.baseline_nodes)
     text = render(rows, options.target)
     print(text, end="")
     if options.csv:

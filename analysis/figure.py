@@ -1,8 +1,8 @@
-"""How this project's figures look and are written: PNG, SVG or PDF, and on the pages they stand on.
+"""How this project's figures look and are written, and the pages they stand on.
 
 A paper column wide (3.3 in) or half as much again, at 7 to 8 pt, so that they can be read on a telephone. Any two colours
-differ by 35 or more in CIE L*a*b*, as colour-blind readers see them as well, and in lightness. matplotlib lays out; it is
-imported only when a figure is made, without pyplot, so without display and state.
+differ by 35 or more in CIE L*a*b*, as colour-blind readers see them as well, and in lightness. matplotlib lays out and writes
+every format it knows; it is imported only when a figure is made, without pyplot, so without display and state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import html
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 COLUMN_WIDTH_INCHES = 3.3
 LINE_INCHES = 0.16
-FORMATS = (".png", ".svg", ".pdf")
-IDEAL: Mapping[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
-ESTIMATE: Mapping[str, Any] = {"linestyle": "--", "marker": "", "linewidth": 1.0}
-"""Of what was not measured here: extrapolated, or published by others."""
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 STACK_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 SERIES_STYLES: list[Mapping[str, Any]] = [
@@ -39,13 +35,13 @@ _STYLE: Any = {
     "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False, "axes.linewidth": 0.6,
     "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.4, "grid.color": "0.88", "lines.linewidth": 1.2,
     "lines.markersize": 4, "errorbar.capsize": 2, "svg.hashsalt": "clap_ds", "text.parse_math": False,
-    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 200,
 }  # fmt: skip
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib, and for numbers too large."""
+    """For what draws, as a decorator, too: this project's style; UserError without matplotlib, and for what it can't draw."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, for those who draw
@@ -55,7 +51,7 @@ def styled() -> Iterator[None]:
         with mpl.rc_context(_STYLE):
             yield
     except (OverflowError, ValueError) as error:
-        raise UserError(f"can't be drawn, its numbers are too large for an axis: {error}") from error
+        raise UserError(f"can't be drawn: {error}") from error
 
 
 class Picture:
@@ -100,27 +96,9 @@ class Picture:
         self.name_below(axes, columns=2)
 
     @styled()
-    def svg(self, prefix: str = "") -> str:
-        """An `<svg>` element; ids begin with `prefix`."""
-        output = StringIO()
-        self.figure.savefig(output, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        svg = output.getvalue()
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-        return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg) if prefix else svg
-
-    @styled()
     def save(self, path: Path) -> None:
-        """Write the figure in the format (one of `FORMATS`) that its name ends in."""
-        if path.suffix.lower() == ".svg":
-            path.write_text(self.svg(), encoding="utf-8")
-        else:
-            self.figure.savefig(path, dpi=200)
-
-
-def check_format(path: Path) -> None:
-    """UserError for a figure's file name that ends in none of `FORMATS`."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{path}: expected a name ending in {', '.join(FORMATS)}")
+        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
+        self.figure.savefig(path)
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
@@ -143,30 +121,23 @@ def log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def page(title: str, markdown: str, figures: Mapping[str, str]) -> str:
-    """One HTML page that refers to nothing outside itself; `figures` is SVG by its name in the Markdown's `![…](name)`.
-
-    What a picture's brackets say is its caption. Headings of the second level can be linked to, by `anchor` of their text.
-    """
+def page(title: str, markdown: str, folder: Path) -> str:
+    """One HTML page that refers to nothing outside itself: a picture of the Markdown, `![caption](name)`, is that PNG of the
+    folder, and its caption."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
     def figure(match: re.Match[str]) -> str:
-        return f"<figure>{figures[match[1]]}<figcaption>{match[2]}</figcaption></figure>"
+        data = b64encode((folder / match[1]).read_bytes()).decode()
+        return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[2]}</figcaption></figure>'
 
     body = MarkdownIt("js-default", {"linkify": False, "html": False}).render(markdown)
     body = body.replace(' style="text-align:right"', "")
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'<p><img src="(.*?)" alt="(.*?)"></p>', figure, body)
-    body = re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{anchor(html.unescape(found[1]))}">{found[1]}</h2>', body)
     return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
-
-
-def anchor(heading: str) -> str:
-    """What a link to a heading is called, here and where Markdown is shown on the web."""
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 _PAGE = """<!doctype html>
@@ -175,14 +146,10 @@ _PAGE = """<!doctype html>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 130rem; margin: 2rem auto; padding: 0 2rem; }
 p, ul { max-width: 60rem; } figure { max-width: 34rem; margin: 1rem 0; } figcaption, table, code { font-size: 13px; }
-h2 { margin-top: 2.5rem; border-bottom: 2px solid; } svg { width: 100%; height: auto; } .wide { overflow-x: auto; }
+h2 { margin-top: 2.5rem; border-bottom: 2px solid; } img { width: 100%; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid #8886; } td { white-space: nowrap; }
-@media (prefers-color-scheme: dark) { svg { filter: invert(.9) hue-rotate(180deg); } }
-@media print {
-  @page { size: A4 landscape; margin: 10mm; } body { margin: 0; padding: 0; font-size: 11px; } svg { filter: none; }
-  table, code { font-size: 8px; } td { white-space: normal; } figure, tr { break-inside: avoid; }
-}
+@media print { body { margin: 0; font-size: 11px; } table, code { font-size: 8px; } td { white-space: normal; } }
 </style></head><body>
 BODY
 </body></html>

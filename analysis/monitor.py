@@ -1,46 +1,39 @@
 """What held a run's GPUs back: shares of the samples that `clap_ds/record/monitor.py` took while it stepped.
 
-    python analysis/monitor.py RUN_DIRECTORY…
-
 Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` says what each column is for.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.record import non_negative
-from clap_ds.analysis.runs import parse_options
+from clap_ds.analysis.record import json_lines, non_negative
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CHECKS = {
-    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"], 1),
+    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"]),
     # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
-    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"], 1),
-    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"], 1),
-    # Two samples in a row are a burst.
-    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"], 3),
+    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"]),
+    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"]),
+    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"]),
 }
-"""What is flagged, in samples that have these fields, and for how many of them in a row on one GPU it has to hold."""
+"""What is flagged, in samples that have these fields."""
 
 
 def load_samples(run_directory: Path) -> list[dict[str, Any]]:
-    """Samples, each with its `source`, `host` or `host:gpu`, in the order of time; lines that were cut or damaged left out."""
-    saved = [line["checkpoint"] for line in _lines(run_directory / "metrics.jsonl") if line.get("checkpoint")]
+    """Samples, each with its `source`, `host` or `host:gpu`; lines that were cut or damaged left out."""
+    spans = [line.get("checkpoint") for line in json_lines(run_directory / "metrics.jsonl")]
     saved = [
-        pair for pair in saved if isinstance(pair, list) and len(pair) == 2 and None not in map(non_negative, pair)
+        span for span in spans if isinstance(span, list) and len(span) == 2 and None not in map(non_negative, span)
     ]
     samples = []
     for path in sorted((run_directory / "monitor").glob("*.jsonl")):
-        for line in _lines(path):
+        for line in json_lines(path):
             sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
             if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
                 source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
@@ -48,23 +41,13 @@ def load_samples(run_directory: Path) -> list[dict[str, Any]]:
     return samples
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError):
-        for text in path.read_bytes().split(b"\n"):
-            with suppress(ValueError, RecursionError):  # the last line of a host that was killed
-                line = json.loads(text)
-                yield from [line] if isinstance(line, dict) else []
-
-
 def flagged(samples: pd.DataFrame, check: str) -> str:
     """Share of samples for which one of `CHECKS` holds, and where it holds most; empty where nothing measures it."""
-    condition, fields, lasting = CHECKS[check]
+    condition, fields = CHECKS[check]
     if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
         return ""
-    source, bad = samples["source"], samples.eval(condition)
-    row = (bad != bad.groupby(source).shift()).cumsum()
-    bad &= bad.groupby([source, row]).transform("size") >= lasting
-    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(source).mean().idxmax()})" if bad.any() else "")
+    bad = samples.eval(condition)
+    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(samples['source']).mean().idxmax()})" if bad.any() else "")
 
 
 def table(run_directories: Sequence[Path]) -> str:
@@ -82,14 +65,3 @@ def table(run_directories: Sequence[Path]) -> str:
             number = f"{len(samples)} of {samples['source'].nunique()}"
             rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
     return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""
-
-
-def main() -> None:
-    directories = parse_options("What held the GPUs of runs back.", "directories").directories
-    if not (text := table(directories)):
-        raise UserError(f"{', '.join(map(str, directories))}: expected samples under monitor/, found none")
-    print(text)
-
-
-if __name__ == "__main__":
-    run_alone(main)

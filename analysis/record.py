@@ -8,15 +8,15 @@ not of its type, or a file that is damaged, costs no more than itself.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
 
 from clap_ds.analysis.table import MOST, Run, is_measurable, unit
+from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
@@ -37,7 +37,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     Its rates are None where it ended before one window was complete, and `notes` says what is missing.
     """
     notes: list[str] = []
-    folder = path.parent / path.stem if path.suffix == ".jsonl" else path  # which isn't there where a file is alone
+    folder = path.parent if path.suffix == ".jsonl" else path
     summary, config, environment = (read_json(folder, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment or read_steps(path, "window")):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
@@ -48,8 +48,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     batch, step = of_step and of_step * accumulation, section(summary, "step_time_s")
     rate, fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
     if not rate and (told := batch or micro_batch):
-        wanted = whole(section(clap, "bench").get("steps_per_window"))
-        windows, of_steps = _windows_of_steps(path, told, wanted)
+        windows, of_steps = _windows_of_steps(path, told, whole(section(clap, "bench").get("steps_per_window")))
         step = of_steps or step
         rate, fields = rate_over(windows, [1 / each for each in windows]), interval_fields(windows)
         notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
@@ -102,7 +101,7 @@ def interval_fields(windows: Sequence[float], window_s: Sequence[float] = ()) ->
     """`Run`'s fields of the windows and their interval (none for fewer than two), of as many samples each where their seconds
     aren't given."""
     window_s = window_s or [1 / rate for rate in windows]
-    fields: dict[str, Any] = {"windows": tuple(windows), "window_s": tuple(window_s)}
+    fields: dict[str, Any] = {"windows": tuple(windows)}
     if len(windows) > 1:
         found = rate_interval(windows, window_s)
         fields |= {"interval": (found.low, found.high), "uncertainty_from": f"{found.label()} of 1 run"}
@@ -124,45 +123,46 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[tuple
             times[window].append(time)
             slowest.append(positive(line.get("slowest_rank_time_s")) or time)
     wanted = wanted or max(map(len, times.values()), default=0)
-    whole_windows = [steps for _, steps in sorted(times.items()) if len(steps) == wanted]
-    if not whole_windows:
+    windows = [steps for _, steps in sorted(times.items()) if len(steps) == wanted]
+    if not windows:
         return (), {}
-    rates = tuple(batch * wanted / sum(steps) for steps in whole_windows)
-    step_s = median(time for steps in whole_windows for time in steps)
-    return rates, {"median": step_s, "slowest_rank_median": median(slowest)}
+    of_steps = {"median": median(time for steps in windows for time in steps), "slowest_rank_median": median(slowest)}
+    return tuple(batch * wanted / sum(steps) for steps in windows), of_steps
 
 
 def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     """A JSON object of a run directory (`summary`, …); empty where it is missing or damaged, the latter with a note."""
-    file = path / f"{name}.json"
     try:
-        value = json.loads(file.read_bytes())
-        json.dumps(value, ensure_ascii=False).encode()  # can be printed: half of a surrogate pair is no character
-        if isinstance(value, dict):
-            return value
+        value = files.read_json(path / f"{name}.json")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError):
-        pass
-    notes.append(f"{file.name} is not readable JSON")
-    return {}
+    except (OSError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        notes.append(f"{name}.json is not readable JSON")
+        return {}
+    return value
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file's lines; what can't be read, and the last line of a host that was killed, is left out."""
+    with contextlib.suppress(OSError):
+        for text in files.read_lines(path):
+            with contextlib.suppress(ValueError):
+                line = files.parse_json(text)
+                yield from [line] if isinstance(line, dict) else []
 
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
-    fields that are numbers, true or false, or objects of such. A line that was cut or damaged is left out. Where the file
-    `history` is there, its lines instead."""
-    file, lines, content = path if path.suffix == ".jsonl" else path / "metrics.jsonl", [], b""
+    fields that are numbers, true or false, or objects of such. Where the file `history` is there, its lines instead."""
+    file = path if path.suffix == ".jsonl" else path / "metrics.jsonl"
     if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
         file = Path(history)
-    with contextlib.suppress(OSError):
-        content = file.read_bytes()
-    for text in content.split(b"\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if isinstance(line, dict) and line.get("phase") in phases and non_negative(line.get("step")) is not None:
-                lines.append(_numbers(line) | {"phase": line["phase"]})
-    return lines
+    return [
+        _numbers(line) | {"phase": line["phase"]}
+        for line in json_lines(file) if line.get("phase") in phases and non_negative(line.get("step")) is not None
+    ]  # fmt: skip
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:

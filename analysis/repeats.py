@@ -1,4 +1,4 @@
-"""Repeats of one scale → one row: their mean, how sure it is, and which of them stands out.
+"""Repeats of one scale → one row: their mean, and how sure it is.
 
 The rate of a scale is the mean over its completed repeats. Its ± is half the 95 % interval by Student's t, with the spread of
 runs pooled over all scales that were repeated (on one kind of device), so that few repeats of each say a lot together. A
@@ -8,64 +8,49 @@ scale that ran once has that spread, too; where nothing was repeated, ± is half
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.series import global_batch
-from clap_ds.analysis.table import Run, Scale, count_of, significant
+from clap_ds.analysis.table import Run, Scale
 from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import COVERAGE, MOST_WINDOWS, median_interval, student_t
+from clap_ds.record.statistics import COVERAGE, student_t
 
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
-EXPECTED_SPREAD, EXPECTATION_WEIGHT = 0.01, 2
-"""How much runs are expected to differ before any were repeated, and how many degrees of freedom that weighs, where outliers
-are looked for: of three repeats two that happen to agree must not make the third one."""
-OUTLIER_COVERAGE = 0.95
-"""Probability that no run of a table without outliers is called one."""
-
-_IDENTITY = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "micro_batch", "batch_per_gpu", "variant")
+_IDENTITY = (
+    "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
+)  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
              "slowest_rank_step_time_s", "data_wait_percent")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunSpread:
-    """How much runs of one configuration differ: squared deviations of the logarithms of their rates from each scale's mean."""
+    """How much runs of one configuration differ.
 
-    squares: float
+    Attributes:
+        deviation: standard deviation of the logarithm of the rate.
+        degrees: of freedom: runs less scales.
+    """
+
+    deviation: float
     degrees: int
-    """Of freedom: runs less scales."""
     runs: int
-    outliers: int = 0
-    """Of them, which stay in and so widen every scale's ±."""
 
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(self.squares / self.degrees)
-
-    def half_width(self, weight: float, coverage: float = COVERAGE) -> float:
-        """Of the interval of a sum of logarithms of rates; `weight` is the sum of 1 / repeats."""
-        return student_t(coverage, self.degrees) * self.deviation * math.sqrt(weight)
+    def half_width(self, repeats: int) -> float:
+        """Of the interval of a mean of so many runs, as a share of it."""
+        return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
     def label(self) -> str:
-        """What an interval of `COVERAGE` is from, in words; `degrees_of` reads them."""
+        """What an interval of `COVERAGE` is from, in words."""
         differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
-        widened = f", widened by {count_of(self.outliers, 'outlier')} kept" if self.outliers else ""
-        return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom{widened})"
-
-
-def degrees_of(uncertainty_from: str) -> int | None:
-    """Degrees of freedom of the 95 % interval that `uncertainty_from` describes, of repeats or windows; None for others."""
-    if found := re.match(r"95 % .*?(\d+) (degrees|windows)", uncertainty_from):
-        return int(found[1]) if found[2] == "degrees" else min(int(found[1]), MOST_WINDOWS) - 1
-    return None
+        return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:
@@ -75,20 +60,17 @@ def counted(runs: Sequence[Run]) -> list[Run]:
 
 
 def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
-    """Of scales' runs, each scale counted once; None where none has two that count."""
-    groups: dict[object, Sequence[Run]] = {}
-    for runs in scales:
-        if len(used := counted(runs)) > 1:  # a scale of weak and strong scaling comes twice
-            groups[runs[0].nodes, runs[0].gpus, *((run.source, run.rate) for run in used)] = used
-    if not groups:
+    """Of scales' runs; None where none has two that count."""
+    groups = [[math.log(run.rate) for run in counted(runs) if run.rate] for runs in scales]
+    repeated = [logs for logs in groups if len(logs) > 1]
+    if not repeated:
         return None
-    all_logs = [[math.log(run.rate) for run in used if run.rate] for used in groups.values()]
-    squares = sum((value - fmean(logs)) ** 2 for logs in all_logs for value in logs)
-    found = RunSpread(squares, sum(len(logs) - 1 for logs in all_logs), sum(map(len, all_logs)))
-    return replace(found, outliers=sum(len(list(_outliers(used, found))) for used in groups.values()))
+    squares = sum((value - fmean(logs)) ** 2 for logs in repeated for value in logs)
+    degrees = sum(len(logs) - 1 for logs in repeated)
+    return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, repeated)))
 
 
-def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
+def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
@@ -100,20 +82,17 @@ def combine_repeats(scaling: str, runs: Sequence[Run], spread: RunSpread | None 
     exposed = breakdown.get("exposed_communication_s")
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
-    if targets := [run.time_to_target_s for run in runs if run.time_to_target_s]:
-        found = median_interval(targets)
-        several = len(targets) > 1
-        known |= {"time_to_target_s": found.median, "time_to_target_low_s": found.low if several else None,
-                  "time_to_target_high_s": found.high if several else None}  # fmt: skip
-    notes = [*_notes(runs, used, spread, targets), *doubtful_mfu(mfu, known["mfu_model_percent"])]
+    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
+    notes = [*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])]
+    notes += [f"target reached by {len(targets)} of {len(runs)} runs"] if targets else []
     return Scale(
-        runs=tuple(used), **known, **breakdown, scaling=scaling, samples_per_s=total or (rate * first.gpus if rate else None),
-        mfu_percent=mfu, peak_tflops=peak, samples_per_s_per_gpu_2sigma=half, uncertainty_from=half_from,
-        repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
+        runs=tuple(used), **known, **breakdown, mfu_percent=mfu, peak_tflops=peak,
+        samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
+        uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys(notes)),
+        time_to_target_s=median(targets) if targets else None, notes="; ".join(dict.fromkeys(notes)),
     )  # fmt: skip
 
 
@@ -123,7 +102,7 @@ def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float |
         return None, ""
     stated = len(used) == 1 and used[0].kind == "table" and used[0].interval
     if spread and not stated:
-        return fmean(run.rate or 0.0 for run in used) * spread.half_width(1 / len(used)), spread.label()
+        return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
     low, high = used[0].interval or (0.0, 0.0)
     return ((high - low) / 2, used[0].uncertainty_from) if high else (None, "")
 
@@ -140,43 +119,16 @@ def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
     return {f"{part}_s": fmean(breakdown[part] for breakdown in known) for part in parts}
 
 
-def _notes(
-    runs: Sequence[Run], used: Sequence[Run], spread: RunSpread | None, targets: Sequence[float]
-) -> Iterable[str]:
+def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):
         yield f"{left_out} with a rate but not completed left out of the mean"
-    if spread:
-        yield from _outliers(used, spread)
-    if targets:
-        found = median_interval(targets)
-        between = f", {found.low:.0f} to {found.high:.0f} s ({found.label('runs')})" if len(targets) > 1 else ""
-        yield f"target reached by {len(targets)} of {len(runs)} runs, after {found.median:.0f} s{between}"
     for run in runs:
         if run.error:
             yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"
-
-
-def _outliers(used: Sequence[Run], spread: RunSpread) -> Iterable[str]:
-    """Names repeats that differ from the others by more than runs do, by Student's t with each left out of the spread."""
-    count, rates = len(used), [run.rate or 0.0 for run in used]
-    if count < 2:
-        return
-    logs = [math.log(rate) for rate in rates]
-    degrees = spread.degrees - 1 + EXPECTATION_WEIGHT
-    furthest = student_t(1 - (1 - OUTLIER_COVERAGE) / spread.runs, degrees)
-    for run, rate, value in zip(used, rates, logs, strict=True):
-        away = (value - fmean(logs)) * count / (count - 1)  # from the mean of the others
-        squares = max(spread.squares - away**2 * (count - 1) / count, 0.0) + EXPECTATION_WEIGHT * EXPECTED_SPREAD**2
-        which = "the other repeats" if count > 2 else "the other repeat, and either may be the odd one"
-        if abs(away) > furthest * math.sqrt(squares / degrees * count / (count - 1)) and (count > 2 or away < 0):
-            yield (
-                f"outlier kept: {significant(rate, 1)} samples/s/GPU in {run.source}, "
-                f"{100 * math.expm1(away):+.1f} % from {which}"
-            )
 
 
 def ratio_uncertainty(top: float, top_error: float | None, bottom: float, bottom_error: float | None) -> float | None:

@@ -1,17 +1,17 @@
 """Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
 
 Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`), so that no
-median is one of different things.
+mean is one of different things.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from clap_ds.analysis.table import BATCHES, Run, settings_of
+from clap_ds.analysis.table import BATCH, Run, settings_of
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -23,29 +23,23 @@ last part counts."""
 SCALED_SETTINGS = ("optimizer.params.lr", "scheduler.", "gradient_accumulation_steps")
 """Settings that may follow the scale within a series; a word is said then."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
-MOST_NAMED = 8
 
 
-def split_series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    """Runs by model, GPU, precision, caption length, and whatever else differs, each with its `variant` filled in; then as
-    `split_scaling` does: (`weak`, `strong` or nothing, runs)."""
+def split_series(runs: Sequence[Run]) -> list[Run]:
+    """The runs with `scaling` and `variant` filled in, so that those of one series have the same model, GPU, precision, caption
+    length and whatever else makes a difference."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.model, run.device, run.precision, run.text_tokens or 0, settings_of(run.variant)].append(run)
+    found = []
     for (*_, given), group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
         for settings, alike in split_settings(group):
-            found = split_scaling(alike)
-            for scaling, members in found:
-                several = sum(other == scaling for other, _ in found) > 1
-                parts = (given, settings, _batch(scaling, members[0]) if several else "")
-                variant = ", ".join(str(part) for part in parts if part)
-                yield scaling, [replace(run, variant=variant) for run in members]
-
-
-def _batch(scaling: str, run: Run) -> str:
-    """What a series keeps constant, in words."""
-    name, size = (BATCHES[1], global_batch(run)) if scaling == "strong" else (BATCHES[0], run.batch_per_gpu)
-    return f"{name} {size or 'not stated'}"
+            parts = split_scaling(alike)
+            for scaling, members in parts:
+                batch = f"{BATCH} {members[0].batch_per_gpu or 'not stated'}" if len(parts) > 1 else ""
+                variant = ", ".join(str(part) for part in (given, settings, batch) if part)
+                found += [replace(run, variant=variant, scaling=scaling) for run in members]
+    return found
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -53,43 +47,37 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
     known, unknown = [run for run in group if run.config], [run for run in group if not run.config]
     if known and unknown:
-        found = split_settings(known)
-        if len(found) == 1 and not any(run.rate for run in unknown):
-            return [(found[0][0], list(group))]
-        return [*found, ("settings not recorded", unknown)]
+        return [*split_settings(known), ("settings not recorded", unknown)]
     facts = [_facts(run) for run in group]
     names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
-    # What all have recorded says most, and how it was measured least.
-    names.sort(key=lambda name: (any(name not in of_run for of_run in facts), name.startswith("clap.bench.")))
+    names.sort(key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
     naming: list[str] = []
     for name in names:
-        if len({_values(of_run, [*naming, name]) for of_run in facts}) > len(
-            {_values(of_run, naming) for of_run in facts}
-        ):
+        if len({_values(each, [*naming, name]) for each in facts}) > len({_values(each, naming) for each in facts}):
             naming.append(name)
     alike: dict[tuple[str, ...], list[Run]] = defaultdict(list)
-    for run, of_run in zip(group, facts, strict=True):
-        alike[_values(of_run, naming)].append(run)
-    also = [name for name in names if name not in naming]
+    for run, each in zip(group, facts, strict=True):
+        alike[_values(each, naming)].append(run)
+    also = _listed([name for name in names if name not in naming])
+    note = f"series differ in {also}, too" if also else ""
     series = []
     for values, runs in sorted(alike.items()):
-        title = ", ".join(f"{_short(name)}={value[:40]}" for name, value in zip(naming, values, strict=True))
-        notes = [runs[0].notes, f"series differ in {_listed(also)}, too" if also else ""]
-        series.append((title, [replace(runs[0], notes="; ".join(filter(None, notes))), *runs[1:]]))
+        title = ", ".join(f"{_listed([name])}={value[:40]}" for name, value in zip(naming, values, strict=True))
+        first = replace(runs[0], notes="; ".join(filter(None, (runs[0].notes, note))))
+        series.append((title, [first, *runs[1:]]))
     return series
 
 
 def _facts(run: Run) -> dict[str, str]:
     """Settings, code and hardware, as text, by their dotted names; settings first."""
-    flat = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
-    flat["gradient_accumulation_steps"] = run.accumulation
+    found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
+    found["gradient_accumulation_steps"] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
-    found = {name: versions.get(name) for name in PACKAGES}
-    found |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
-    found["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
-    return {
-        name: _text(value) for name, value in (flat | {name: value for name, value in found.items() if value}).items()
-    }
+    told = {name: versions.get(name) for name in PACKAGES}
+    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
+    told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
+    found |= {name: value for name, value in told.items() if value}
+    return {name: _text(value) for name, value in found.items()}
 
 
 def short_commit(commit: str) -> str:
@@ -119,13 +107,8 @@ def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str,
     return name.startswith(SCALED_SETTINGS) and len(found) == len(set(scales))
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("clap.")
-
-
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(map(_short, names[:MOST_NAMED])) + more
+    return ", ".join(name.removeprefix("clap.") for name in names)
 
 
 def scaled_settings(runs: Sequence[Run]) -> str:
@@ -137,24 +120,18 @@ def scaled_settings(runs: Sequence[Run]) -> str:
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
 
-    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture,
-    every batch per GPU and every global batch that occurs at two scales or more makes a series, and what fits neither
-    stands alone. A failed run that doesn't state its batch goes with the others where there is only one choice.
+    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture every batch
+    per GPU makes a series. A failed run that doesn't state its batch goes with the others where there is only one choice.
     """
-    per_gpu = {run.batch_per_gpu for run in group if run.batch_per_gpu}
-    if not per_gpu:
+    batches = dict.fromkeys(run.batch_per_gpu for run in group)
+    if not any(batches):
         return [("", list(group))]
-    if len(per_gpu) == 1:
-        return [("weak", [replace(run, batch_per_gpu=next(iter(per_gpu))) for run in group])]
-    found: list[tuple[str, list[Run]]] = []
-    for name, size_of in (("weak", lambda run: run.batch_per_gpu), ("strong", global_batch)):
-        for size in sorted({size for run in group if (size := size_of(run))}):
-            members = [run for run in group if size_of(run) == size]
-            found += [(name, members)] if len({run.gpus for run in members}) > 1 else []
-    placed = {id(run) for _, members in found for run in members}
-    alone = [run for run in group if id(run) not in placed]
-    sizes = dict.fromkeys(run.batch_per_gpu for run in alone)
-    return found + [("", [run for run in alone if run.batch_per_gpu == size]) for size in sizes]
+    if len(known := [batch for batch in batches if batch]) == 1:
+        return [("weak", [replace(run, batch_per_gpu=known[0]) for run in group])]
+    if len({global_batch(run) for run in group}) == 1:
+        return [("strong", list(group))]
+    split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]
+    return [("weak" if len({run.gpus for run in members}) > 1 else "", members) for members in split]
 
 
 def global_batch(run: Run) -> int | None:

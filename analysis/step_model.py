@@ -8,18 +8,20 @@ grows and isn't stated is counted there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+
+from clap_ds.analysis.record import positive, section
+from clap_ds.config.settings import ClapSettings
 
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
 LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
 """Times that fp32 logits and everybody's features cross the GPU's memory, both ways (`benchmarks.loss_bench --traced`)."""
 MATMUL_EFFICIENCY = 0.3
-
-TERMS = ("compute", "gradient all-reduce", "feature exchange", "contrastive loss", "waiting for the slowest")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ WORKLOADS = {
     "htsat_base_roberta_base": Workload(416, 1024, 199.10e6),
 }
 """The published models: parameters as open_clip counts them, less the frozen STFT and mel matrices."""
+
+
+def workload_of(model: str, batch_per_gpu: int, gpus_per_node: int) -> Workload:
+    """A published model's with this batch; without sizes or batch where either isn't known."""
+    found = WORKLOADS.get(model) if batch_per_gpu else None
+    known = replace(found, batch_per_gpu=batch_per_gpu) if found else Workload(0, 0, 0)
+    return replace(known, gpus_per_node=gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,28 @@ class Method:
     """Per parameter on the network."""
     feature_bytes: int = 2
     loss: Literal["gather_with_grad", "exact_local"] = "gather_with_grad"
+    """With `exact_local` audio features, the first to be ready, are gathered under the text tower's forward pass."""
     bucket_bytes: float = 25e6
     """Gradients sent at a time; torch DDP's default. The last bucket is never hidden."""
-    early_gather: bool = False
-    """Audio features, the first to be ready, are gathered under the text tower's forward pass."""
+
+
+DEFAULT_BUCKET_MB: float = ClapSettings.model_fields["gradient_bucket_mb"].default
+
+
+def method_of(config: Mapping[str, Any]) -> Method:
+    """How a run was trained, from its configuration; without one, as the published runs were."""
+    if not config:
+        return Method()
+    clap = section(config, "clap")
+    bf16, fp16, autocast = (bool(section(config, name).get("enabled")) for name in ("bf16", "fp16", "torch_autocast"))
+    features = section(clap, "loss").get("features") or ("bf16" if bf16 or autocast else "fp32")
+    return Method(
+        overlap=clap.get("gradient_sync", "overlapped") == "overlapped",
+        gradient_bytes=2 if bf16 or fp16 or config.get("communication_data_type") in ("bf16", "fp16") else 4,
+        feature_bytes=2 if features == "bf16" else 4,
+        loss="exact_local",
+        bucket_bytes=1e6 * (positive(clap.get("gradient_bucket_mb")) or DEFAULT_BUCKET_MB),
+    )
 
 
 def all_reduce_s(num_bytes: float, nodes: int, gpus_per_node: int, machine: Machine) -> float:
@@ -110,8 +137,6 @@ class StepModel:
 
     def known_terms_s(self, nodes: int) -> dict[str, float]:
         """Seconds a step of the terms that are not fitted, on all GPUs of the nodes."""
-        if not self.stated:
-            return dict.fromkeys(TERMS[1:-1], 0.0)
         workload, machine, method, gpus = self.workload, self.machine, self.method, self.workload.gpus_per_node
         gradients = workload.num_parameters * method.gradient_bytes
         reduce = all_reduce_s(gradients, nodes, gpus, machine)
@@ -121,28 +146,24 @@ class StepModel:
         batch = workload.batch_per_gpu
         features = 2 * batch * workload.joint_dim * method.feature_bytes
         exchange = all_gather_s(features, nodes, gpus, machine)
-        if method.early_gather:
+        # Backward: gradients of all features go back to their ranks; the exact local gradient needs 2 floats a sample.
+        if method.loss == "gather_with_grad":
+            exchange += all_gather_s(features, nodes, gpus, machine)
+        else:
             text_forward_s = self.window_s * (1 - BACKWARD_SHARE) / BACKWARD_SHARE / 2
             exchange -= min(exchange / 2, text_forward_s)
-        # Backward: gradients of all features go back to their ranks; the exact local gradient needs 2 floats a sample.
-        exchange += all_gather_s(features if method.loss == "gather_with_grad" else 2 * batch * 4, nodes, gpus, machine)
+            exchange += all_gather_s(2 * batch * 4, nodes, gpus, machine)
         logits = 2 * batch * batch * nodes * gpus
         loss = 3 * 2 * logits * workload.joint_dim / (MATMUL_EFFICIENCY * machine.peak_flops)
         logit_passes, feature_passes = LOSS_PASSES[method.loss]
         loss += (logit_passes * 4 * logits + feature_passes * features * nodes * gpus) / machine.memory_bytes_per_s
         return {"gradient all-reduce": reduce, "feature exchange": exchange, "contrastive loss": loss}
 
-    def terms_s(self, nodes: int) -> dict[str, float]:
-        """Seconds a step by `TERMS`."""
-        waiting = self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
-        return {"compute": self.compute_s, **self.known_terms_s(nodes), "waiting for the slowest": waiting}
-
     def step_s(self, nodes: int) -> float:
-        return sum(self.terms_s(nodes).values())
+        stated = self.known_terms_s(nodes).values() if self.stated else ()
+        waiting = self.delay_s * float(growth(nodes * self.workload.gpus_per_node, self.shape))
+        return sum([self.compute_s, *stated, waiting])
 
     def rate(self, nodes: int) -> float:
         """Samples/s/GPU."""
         return self.workload.step_samples / self.step_s(nodes)
-
-    def efficiency_percent(self, nodes: int, baseline_nodes: int = 1) -> float:
-        return 100 * self.rate(nodes) / self.rate(baseline_nodes)

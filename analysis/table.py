@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.config.errors import UserError
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -71,9 +70,7 @@ class Row:
     exposed_communication_s: float | None = None
     optimizer_s: float | None = None
     time_to_target_s: float | None = None
-    """Median of the training runs that reached their target, between the ends of its interval."""
-    time_to_target_low_s: float | None = None
-    time_to_target_high_s: float | None = None
+    """Median of the training runs that reached their target."""
     state: str = ""
     notes: str = ""
     """Joined by semicolons."""
@@ -125,13 +122,13 @@ class Row:
         return [self.cell(column) for column in columns]
 
 
-BATCHES = ("batch per GPU", "global batch")
-"""What the parts of `variant` begin with that say no setting, but which batch a series keeps constant."""
+BATCH = "batch per GPU"
+"""What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
 
 
 def settings_of(variant: str) -> str:
     """A variant without the batch that its series keeps constant."""
-    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCHES))
+    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCH))
 
 
 @dataclass(frozen=True)
@@ -145,8 +142,6 @@ class Run(Row):
     """Of the rate; `uncertainty_from` says what it is."""
     windows: tuple[float, ...] = ()
     """Samples/s/GPU of each."""
-    window_s: tuple[float, ...] = ()
-    """Seconds of each, or in proportion to them; the rate is all samples over all of them."""
     accumulation: int = 1
     """Micro-batches per optimiser step."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -195,19 +190,6 @@ def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
     return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
 
 
-def choose_series(rows: Sequence[_Row], name: str | None, where: object) -> list[_Row]:
-    """The rows of the one series there is, or of the one whose model or title is, or has in it, `name`, in any case and with
-    hyphens or underscores. UserError, naming `where` and the series there are, where that is none or several."""
-    plain = (name or "").casefold().replace("_", "-")
-    series = {members[0].title.casefold().replace("_", "-"): members for members in by_series(rows)}
-    exact = [members for title, members in series.items() if plain in (title, title.split(",")[0])]
-    found = exact or [members for title, members in series.items() if plain in title]
-    if len(found) != 1:
-        there = "; ".join(members[0].title for members in series.values())
-        raise UserError(f"{where}: --series {name or 'NAME'} must choose one of {len(series)} series: {there}")
-    return found[0]
-
-
 def count_of(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -253,12 +235,3 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
-
-
-ABOVE_ALL = 2.0
-"""Points above 100 % efficiency that are put down to chance where no ± is known."""
-
-
-def in_doubt(percent: float, error: float | None) -> bool:
-    """Whether an efficiency is above 100 % by more than its ±, so that its baseline's rate is in doubt."""
-    return percent - 100 > (ABOVE_ALL if error is None else error)

@@ -6,7 +6,7 @@ What foretells measured scales best from smaller ones is what a projection goes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,25 @@ import numpy as np
 
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.repeats import ratio_uncertainty
-from clap_ds.analysis.step_model import BACKWARD_SHARE, WORKLOADS, Machine, Method, StepModel, Workload, growth
-from clap_ds.analysis.table import Row, by_series, choose_series, count_of, in_doubt
+from clap_ds.analysis.step_model import (
+    BACKWARD_SHARE,
+    Machine,
+    Method,
+    StepModel,
+    Workload,
+    growth,
+    method_of,
+    workload_of,
+)
+from clap_ds.analysis.table import Scale
 from clap_ds.config.errors import UserError
 
 STEP_MODEL = "step model"
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0, STEP_MODEL: 0.5}
 """Of the step time on n nodes, by the shape of its growth; all but the step model have nothing stated, all fitted."""
-PLAIN_LAWS = tuple(law for law in LAWS if law != STEP_MODEL)
-BOUNDED = -1.0
-"""The shape of a growth that ends, which bands reckon with and nothing is projected by."""
+BOUNDED = "a growth that ends"
+"""Which bands reckon with, and nothing is projected by."""
+SHAPES: Mapping[str, float] = {BOUNDED: -1.0, **LAWS}
 NOISE = 0.01
 """Relative noise of a measurement as it is expected, where no ± says more."""
 UNEXPLAINED = 0.003
@@ -35,10 +43,11 @@ DRIFT = 0.5
 simulation (tests/analysis/test_weak_scaling.py)."""
 DRAWS = 4000
 FURTHEST = 4
-"""Times the largest measured scale that is projected to where nobody asks for more."""
+"""Times the largest measured scale that is projected to; a power of two."""
 WORST_FIT = 10.0
 """Points of efficiency by which the best law may miss what it is fitted to and still be projected."""
-PUBLISHED_MACHINE, PUBLISHED_METHOD = Machine(), Method()
+ABOVE_ALL = "efficiency above 100 %"
+"""What the note of a scaling table's row says whose baseline is in doubt."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -49,8 +58,8 @@ class Series:
     title: str
     workload: Workload
     rates: tuple[tuple[int, float], ...]
-    machine: Machine = PUBLISHED_MACHINE
-    method: Method = PUBLISHED_METHOD
+    machine: Machine
+    method: Method
     errors: tuple[float, ...] = ()
     """± of each rate (95 %) as a share of it; empty where none is known."""
 
@@ -61,8 +70,8 @@ class Series:
 
     @property
     def laws(self) -> tuple[str, ...]:
-        """All laws; where no batch is known, those that need none."""
-        return tuple(LAWS) if self.workload.batch_per_gpu else PLAIN_LAWS
+        """All laws; where batch or sizes aren't known, those that need none."""
+        return tuple(law for law in LAWS if law != STEP_MODEL or self.workload.batch_per_gpu)
 
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
@@ -74,18 +83,20 @@ class Series:
     def fit(self, law: str = STEP_MODEL) -> StepModel:
         """One of `LAWS` through the rates, of two node counts or more: least squares on relative step time, in which rates
         weigh by their ±; no parameter is negative."""
-        model = self._without_fit(LAWS[law], law == STEP_MODEL)
+        model = self._unfitted(law)
         columns, target = self._equations(model)
-        compute_s, delay_s = np.linalg.lstsq(columns, target, rcond=None)[0]
-        if delay_s < 0:
-            compute_s, delay_s = np.linalg.lstsq(columns[:, :1], target, rcond=None)[0][0], 0.0
-        elif compute_s < 0:
-            compute_s, delay_s = 0.0, max(np.linalg.lstsq(columns[:, 1:], target, rcond=None)[0][0], 0.0)
-        return replace(model, compute_s=float(compute_s), delay_s=float(delay_s))
+        fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+        if fitted.min() < 0:
+            alone = [0] if fitted[1] < 0 else [1]
+            left = np.linalg.lstsq(columns[:, alone], target, rcond=None)[0]
+            fitted = np.zeros(2)
+            fitted[alone] = np.maximum(left, 0.0)
+        return replace(model, compute_s=float(fitted[0]), delay_s=float(fitted[1]))
 
-    def _without_fit(self, shape: float, stated: bool) -> StepModel:
+    def _unfitted(self, law: str) -> StepModel:
         window_s = BACKWARD_SHARE * self.workload.step_samples / max(rate for _, rate in self.rates)
-        return StepModel(self.workload, self.machine, self.method, window_s=window_s, shape=shape, stated=stated)
+        known = self.workload, self.machine, self.method
+        return StepModel(*known, window_s=window_s, shape=SHAPES[law], stated=law == STEP_MODEL)
 
     def _equations(self, model: StepModel) -> tuple[Floats, Floats]:
         """What is to be solved for compute and the delays' scale: two columns and a target, in relative step time, weighted so
@@ -107,8 +118,7 @@ class Series:
         """
         if len(self.rates) < 3:
             return {}
-        shapes = [(BOUNDED, False), *((LAWS[law], law == STEP_MODEL) for law in self.laws)]
-        models = [self._without_fit(*each) for each in shapes]
+        models = [self._unfitted(law) for law in (BOUNDED, *self.laws)]
         solved = [self._solved(model) for model in models]
         logs = np.array([-len(missed) / 2 * math.log((missed**2).sum()) for *_, missed in solved])
         chances = np.exp(logs - logs.max())
@@ -140,12 +150,8 @@ class Series:
         doublings = max(math.log2(ranks / largest), 0.0)
         inside = growth(min(ranks, largest), model.shape)
         beyond = np.maximum(drawn[:, 1], 0.0) * (growth(ranks, model.shape) - inside)
-        return np.asarray(
-            model.step_s(nodes)
-            + drawn[:, 0]
-            + drawn[:, 1] * inside
-            + beyond * np.exp(DRIFT * math.sqrt(doublings) * drift)
-        )
+        fitted = drawn[:, 0] + drawn[:, 1] * inside + beyond * np.exp(DRIFT * math.sqrt(doublings) * drift)
+        return np.asarray(model.step_s(nodes) + fitted)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
         """Each scale beside what can foretell it: the series up to the scale before, and up to the one before that, where these
@@ -160,79 +166,53 @@ class Series:
     def foretold_points(self) -> dict[str, float]:
         """Mean error of each law over the hold-outs, in points of efficiency without sign, smallest first; empty without."""
         cases = self.hold_outs()
-        found = {
-            law: float(np.mean([abs(small.efficiency_percent(small.fit(law).rate(nodes)) - actual)
-                                for small, nodes, actual in cases]))
-            for law in self.laws if cases
-        }  # fmt: skip
+
+        def mean_error(law: str) -> float:
+            foretold = (small.efficiency_percent(small.fit(law).rate(nodes)) for small, nodes, _ in cases)
+            return float(np.mean([abs(found - actual) for found, (*_, actual) in zip(foretold, cases, strict=True)]))
+
+        found = {law: mean_error(law) for law in self.laws} if cases else {}
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def best_law(self) -> str:
         """What foretold the scales best; where that can't be told the step model, or √n, as which its waiting grows."""
         return next(iter(self.foretold_points()), STEP_MODEL if STEP_MODEL in self.laws else "a + b·√n")
 
-    def doubt(self) -> str:
-        """Why nothing is to be projected from these rates; empty where nothing speaks against it."""
-        best, percent = self.fit(self.best_law()), self.efficiency_percent
-        largest = max(abs(percent(best.rate(nodes)) - percent(rate)) for nodes, rate in self.rates)
-        if largest > WORST_FIT:
-            return f"the best law, {self.best_law()}, misses what was measured by up to {largest:.1f} points"
-        errors = self.errors or (None,) * len(self.rates)
-        for (nodes, rate), error in zip(self.rates, errors, strict=True):
-            around = ratio_uncertainty(percent(rate), error and percent(rate) * error, 1.0, errors[0])
-            if in_doubt(percent(rate), around):
-                return (
-                    f"{count_of(nodes, 'node')} have {percent(rate):.1f} % of the smallest scale's rate per GPU, more than 100 "
-                    "by more than its ±: the smallest scale's runs are in doubt"
-                )
-        return ""
-
-    def node_counts(self, gpus: Sequence[int] = ()) -> list[int]:
-        """Measured node counts, and beyond them those that fill with so many `gpus`, or doublings to `FURTHEST` times as far;
-        of a series that is in doubt the measured ones. UserError where none of the `gpus` fills whole nodes."""
-        measured, per_node = [nodes for nodes, _ in self.rates], self.workload.gpus_per_node
-        wanted = gpus or [measured[-1] * per_node * 2**power for power in range(1, FURTHEST.bit_length())]
-        whole = [count // per_node for count in wanted if count >= per_node and count % per_node == 0]
-        if not whole:
-            raise UserError(f"--project_gpus {' '.join(map(str, gpus))}: none fills whole nodes of {per_node} GPUs")
-        return sorted({*measured, *whole}) if not self.doubt() else measured
+    @property
+    def node_counts(self) -> list[int]:
+        """Measured, and beyond them doublings to `FURTHEST` times as far."""
+        measured = [nodes for nodes, _ in self.rates]
+        return [*measured, *(measured[-1] * 2**power for power in range(1, FURTHEST.bit_length()))]
 
 
-def read_series(
-    path: Path, machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0, name: str | None = None
-) -> Series:
-    """The weak-scaling series of a table, or that of this `name` where it holds several; errors as of `series_of`. Sizes are
-    for models that are not published."""
-    rows: Sequence[Row] = scaling_table(read_table_runs(path))
-    weak = [row for row in rows if row.rate and row.scaling != "strong"]
-    if len(by_series(weak)) > 1:
-        rows = choose_series(weak, name, path)
-    return series_of(str(path), rows, machine, method, num_parameters, joint_dim)
+def read_series(path: Path) -> Series:
+    """The weak-scaling series of a table that has one; errors as of `series_of`."""
+    return series_of(scaling_table(read_table_runs(path)), Machine())
 
 
-def series_of(
-    name: str, rows: Sequence[Row], machine: Machine, method: Method, num_parameters: float = 0, joint_dim: int = 0
-) -> Series:
-    """One series' rows as a weak-scaling series; `name` is what an error calls them.
+def series_of(rows: Sequence[Scale], machine: Machine) -> Series:
+    """The rows of one series as one to be projected, trained as its runs' configuration says.
 
-    Raises UserError for fewer than two scales, or model sizes that are neither published nor given.
+    Raises UserError where nothing can be projected from them: strong scaling, fewer than two node counts, nodes of different
+    sizes, rates above the smallest scale's by more than their ±, and such as no law fits.
     """
-    if all(row.scaling == "strong" for row in rows):
-        raise UserError(f"{name}: strong scaling isn't projected, the model is one of a constant batch per GPU")
-    rows = [row for row in rows if row.rate and row.scaling != "strong"]
-    if len({row.nodes for row in rows}) < 2:
-        raise UserError(f"{name}: weak scaling measured at one node count only; a projection needs at least two")
-    first, known = rows[0], WORKLOADS.get(rows[0].model, Workload(0, joint_dim, num_parameters))
-    gpus_per_node = {row.gpus / row.nodes for row in rows}
-    if not (num_parameters or known.num_parameters) or not (joint_dim or known.joint_dim):
-        raise UserError(f"{name}: sizes of {first.model!r} are not known; give --num_parameters and --joint_dim")
-    batches = {row.batch_per_gpu or row.micro_batch for row in rows}
-    batch = batches.pop() if len(batches) == 1 else None  # without, the plain laws alone
-    if len(gpus_per_node) > 1 or not min(gpus_per_node).is_integer():
-        raise UserError(f"{name}: scales have different numbers of GPUs per node; expected one")
-    sizes = joint_dim or known.joint_dim, num_parameters or known.num_parameters
-    workload = Workload(batch or 0, *sizes, int(min(gpus_per_node)))
-    rates = tuple((row.nodes, row.rate) for row in rows if row.rate)
-    errors = [half / row.rate for row in rows if (half := row.samples_per_s_per_gpu_2sigma) and row.rate]
-    errors = errors if len(errors) == len(rows) else []
-    return Series(first.title, workload, rates, machine, method, tuple(errors))
+    title, measured = rows[0].title, [row for row in rows if row.rate]
+    per_node = {row.gpus / row.nodes for row in measured}
+    is_even = len(per_node) == 1 and max(per_node).is_integer()
+    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or not is_even:
+        found = f"found {rows[0].scaling or 'unknown'} scaling on {[(row.nodes, row.gpus) for row in measured]} (nodes, GPUs)"
+        raise UserError(f"{title}: expected weak scaling on two node counts or more with as many GPUs each; {found}")
+    if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
+        raise UserError(f"{title}: nothing is projected: {ABOVE_ALL} on {above[0]} puts the smallest scale in doubt")
+    batches = {row.batch_per_gpu or row.micro_batch or 0 for row in measured}
+    workload = workload_of(rows[0].model, batches.pop() if len(batches) == 1 else 0, int(per_node.pop()))
+    config = next((run.config for row in rows for run in row.runs if run.config), {})
+    rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
+    halves = [(row.samples_per_s_per_gpu_2sigma or 0.0) / (row.rate or 1.0) for row in measured]
+    series = Series(title, workload, rates, machine, method_of(config), tuple(halves) if all(halves) else ())
+    best = series.fit(series.best_law())
+    furthest = max(abs(series.efficiency_percent(best.rate(nodes) - rate)) for nodes, rate in rates)
+    if furthest > WORST_FIT:
+        law = f"the best law, {series.best_law()}, misses what was measured by up to {furthest:.1f} points"
+        raise UserError(f"{title}: nothing is projected: {law}")
+    return series

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.common import allocated_peak, choose_device, in_turns, make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.engine.loss import SoftmaxLoss
-from clap_ds.engine.tiles import Positives, tiled_row_sums, tiled_softmax_gradient
+from clap_ds.engine.tiles import tiled_row_sums, tiled_softmax_gradient
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import rank_of
 from clap_ds.planning.trace import Recorded, trace
@@ -48,12 +48,11 @@ TRACED = (
 
 def exact_local(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> list[Tensor]:
     """Gradients of rank 0's features, in tiles; the other ranks' log-sum-exps are stood in for by rank 0's mean."""
-    positives = Positives(slice(0, micro_batch), len(audio_ND), None, like=scale)
     pairs = (audio_ND[:micro_batch], text_ND), (text_ND[:micro_batch], audio_ND)
-    own = [tiled_row_sums(*pair, scale, positives)[0] for pair in pairs]
+    own = [tiled_row_sums(*pair, scale, 0)[0] for pair in pairs]
     everyone = [each.mean().expand(len(audio_ND)) for each in reversed(own)]
     sums = zip(pairs, own, everyone, strict=True)
-    return [tiled_softmax_gradient(*pair, lse_B, lse_N, scale, positives)[0] for pair, lse_B, lse_N in sums]
+    return [tiled_softmax_gradient(*pair, lse_B, lse_N, scale, 0)[0] for pair, lse_B, lse_N in sums]
 
 
 def gather_with_gradient(audio_ND: Tensor, text_ND: Tensor, micro_batch: int, scale: Tensor) -> tuple[Tensor, ...]:

@@ -135,7 +135,6 @@ def _step_by(method: str, model: nn.Module) -> Step:
         with nullcontext() if sending else sync.off():
             engine.backward(engine(INPUT))
         engine.step()
-        sync.after_step()
 
     return step
 

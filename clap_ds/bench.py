@@ -47,7 +47,7 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
             model = build_model(run, device)
         # A profiler would synchronise in every step: `measure` profiles one after those that are timed.
         engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
-        with ready_to_step(run, ranks, device, record, engine) as session:
+        with ready_to_step(run, ranks, record, engine) as session:
             measure(session)
 
 

@@ -18,11 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.cost import price_of
-from clap_ds.analysis.project import method_of
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
-from clap_ds.analysis.step_model import Machine, Method, StepModel, Workload
+from clap_ds.analysis.step_model import Machine, StepModel, Workload, method_of
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import read_series
 from clap_ds.config.arguments import whole_number
@@ -128,7 +126,6 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "memory_gib": memory_parts(own, largest, loss_bytes),
         "parameters": own.num_parameters,
         "scales": _scales(run, gpu, chosen, own.num_parameters, nodes, arguments),
-        "price": str(price_of(arguments)) if price_of(arguments) else None,
         "assumed": _assumed(run, gpu, arguments),
     }  # fmt: skip
 
@@ -159,7 +156,7 @@ def _scales(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rates and efficiency at each number of nodes. They are between those of two cases: waiting for the slowest rank is as
     long as in the published runs, or as long a share of the step."""
-    published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv", Machine(), Method()).fit()
+    published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv").fit()
     accumulated = run.gradient_accumulation_steps
     by_case: dict[str, list[float]] = {}
     for case in ("low", "middle", "high"):
@@ -176,7 +173,7 @@ def _scales(
         )  # fmt: skip
         shares = {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}
         by_case[case] = [replace(model, delay_s=published.delay_s * shares[case]).rate(n) for n in nodes]
-    price, rows = price_of(arguments), []
+    price, rows = arguments.price_per_gpu_hour, []
     for place, count in enumerate(nodes):
         rates = {case: found[place] for case, found in by_case.items()}
         efficiency = {case: 100 * found[place] / found[0] for case, found in by_case.items()}
@@ -189,7 +186,7 @@ def _scales(
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
             row["gpu_hours"] = gpus * row["hours"]
-            row |= {"money": price.per_gpu_hour * row["gpu_hours"]} if price else {}
+            row |= {"money": price * row["gpu_hours"]} if price else {}
         rows.append(row)
     return rows
 
@@ -240,8 +237,6 @@ def render(report: dict[str, Any]) -> str:
     times = [[part, *(f"{1000 * step[part][case]:.1f}" for case in ("high", "middle", "low"))] for part in step]
     lines.append(markdown_table(["step", "ms at high rates", "middle", "low"], times))
     lines.append(_scale_table(report["scales"]))
-    if report["price"]:
-        lines.append(report["price"])
     lines.append(
         f"{report['gigabytes_moved']:.0f} GB moved and {report['kernels']:,} kernels a step, {report['tflop']:.1f} TFLOP."
     )

@@ -69,9 +69,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
         with opened_checkpoints(run, ranks) as checkpoints:
             progress = resume(run, ranks, engine, checkpoints, record, choices)
             begun_at, state = progress.step, progress.data_of(ranks.rank)
-            with ready_to_step(
-                run, ranks, device, record, engine, data_state=state, folder=checkpoints.path
-            ) as session:
+            with ready_to_step(run, ranks, record, engine, data_state=state, folder=checkpoints.path) as session:
                 train(session, checkpoints, progress, choices)
             if ranks.is_first and progress.step > begun_at:
                 draw(record.path)

@@ -131,7 +131,6 @@ def test_declares_what_it_imports(installed: Installed) -> None:
         (["clap-efficiency", "none"], 2, "none: no such file or directory"),
         (["clap-compare", "none", "none"], 2, "none: no such file or directory"),
         (["clap-project", "--help"], 0, "usage: clap-project "),
-        (["clap-cost", "--help"], 0, "required:\n  --samples SAMPLES"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip

@@ -123,8 +123,8 @@ class LossSettings(Section):
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
     """What a clip is taught of another clip's caption that is equal to its own: that it is wrong (`negative`, as published), or
-    as right as its own (`positive`), for data whose captions come again, such as those made of class names. With `softmax` that
-    makes a difference only as far as text dropout does between equal captions: their targets add up to the same."""
+    as right as its own (`positive`), for data whose captions come again, such as those made of class names. For `sigmoid`
+    alone: with `softmax` the gradient is the same but for text dropout."""
     features: Literal["bf16", "fp32"] | None = None
     """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
     fp32."""

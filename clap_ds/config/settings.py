@@ -50,9 +50,6 @@ class ClapSettings(Section):
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["off", "towers"] = "off"
     """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass."""
-    cuda_graphs: bool = False
-    """Replay the compiled towers as CUDA graphs, which spares the host launching every kernel. For shapes that don't vary:
-    packed captions' do, and each is recorded anew. Not with gradient accumulation. No effect on CPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
@@ -175,34 +172,33 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or engine_problems(content) + _check_together(clap, sizes.accumulation_steps)
+    problems = problems or engine_problems(content) + _check_together(clap)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, sizes.fill(content) if world_size else content)
 
 
-def _check_together(clap: ClapSettings, accumulation_steps: int) -> list[str]:
+def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    longest, train, graphs, tokens = clap.preset().text.max_tokens, clap.train, clap.cuda_graphs, clap.text_tokens
-    is_cached, tile_counts = train.accumulation == "cached", clap.loss.tile is None or clap.loss.kind == "softmax"
+    longest, train, tokens = clap.preset().text.max_tokens, clap.train, clap.text_tokens
+    loss = clap.loss
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     histogram = lengths if isinstance(lengths, dict) else {} if lengths is None else {str(lengths): 1.0}
     wrong_lengths = [length for length in histogram if not (length.isdecimal() and 2 <= int(length) <= tokens)]
     wrong_starts = [start for start in train.batch_ramp if not start.isdecimal()]
-    many_steps = max(accumulation_steps, *train.batch_ramp.values(), 0) > 1
     problems = [
         (tokens > longest, f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}"),
-        (graphs and clap.compile == "off", "cuda_graphs: needs clap.compile 'towers', whose graphs it replays"),
-        (graphs and is_cached, "cuda_graphs: a replay overwrites what clap.train.accumulation 'cached' keeps"),
-        (
-            graphs and many_steps and not is_cached,
-            "cuda_graphs: a replay overwrites the gradients of the micro-batch before it: expected"
-            " gradient_accumulation_steps 1, and in clap.train.batch_ramp nothing else",
-        ),
         (bool(train.samples and train.epochs), "train: give samples or epochs, not both"),
         (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
         ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
-        (not tile_counts, f"loss.tile: has no effect on the {clap.loss.kind} loss; leave it out, or null"),
+        (
+            loss.kind != "softmax" and loss.tile is not None,
+            f"loss.tile: has no effect on the {loss.kind} loss; leave it out",
+        ),
+        (
+            loss.kind == "softmax" and loss.same_caption == "positive",
+            "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'",
+        ),
         (
             bool(wrong_lengths),
             "data.caption_lengths: expected lengths from 2 (start and end token) to text_tokens ="

@@ -24,7 +24,7 @@ class Batch:
     """
 
     audio: (
-        Tensor  # what `ClapModel.encode_audio` takes, float32; pieces may have waveforms in int16, features in float16
+        Tensor  # what `ClapModel.encode_audio` takes, float32; of pieces also waveforms in int16, features in float16
     )
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
@@ -105,13 +105,14 @@ class Pieces(Protocol):
 
     def __next__(self) -> list[Batch]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop worker processes and let go of the memory."""
 
     def state(self) -> dict[str, Any]:
         """Where it stands, fit for JSON."""
 
     def statistics(self) -> dict[str, Any]:
-        """For the run's record."""
+        """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
 
     def supply(self) -> Supply | None:
         """What its workers can give; None as long as that isn't known, and of what is made without any."""
@@ -141,9 +142,8 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         rows = torch.empty(sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device)
         for part, piece in zip(rows.split(list(map(len, pieces))), pieces, strict=True):
             part.copy_(piece.audio, non_blocking=True)
-        ids, mask = (
-            _move(torch.cat(parts), device) for parts in zip(*(piece.tensors()[1:] for piece in pieces), strict=True)
-        )
+        ids = _move(torch.cat([piece.input_ids for piece in pieces]), device)
+        mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
         whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
     if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host

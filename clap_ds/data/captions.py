@@ -17,33 +17,23 @@ MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
 def captions_of(members: Mapping[str, Any]) -> list[str]:
     """The captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
 
-    Raises:
-        BrokenItemError: none there, not UTF-8, not valid JSON, too long, or nothing but white space.
+    BrokenItemError where there is none, or what is there can't be read.
     """
-    if not members.keys() & set(CAPTION_FORMATS):
-        raise BrokenItemError("no caption (txt or json)")
-    name = "txt" if "txt" in members else "json"
-    if (size := len(members[name])) > MOST_BYTES:
-        raise BrokenItemError(f"{name} has {size:,} bytes; expected at most {MOST_BYTES:,}")
+    found: Any = None
+    if (size := max([len(members[name]) for name in CAPTION_FORMATS if name in members], default=0)) > MOST_BYTES:
+        raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")
     try:
-        if name == "txt":
-            captions: Any = members[name].decode("utf-8-sig")
-        else:
-            content = parse_json(members[name])
-            field = next(name for name in CAPTION_FIELDS if isinstance(content, dict) and name in content)
-            captions = content[field]
-    except UnicodeDecodeError:
-        raise BrokenItemError("caption isn't UTF-8") from None
+        if "txt" in members:
+            found = bytes(members["txt"]).decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(bytes(members["json"])), dict):
+            found = next((content[name] for name in CAPTION_FIELDS if name in content), None)
     except ValueError as error:
-        raise BrokenItemError(f"json isn't valid: {error}") from None
-    except StopIteration:
-        raise BrokenItemError("no caption in its json (field caption or text)") from None
-    captions = [captions] if isinstance(captions, str) else captions
+        raise BrokenItemError(f"caption can't be read: {error}") from None
+    captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(f"{field} in its json is neither a string nor a list of strings")
+        raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
     if (longest := max(map(len, captions), default=0)) > MOST_CHARACTERS:
-        raise BrokenItemError(f"a caption has {longest:,} characters; expected at most {MOST_CHARACTERS:,}")
-    usable = [caption.strip() for caption in captions if caption.strip()]
-    if not usable:
-        raise BrokenItemError("empty caption")
-    return usable
+        raise BrokenItemError(f"a caption has {longest:,} characters, expected at most {MOST_CHARACTERS:,}")
+    if usable := [caption.strip() for caption in captions if caption.strip()]:
+        return usable
+    raise BrokenItemError("empty caption")

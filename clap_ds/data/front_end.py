@@ -31,14 +31,3 @@ class FrontEnd:
     def of(cls, audio: AudioConfig) -> FrontEnd:
         """A model's."""
         return cls(**{name: getattr(audio, name) for name in cls.__slots__})
-
-    def differences(self, model: FrontEnd, kind: Kind) -> list[str]:
-        """How shards of a kind, prepared by this, don't fit a model: a text for each field; what the kind leaves to the model
-        may differ."""
-        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": self.__slots__}[kind]
-        pairs = {name: (getattr(self, name), getattr(model, name)) for name in matters}
-        return [
-            f"{name} is {own} in the shards, {wanted} in the model"
-            for name, (own, wanted) in pairs.items()
-            if own != wanted
-        ]

@@ -37,13 +37,3 @@ def read_clip(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Ra
         read_mel(encoded, row, rng=rng)
     else:
         decode_audio(encoded, row, sample_rate=sample_rate, rng=rng)
-
-
-def clip_into(members: Mapping[str, Any], row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Write the clip among an item's members to `row`, as `read_clip` does.
-
-    Returns the size of its file in bytes. Raises BrokenItemError.
-    """
-    encoded = choose_clip(members, "mel" if row.dtype == torch.float16 else "encoded")
-    read_clip(encoded, row, sample_rate=sample_rate, rng=rng)
-    return len(encoded)

@@ -23,39 +23,38 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_files import is_remote
-from clap_ds.data.shard_list import expand_sources, tokenizer_beside
-from clap_ds.data.shard_size import RATES, digits
+from clap_ds.data.shard_list import expand_shards, tokenizer_beside
+from clap_ds.data.shard_size import RATES
 from clap_ds.data.shards import ShardPieces
-from clap_ds.data.supply import MARGIN, cores_for, workers_for
+from clap_ds.data.supply import MARGIN, Supply, verdict
 
 _TEXT_TOKENS = 77
 _MOST_BYTES, _MOST_FILES, _CHUNK_BYTES = 2e9, 64, 2**22
-HEADING = "workers  samples/s  per worker  MB/s of files   file system, cold"
+HEADING = "workers  samples/s  per worker    MB/s of clips   file system, cold"
 
 
 class Speed(NamedTuple):
-    """What a number of workers gives together: samples and MB (10⁶ bytes) of their audio files per second; and the MB per
-    second that the file system gives to as many readers, None where shards are remote."""
+    """What a number of workers gives together: clips and MB (10⁶ bytes) of their files per second; and the MB per second that
+    the file system gives to as many readers, None where shards are remote."""
 
-    num_workers: int
-    samples_per_s: float
+    supply: Supply
     mb_per_s: float
     cold_mb_per_s: float | None = None
 
 
-def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Speed:
+def measure(shards: list[str], data: ShardData, spec: BatchSpec, seconds: float) -> Speed:
     """Load one rank's share for some time, after a micro-batch that isn't counted, and read the files for as long.
     ValueError where shards don't do."""
-    shards = [shard for source in expand_sources(data.shards) for shard in source.shards]
-    shards = shards[:: -(-len(shards) // _MOST_FILES)]
-    cold = None if any(map(is_remote, shards)) else read_files(shards, data.num_workers, seconds)
+    files = shards[:: -(-len(shards) // _MOST_FILES)]
+    cold = None if any(map(is_remote, shards)) else read_files(files, data.num_workers, seconds)
     with closing(ShardPieces(data, spec)) as pieces:
         next(pieces)  # starts the workers
         samples, size, begun = 0, pieces.encoded_bytes, time.perf_counter()
         while (elapsed := time.perf_counter() - begun) < seconds:
             next(pieces)
             samples += spec.micro_batch
-        return Speed(data.num_workers, samples / elapsed, (pieces.encoded_bytes - size) / elapsed / 1e6, cold)
+        supply = Supply(samples / elapsed, data.num_workers, pieces.kind)
+        return Speed(supply, (pieces.encoded_bytes - size) / elapsed / 1e6, cold)
 
 
 def read_files(paths: Sequence[str], num_readers: int, seconds: float) -> float:
@@ -81,36 +80,20 @@ def read_files(paths: Sequence[str], num_readers: int, seconds: float) -> float:
 def workers_needed(speeds: Sequence[Speed], needed: float) -> int:
     """How many workers give `MARGIN` times the samples per second that are needed; of more than were measured, each is taken to
     give what one among the most gave."""
-    more = workers_for(needed, speeds[-1].samples_per_s, speeds[-1].num_workers)
-    return next((speed.num_workers for speed in speeds if speed.samples_per_s >= MARGIN * needed), more)
-
-
-def verdict(speeds: Sequence[Speed], *, needed: float, ranks_per_host: int, cores: int) -> str:
-    """How many workers a step needs, whether the host has cores for them, and the file system gives their bytes cold."""
-    wanted = workers_needed(speeds, needed)
-    about = "about " if wanted > speeds[-1].num_workers else ""
-    text = f"{needed:.1f} samples/s take {about}{wanted} worker(s) per rank, with a margin of {MARGIN - 1:.0%}"
-    text += f"\n{cores_for(wanted, ranks_per_host=ranks_per_host, cores=cores)}"
-    best = max(speed.cold_mb_per_s or 0.0 for speed in speeds)
-    if best:
-        clip_mb = sum(speed.mb_per_s for speed in speeds) / sum(speed.samples_per_s for speed in speeds)
-        mb_per_s = needed * ranks_per_host * clip_mb
-        enough = "enough" if best >= mb_per_s else "NOT enough"
-        text += f"\nthey need {digits(mb_per_s)} MB/s of the file system, which gave {digits(best)} cold: {enough}"
-    return text
+    enough = (speed.supply.num_workers for speed in speeds if speed.supply.samples_per_s >= MARGIN * needed)
+    return next(enough, speeds[-1].supply.workers_for(needed))
 
 
 def row(speed: Speed) -> str:
     """One line under `HEADING`."""
-    workers, samples, mb, cold = speed
+    (samples, workers, _), mb, cold = speed
     files = "–" if cold is None else f"{cold:.1f} MB/s"
-    return f"{workers:7d} {samples:10.1f} {samples / workers:11.1f} {mb:14.2f} {files:>19}"
+    return f"{workers:7d} {samples:10.1f} {samples / workers:11.1f} {mb:16.2f} {files:>19}"
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
-    add, positive = parser.add_argument, whole_number()
+    add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
-    tiny = "htsat_tiny_roberta_base"
     add("--preset", choices=preset_names(), default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
     beside = "folder or hub name (default: the folder tokenizer beside TARS, or RoBERTa's)"
     add("--tokenizer", metavar="T", help=beside)
@@ -124,24 +107,27 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
 
 def run_measure(options: argparse.Namespace) -> None:
     """Measure and print; UserError for shards that can't be read."""
-    ranks, cores, first = options.ranks_per_host, len(os.sched_getaffinity(0)), options.shards[0]
+    ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
     most = options.max_workers or max(1, min(16, cores // ranks))
+    tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
+    model = load_preset(options.preset)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
+    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
     speeds: list[Speed] = []
     try:
-        model = load_preset(options.preset)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-        spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
-        data = ShardData(source="shards", shards=options.shards, tokenizer=options.tokenizer or tokenizer_beside(first))
+        shards = expand_shards(options.shards)
         for num_workers in sorted({2**power for power in range(most.bit_length())} | {most}):
-            speeds.append(measure(data.model_copy(update={"num_workers": num_workers}), spec, options.seconds))
+            data = ShardData(source="shards", shards=shards, tokenizer=tokenizer, num_workers=num_workers)
+            speeds.append(measure(shards, data, spec, options.seconds))
             if len(speeds) == 1:
                 print(HEADING)
             print(row(speeds[-1]), flush=True)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     if speeds[0].cold_mb_per_s is None:
         print("remote files: the loader's rates are with the time to fetch those that have no copy here yet")
     at = ", ".join(f"{workers_needed(speeds, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
-    if needed := options.needed_samples_per_s:
-        print(verdict(speeds, needed=needed, ranks_per_host=ranks, cores=cores))
+    if options.needed_samples_per_s:
+        best = max((speed.supply for speed in speeds), key=lambda supply: supply.samples_per_s)
+        print(verdict(best, options.needed_samples_per_s, ranks_per_host=ranks, cores=cores))

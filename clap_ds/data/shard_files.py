@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
 
+from clap_ds.config.files import open_regular
 from clap_ds.config.places import cache_folder
 from clap_ds.config.sections import ShardData
 
@@ -40,7 +42,8 @@ class OpenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
         """Up to `size` bytes, fewer where the file ends within them."""
@@ -61,11 +64,13 @@ def check_url(url: str) -> None:
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
             raise ValueError(f"the {address.scheme} URL of {address.hostname} carries credentials, {why}")
-    for part in url.split("::"):
+    for protocol in (part.split("://")[0] for part in url.split("::")):
         try:
-            fsspec.get_filesystem_class(part.split("://")[0])
-        except (ValueError, ImportError) as error:
-            raise ValueError(f"{url}: {error}") from None
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise ValueError(f"{url}: there is no protocol {protocol!r}") from None
+        except ImportError as error:
+            raise ValueError(f"{url}: the package for {protocol}:// is not installed: {error}") from None
 
 
 def problem_with(url: str) -> str | None:
@@ -76,7 +81,7 @@ def problem_with(url: str) -> str | None:
     except FileNotFoundError:
         return "is not there"
     except Exception as error:  # whatever the file system's package raises
-        return f"can't be reached: {error if isinstance(error, OSError) else repr(error)}"
+        return f"can't be reached: {str(error) or repr(error)}"
     return "is empty" if info.get("size") == 0 else None
 
 
@@ -94,15 +99,14 @@ def again(attempt: Callable[[], T]) -> T:
         except Exception as error:  # every file system's package has its own
             # fsspec says of everything that goes wrong with HTTP that a file isn't found, and aiohttp's errors say why.
             last = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-        status = getattr(last, "status", 0)
+        status, said = getattr(last, "status", 0), f"{type(last).__name__}: {last}"
         if isinstance(last, FileNotFoundError) or status in (404, 410):
-            raise FileNotFoundError(str(last)) from last
-        is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)  # late; too many
-        if is_refused or str(last).startswith("Forbidden"):  # gcsfs says it in words
-            raise PermissionError(f"{type(last).__name__}: {last}") from last
+            raise FileNotFoundError(said)
+        if status in (400, 401, 403, 451) or str(last).startswith("Forbidden"):  # gcsfs says it in words
+            raise PermissionError(said)
         if number < ATTEMPTS - 1:
             time.sleep(FIRST_WAIT_S * 2**number)
-    raise OSError(f"failed {ATTEMPTS} times, at last with {type(last).__name__}: {last}")
+    raise OSError(f"failed {ATTEMPTS} times, at last with {said}")
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
@@ -124,25 +128,20 @@ def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str,
     """Shards in order, each with what opens it as `open_shard` does; while a remote one is read, the next is fetched."""
     started: deque[tuple[str, Callable[[], OpenFile]]] = deque()
     for shard in shards:
-        started.append((shard, _start_to_open(shard, cache_bytes)))
+        opened: Future[OpenFile] = Future()
+        if is_remote(shard):  # in no executor, for whose threads a worker's end would wait
+            threading.Thread(target=_fetch, args=(opened, shard, cache_bytes), daemon=True).start()
+        started.append((shard, opened.result if is_remote(shard) else partial(OpenFile, shard)))
         if len(started) > 1:
             yield started.popleft()
     yield from started
 
 
-def _start_to_open(shard: str, cache_bytes: float) -> Callable[[], OpenFile]:
-    if not is_remote(shard):
-        return lambda: OpenFile(shard)
-    opened: Future[OpenFile] = Future()
-
-    def fetch() -> None:
-        try:
-            opened.set_result(open_shard(shard, cache_bytes))
-        except BaseException as error:  # whatever becomes of the thread, the reader doesn't wait for ever
-            opened.set_exception(error)
-
-    threading.Thread(target=fetch, daemon=True).start()  # of an executor, a worker's end would wait for it
-    return opened.result
+def _fetch(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
+    try:
+        opened.set_result(open_shard(shard, cache_bytes))
+    except BaseException as error:  # whatever becomes of the thread, the reader doesn't wait for ever
+        opened.set_exception(error)
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import glob
 import math
-import os
 import random
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 from braceexpand import braceexpand
 
 from clap_ds.data import shard_files
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
 
-_MOST_LOOKED_UP = 32  # remote shards that are looked up before a run; problems with others turn up while reading
 _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
 
 
@@ -96,7 +94,8 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 def expand_shards(shards: str | list[str]) -> list[str]:
     """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
 
-    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing files, an unusable URL.
+    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing files, an unusable URL. Of remote
+    tars the first and the last are looked up; problems with others turn up while reading.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
@@ -110,18 +109,15 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
     remote = list(filter(shard_files.is_remote, names))
     missing = [name for name in names if not (shard_files.is_remote(name) or Path(name).is_file())]
-    if folder := next(filter(os.path.isdir, missing), None):
-        raise ValueError(
-            f"{FIELD}: expected tar files, found the folder {folder}; write {folder.rstrip('/') + '/*.tar'!r}"
-        )
+    if missing and Path(missing[0]).is_dir():
+        write = f"write {missing[0].rstrip('/') + '/*.tar'!r}"
+        raise ValueError(f"{FIELD}: expected tar files, found the folder {missing[0]}; {write}")
     if missing:
         found = f"{len(missing)} of the {len(names)} files of {', '.join(patterns)!r} are not there"
         raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
-    looked_up = remote[:: max(1, math.ceil(len(remote) / _MOST_LOOKED_UP))]
-    with ThreadPoolExecutor(8) as threads:
-        for url, problem in zip(looked_up, threads.map(shard_files.problem_with, looked_up), strict=True):
-            if problem:
-                raise ValueError(f"{FIELD}: {url} {problem}")
+    for url in dict.fromkeys([*remote[:1], *remote[-1:]]):
+        if problem := shard_files.problem_with(url):
+            raise ValueError(f"{FIELD}: {url} {problem}")
     return names
 
 
@@ -131,9 +127,11 @@ def _matches(name: str) -> list[str]:
         found = [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
     else:
         shard_files.check_url(name)
+        if not ("*" in name or "[" in name):  # a ? in a web address begins its query
+            return [name]
+        fs, path = fsspec.url_to_fs(name)
         try:
-            # A ? in a web address begins its query.
-            found = shard_files.match(name) if "*" in name or "[" in name else [name]
+            found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
         except Exception as error:  # whatever the file system's package raises
             raise ValueError(f"{name!r} can't be looked up: {type(error).__name__}: {error}") from None
     if not found:
@@ -149,13 +147,13 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
     """
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
-        per_pass = [max(_FEWEST_IN_A_PASS, math.ceil(len(s.shards) / readers)) for s in sources]
-        drawn = [replace(s, shards_per_pass=n) for s, n in zip(sources, per_pass, strict=True)]
+        numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
+        drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
         return [drawn] * max(num_workers, 1)
-    for number in (len(source.shards) for source in sources):
-        if number < readers and rank == 0:
-            found = f"{number} shards for {world_size} rank(s) × {num_workers} workers"
-            note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
+    fewest = min(len(source.shards) for source in sources)
+    if fewest < readers and rank == 0:
+        found = f"{fewest} shards for {world_size} rank(s) × {num_workers} workers"
+        note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
     own = range(rank, readers, world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
 
@@ -165,10 +163,10 @@ def deal_out(
 ) -> list[list[Source]]:
     """What each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid end to end
     in their order or, `shuffled`, in one that is drawn once for a seed, so that a worker keeps to the same tars."""
-    order = [*range(len(samples))]
+    tars = list(zip(source.shards, samples, strict=True))
     if shuffled:
-        random.Random(f"seed {spec.seed}, tars").shuffle(order)
-    shards, counts = [source.shards[number] for number in order], tuple(samples[number] for number in order)
+        random.Random(f"seed {spec.seed}, tars").shuffle(tars)
+    shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
     of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
     deals = [Deal(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
     return [[replace(source, shards=shards, deal=deal)] for deal in deals]

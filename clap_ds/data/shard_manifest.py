@@ -15,14 +15,13 @@ from pathlib import Path
 
 import fsspec
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source
-from clap_ds.data.tar_items import count_samples, list_items
+from clap_ds.data.tar_items import count_samples
 
 MANIFEST = "manifest.json"
 
@@ -61,16 +60,16 @@ def read_manifest(folder: str) -> ShardManifest:
 
     def read() -> bytes:
         with fsspec.open(path, "rb", expand=False) as file:
-            return bytes(file.read())
+            return bytes(file.read(MOST_BYTES))
 
     try:
-        found = again(read)
+        found = again(read) if is_remote(path) else read_bytes(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
         return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
     try:
-        content = json.loads(found)
+        content = parse_json(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
         return ShardManifest(shards, content.get("kind", "encoded"), front_end)
@@ -83,35 +82,27 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     with `waveform`, as both are decoded.
 
     Raises:
-        ValueError: kinds that can't be mixed, or that aren't known; a front end that differs from the model's; features without
-            a manifest.
+        ValueError: kinds that can't be mixed, or that aren't known; a front end that differs from the model's.
     """
-    tars = {tar.rpartition("/")[0]: tar for source in sources for tar in reversed(source.shards)}
-    kinds: dict[Kind, str] = {}  # with the first folder of each
-    for folder, tar in tars.items():
-        manifest, where = read_manifest(folder or "."), f"{FIELD}: {folder or '.'}"
-        is_unknown = not manifest.shards and not is_remote(tar)
-        if is_unknown and FEATURES in next(list_items(tar, lambda *_: None), {}):
-            raise ValueError(f"{where} holds features, by {tar}, and no {MANIFEST}, which says of which front end")
+    own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kinds with the last folder of each
+    for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
+        manifest, where = read_manifest(folder), f"{FIELD}: {folder}"
         if manifest.kind not in KINDS or (manifest.kind != "encoded" and manifest.front_end is None):
             expected = f"expected one of {KINDS} with its front end"
             raise ValueError(f"{where}/{MANIFEST} says kind {manifest.kind!r}, {expected}")
-        own = FrontEnd.of(model.audio)
-        if differences := manifest.front_end.differences(own, manifest.kind) if manifest.front_end else []:
-            fits = f"; it fits preset {' or '.join(names)}" if (names := presets_of(manifest)) else ""
-            raise ValueError(
-                f"{where} was prepared for another model than {model.name}: {', '.join(differences)}{fits}"
-            )
-        kinds.setdefault(manifest.kind, folder or ".")
+        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
+        pairs = [(name, getattr(manifest.front_end, name), getattr(own, name)) for name in matters]
+        if others := [
+            f"{name} is {there} in the shards, {ours} in the model" for name, there, ours in pairs if there != ours
+        ]:
+            presets = [each for each in preset_names() if FrontEnd.of(load_preset(each).audio) == manifest.front_end]
+            fits = f"; it fits preset {' or '.join(presets)}" if presets else ""
+            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}{fits}")
+        kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
         raise ValueError(f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
-    return "encoded" if "encoded" in kinds else next(iter(kinds))
-
-
-def presets_of(manifest: ShardManifest) -> list[str]:
-    """The presets whose front end prepared what a folder holds; none where that isn't prepared, or by another one."""
-    return [name for name in preset_names() if FrontEnd.of(load_preset(name).audio) == manifest.front_end]
+    return next(kind for kind in KINDS if kind in kinds)
 
 
 def digest(path: Path) -> str:  # SHA-256 of a file, in hex

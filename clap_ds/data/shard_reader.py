@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,11 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of
-from clap_ds.data.items import clip_into
+from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_ahead
-from clap_ds.data.shard_list import FIELD, Part, Source
+from clap_ds.data.shard_list import Part, Source
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samples_between, words
 from clap_ds.model.tokenizer import tokenize
-
-NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
 
 Position = dict[str, Any]
 """Where a reader stands, fit for JSON: `samples` given so far, and of each source in `passes` the number of the pass and how
@@ -47,19 +45,12 @@ class Piece:
 
     worker: int
     place: int  # of the audio in that memory
-    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None  # `Batch.input_ids` and `attention_mask`
     broken: list[Broken]
     after: Position  # where its reader stands when these rows are given
-    encoded_bytes: int = 0  # of audio files decoded for them
+    encoded_bytes: int  # of audio files decoded for them
+    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # `Batch.input_ids` and `attention_mask`
     made_in_s: float = 0.0  # not counting how long they waited to be fetched; 0 of a worker's first
     failure: str = ""  # why it has given up; then there are no rows
-
-
-class Sample(NamedTuple):
-    """The caption of an item whose audio has been written to the next row; `encoded_bytes` of the file it was."""
-
-    caption: str
-    encoded_bytes: int
 
 
 @dataclass(slots=True)
@@ -75,8 +66,8 @@ class SourceReader:
     pass_number: int
     drawn: int  # items of this pass
 
-    def samples(self, decode: Callable[[Item, random.Random], Sample | None]) -> Iterator[Sample]:
-        """Samples without end; ends only where a whole pass gave none."""
+    def captions(self, decode: Callable[[Item, random.Random], str | None]) -> Iterator[str]:
+        """What `decode` gives of each usable item, without end; ends only where a whole pass gave nothing."""
         is_useful = True
         while is_useful:
             skipped = self.drawn
@@ -85,11 +76,11 @@ class SourceReader:
             items = self._pass() if self.given < wanted else iter(())
             for number, item in islice(enumerate(items), skipped, None):
                 self.drawn = number + 1
-                sample = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
-                if sample is not None:
+                caption = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
+                if caption is not None:
                     is_useful = True
                     self.given += 1
-                    yield sample
+                    yield caption
                     if self.given >= wanted:
                         break
             if is_useful:
@@ -120,7 +111,7 @@ class SourceReader:
 
 @dataclass(slots=True)
 class ShardReader:
-    """One worker's pieces. Remembers what was broken, so that each is named once.
+    """One worker's pieces. Remembers what was broken, so that each is sent once.
 
     `memory`, (places, rows, *shape of a row), is filled place by place, again and again.
     """
@@ -133,72 +124,66 @@ class ShardReader:
     memory: Tensor
     seed: str  # differs between runs' seeds, ranks and workers
     start: Position
-    _known: dict[str, Broken] = field(default_factory=dict)
-    _news: list[Broken] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _broken: list[Broken] = field(default_factory=list)  # that haven't been sent
+    _encoded_bytes: int = 0
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # the next
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces without end; the last says why, where a source has nothing that can be used."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
+        readers = self._readers()
+        streams, weights = [reader.captions(self._decode) for reader in readers], [each.weight for each in self.sources]
+        places, piece_size = self.memory.shape[:2]
+        place, began_s, chosen = 0, 0.0, 0  # of the first piece, the time is that of starting
+        captions: list[str] = []
+        for number in count(self.start["samples"]):
+            self._row = self.memory[place, len(captions)]
+            if len(streams) > 1:
+                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
+            caption = next(streams[chosen], None)
+            if caption is not None:
+                captions.append(caption)
+                if len(captions) < piece_size:
+                    continue
+            after = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
+            piece = Piece(self.worker, place, self._broken, after, self._encoded_bytes)
+            if caption is None:
+                shards = self.sources[chosen].shards
+                piece.failure = f"a whole pass over {len(shards)} shard(s), such as {shards[0]}, gave no usable item"
+                yield piece
+                return
+            ids, mask = tokenize(captions, self.tokenizer, self.spec.text_tokens)
+            piece.captions = ids.numpy(), mask.numpy()
+            piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
+            yield piece
+            began_s, captions, self._broken, self._encoded_bytes = time.perf_counter(), [], [], 0
+            place = (place + 1) % places
+
+    def _readers(self) -> list[SourceReader]:
+        """Where `start` says that they stand."""
         readers, starts = [], self.start["passes"] or [[0, 0]] * len(self.sources)
         for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
-            name = f"{self.seed}, source {number}"
-            cache_bytes, given = 1e9 * self.data.cache_gb, self.start["samples"]
-            readers.append(SourceReader(source, buffer, name, self._report, cache_bytes, given, *start))
-        streams = [reader.samples(self._decode) for reader in readers]
-        weights = [source.weight for source in self.sources]
-        began_s = None  # the first piece's time is that of starting
-        samples: list[Sample] = []
-        places, piece_size = self.memory.shape[:2]
-        place = 0
-        for number in count(self.start["samples"]):
-            self._row = self.memory[place, len(samples)]
-            chosen = 0
-            if len(streams) > 1:
-                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
-            sample = next(streams[chosen], None)
-            position = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
-            if sample is None:
-                yield Piece(self.worker, place, None, self._take_news(), position, failure=self._failure(chosen))
-                return
-            samples.append(sample)
-            if len(samples) == piece_size:
-                ids, mask = tokenize([sample.caption for sample in samples], self.tokenizer, self.spec.text_tokens)
-                size = sum(sample.encoded_bytes for sample in samples)
-                piece = Piece(self.worker, place, (ids.numpy(), mask.numpy()), self._take_news(), position, size)
-                piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
-                yield piece
-                began_s, samples = time.perf_counter(), []
-                place = (place + 1) % places
+            name, cache_bytes = f"{self.seed}, source {number}", 1e9 * self.data.cache_gb
+            readers.append(SourceReader(source, buffer, name, self._report, cache_bytes, self.start["samples"], *start))
+        return readers
 
-    def _decode(self, item: Item, rng: random.Random) -> Sample | None:
-        """Write an item's audio to the next row."""
+    def _decode(self, item: Item, rng: random.Random) -> str | None:
+        """Write an item's audio to the next row; its caption."""
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
-            if not caption.isascii():
-                ids = self.tokenizer(caption, add_special_tokens=False)["input_ids"]
-                if all(token == self.tokenizer.unk_token_id for token in ids):
-                    raise BrokenItemError(f"the tokenizer knows no part of the caption {caption[:40]!r}")
-            size = clip_into(item, self._row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
+            encoded = choose_clip(item, "mel" if self._row.dtype == torch.float16 else "encoded")
+            read_clip(encoded, self._row, sample_rate=self.spec.model.audio.sample_rate, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
-        return Sample(caption, size)
+        self._encoded_bytes += len(encoded)
+        return caption
 
     def _report(self, name: str, reason: str) -> None:
         if name not in self._known:
-            self._known[name] = Broken(name, reason)
-            self._news.append(self._known[name])
-
-    def _take_news(self) -> list[Broken]:
-        news, self._news = self._news, []
-        return news
-
-    def _failure(self, number: int) -> str:
-        shards = self.sources[number].shards
-        examples = "; ".join(map(str, islice(self._known.values(), NUM_EXAMPLES)))
-        why = f", the first: {examples}" if examples else f": {shards[0]} holds no items"
-        return f"{FIELD}: a whole pass over {len(shards)} shard(s) gave no usable item; {len(self._known)} broken{why}"
+            self._known.add(name)
+            self._broken.append(Broken(name, reason))

@@ -18,22 +18,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
-from clap_ds.data.front_end import Kind
-from clap_ds.data.shard_list import Source, deal_out, expand_sources, note, share_out
+from clap_ds.data.shard_list import FIELD, Source, deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of
-from clap_ds.data.shard_reader import NUM_EXAMPLES, START, Piece, ShardReader
+from clap_ds.data.shard_reader import START, Piece, ShardReader
 from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10
 """Local tars without a manifest are counted up to this many bytes in all, which takes a second."""
+NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
 PIECE_SIZE = 32
 """Rows of a piece: tokenizing and sending one costs the same however many it has, and memory waits for whole ones."""
 
@@ -56,7 +55,7 @@ class ShardPieces:
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
     ) -> None:
         sources = expand_sources(data.shards)
-        self._kind = kind_of(sources, spec.model)
+        self.kind = kind_of(sources, spec.model)
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
         shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
         # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.
@@ -64,28 +63,31 @@ class ShardPieces:
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
-        next_worker, positions = self._state["next_worker"], self._state["positions"]
         piece_size = order["rows in a piece"]
         # Two micro-batches in all wait ahead of the one in use; each worker also keeps its part of that, and fills another.
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        self._memory = _shared_rows(self._kind, data, spec, (len(shares), ahead + in_use, piece_size))
+        audio, is_mel = spec.model.audio, self.kind == "mel"
+        row = audio.feature_shape if is_mel else (audio.num_samples,)
+        dtype = torch.float16 if is_mel else getattr(torch, data.waveforms)
+        self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
-            for worker, (own, start) in enumerate(zip(shares, positions, strict=True))
+            for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
         self.encoded_bytes = 0  # of audio files decoded so far
         self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Piece, Batch] | None = None
         # Workers are asked in turn, so the one whose turn it is comes first.
-        dataset = _Readers(readers[next_worker:] + readers[:next_worker])
-        options = {"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}
+        next_worker = self._state["next_worker"]
         self._received: Loader[Piece] = Loader(
-            dataset, num_workers=self.num_workers, section="clap.data", batch_size=None, **options
-        )
+            _Readers(readers[next_worker:] + readers[:next_worker]),
+            num_workers=self.num_workers, section="clap.data", batch_size=None,
+            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}),
+        )  # fmt: skip
         if spec.device.type == "cuda":
             if lock_pages(self._memory):
                 # Not by `close`, which follows errors, too: CUDA may wait for all that other ranks have left undone.
@@ -129,8 +131,8 @@ class ShardPieces:
         origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
         self._state["origin"] = origin
         if spec.rank == 0:
-            details = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
-            other = ", ".join(name + details.get(name, "") for name in changed)
+            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
+            other = ", ".join(name + values.get(name, "") for name in changed)
             note(f"resuming after {origin:,} samples in a new order, because of other {other}")
 
     def __next__(self) -> list[Batch]:
@@ -159,7 +161,9 @@ class ShardPieces:
         self.encoded_bytes += piece.encoded_bytes
         if piece.captions is None:
             self.close()
-            raise ValueError(piece.failure)
+            examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
+            found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they hold no items"
+            raise ValueError(f"{FIELD}: {piece.failure}; {found}")
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
         self._made += len(batch) if piece.made_in_s else 0
@@ -170,7 +174,7 @@ class ShardPieces:
         if not self._made_in_s:
             return None
         rate = max(self.num_workers, 1) * self._made / self._made_in_s
-        return Supply(rate, self.num_workers, self._kind)
+        return Supply(rate, self.num_workers, self.kind)
 
     def state(self) -> dict[str, Any]:
         """Where this rank stands after the last micro-batch."""
@@ -181,7 +185,7 @@ class ShardPieces:
         of all shards, None where that isn't known, and `epoch_samples` the same where each comes once an epoch."""
         return {
             "source": "shards",
-            "kind": self._kind,
+            "kind": self.kind,
             "num_shards": self._num_shards,
             "num_samples": self._num_samples,
             "epoch_samples": self._num_samples if self._has_epochs else None,
@@ -192,19 +196,3 @@ class ShardPieces:
 
     def close(self) -> None:
         self._received.close()
-
-
-def _shared_rows(kind: Kind, data: ShardData, spec: BatchSpec, pieces: tuple[int, ...]) -> Tensor:
-    """Memory for so many pieces' audio, (*pieces, *shape of a clip's)."""
-    audio = spec.model.audio
-    shape: tuple[int, ...] = (*pieces, audio.num_samples)
-    dtype = getattr(torch, data.waveforms)
-    if kind == "mel":
-        shape, dtype = (*pieces, *audio.feature_shape), torch.float16
-    try:
-        return shared_empty(shape, dtype)
-    except OSError as error:
-        size = f"{math.prod(shape) * dtype.itemsize / 1e9:,.1f} GB"
-        raise ValueError(
-            f"clap.data: no room for the {size} in which {pieces[0]} worker(s) put audio: {error}"
-        ) from None

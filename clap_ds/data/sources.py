@@ -66,11 +66,9 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return self._state
 
     def statistics(self) -> dict[str, Any]:
-        """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
         return self._pieces.statistics()
 
     def supply(self) -> Supply | None:
-        """What its workers can give, as soon as that is known; None of synthetic data."""
         return self._pieces.supply()
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
                 if tar.offset <= offset or len(tar.pax_headers) > _MOST_FIELDS:
                     raise tarfile.ReadError("its headers lead back, or fill the memory")
                 offset = tar.offset
-                tar.members.clear()  # which would be kept, of every member
+                tar.__dict__["members"].clear()  # which would be kept, of every member
                 if member.isfile() and not member.issparse():
                     if member.offset_data + member.size > size:
                         raise EOFError("unexpected end of data")

@@ -19,15 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from clap_ds.ranks.distributed import keep_freed_memory
 
 _LIKELY_CAUSES = {
-    signal.SIGKILL: "the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
-    signal.SIGBUS: "shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
+    -signal.SIGKILL: "; the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
+    -signal.SIGBUS: "; shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
 }
 
 T = TypeVar("T")
-
-
-class WorkerError(ValueError):
-    """A worker process is gone; the message says how, and what to do."""
 
 
 class Loader(Iterator[T], Generic[T]):
@@ -47,28 +43,20 @@ class Loader(Iterator[T], Generic[T]):
             signal.signal(signal.SIGCHLD, handler)
 
     def __next__(self) -> T:
-        """Raises WorkerError when a worker was killed."""
+        """Raises ValueError when a worker was killed."""
         try:
             return next(self._loaded)
         except StopIteration:
             raise
         except Exception as error:  # of several kinds, depending on what a worker's end leaves undone
-            death = self._find_death()
-            if death is None:
-                raise
-            self.close()
-            raise WorkerError(f"{self._section}.num_workers: {death}") from error
-
-    def _find_death(self) -> str | None:
-        for worker in getattr(self._loaded, "_workers", []):
-            worker.join(timeout=1)  # the end may show a little later than what it left undone
-            if worker.exitcode:
-                how, cause = f"ended with code {worker.exitcode}", None
-                if worker.exitcode < 0:
-                    number = signal.Signals(-worker.exitcode)
-                    how, cause = f"was ended by {number.name}", _LIKELY_CAUSES.get(number)
-                return f"a data worker (process {worker.pid}) {how}" + (f"; {cause}" if cause else "")
-        return None
+            for worker in getattr(self._loaded, "_workers", []):
+                worker.join(timeout=1)  # the end may show a little later than what it left undone
+                if code := worker.exitcode:
+                    self.close()
+                    how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
+                    death = f"a data worker (process {worker.pid}) was ended by {how}"
+                    raise ValueError(f"{self._section}.num_workers: {death}") from error
+            raise
 
     def close(self) -> None:
         """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""

@@ -7,16 +7,12 @@ under bf16, and no step before the first.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.ops.op_builder import FusedAdamBuilder
 from torch import nn
 
 from clap_ds.config.sections import ShardData
@@ -26,6 +22,7 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.text import pretrained
 from clap_ds.ranks.agreement import on_first
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
@@ -40,16 +37,14 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
     Rank 0 looks first, so that where it can't be had one rank finds out and all stop; then one rank of every other host. All
     others find it in the cache of their host. A collective; ValueError where it can't be had, or doesn't fit the model.
     """
-    text, data = run.clap.preset().text, run.clap.data
 
     def load() -> None:
+        text, data = run.clap.preset().text, run.clap.data
         if isinstance(data, ShardData):
             from clap_ds.model.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
         if run.clap.model.text_from_hub:
-            from clap_ds.model.text import pretrained
-
             pretrained(text)
 
     on_first(load)
@@ -64,9 +59,6 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
     """
     options = run.clap.model
-    if run.clap.compile != "off" and device.type == "cpu" and " " in torch.__file__:
-        cant = "on CPUs PyTorch can't compile in an environment whose path has a space"
-        raise ValueError(f"{run.path}: clap.compile: {cant}: {sys.prefix}")
     model = ClapModel(
         run.clap.preset(),
         drop_path=options.drop_path,
@@ -112,32 +104,25 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
             return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
 
-    elif run.clap.fused_adam == "deepspeed":
-        _compile_fused_adam(run)
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
-        )
-    except (AssertionError, TypeError, ValueError) as error:
+        with doing("building DeepSpeed's engine"):  # which may compile its optimiser
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
+            )
+    except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
-    _undo_initial_step(engine.optimizer)
+    except RuntimeError as error:
+        if run.clap.fused_adam == "torch" or "extension" not in str(error):
+            raise
+        raise ValueError(
+            f"{run.path}: clap.fused_adam: {str(error).splitlines()[0]}; 'torch' needs no compiler"
+        ) from None
+    if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
+        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients, to allocate their state. That decays every
+        # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
+        inner.state.clear()
+        engine.optimizer.refresh_fp32_params()
     return engine
-
-
-@doing("compiling DeepSpeed's AdamW")
-def _compile_fused_adam(run: RunSettings) -> None:
-    """Have DeepSpeed compile its FusedAdam for this kind of device where that is used; ValueError where it can't be done."""
-    section = run.deepspeed.get("optimizer", {})
-    if section.get("type", "").lower() not in ADAMS or section.get("params", {}).get("torch_adam"):
-        return
-    beside_python = str(Path(sys.executable).parent)  # where ninja is, whether the environment is active or not
-    if beside_python not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] += os.pathsep + beside_python
-    try:
-        FusedAdamBuilder().load(verbose=False)
-    except Exception as error:  # a compiler says what is wrong in many ways
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{run.path}: clap.fused_adam: {reason}; 'torch' needs no compiler") from None
 
 
 def takes_flat_adamw(run: RunSettings) -> bool:
@@ -152,19 +137,6 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     )
 
 
-def _undo_initial_step(optimizer: Any) -> None:
-    """Take back the step that DeepSpeed's 16-bit optimisers make on construction, with zero gradients, to allocate
-    their state.
-
-    It decays every weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real
-    steps.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if inner is not None:
-        inner.state.clear()
-        optimizer.refresh_fp32_params()
-
-
 def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
     """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
@@ -172,27 +144,25 @@ def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
     and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
     position-bias tables and the logit scale have no weight decay, as in LAION's training code.
     """
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.fp32_parameters()]
+    kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
+
+    def group_of(name: str, parameter: nn.Parameter) -> str:
+        if parameter is model.logit_scale:
+            return "logit_scale"
+        if parameter in kept:
+            return "fp32"
+        return "no_decay" if parameter.ndim < 2 or name.endswith("relative_position_bias") else "decay"
 
     def groups() -> Iterator[dict[str, Any]]:
-        for parameter, value in kept:
+        for parameter, value in kept.items():
             value = value.to(parameter.device)
             if dist.is_initialized():
                 dist.broadcast(value, src=0)
             parameter.data = value
         named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
-        fp32 = {id(parameter) for parameter, _ in kept}
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter is model.logit_scale:
-                named["logit_scale"].append(parameter)
-            elif id(parameter) in fp32:
-                named["fp32"].append(parameter)
-            elif parameter.ndim < 2 or name.endswith("relative_position_bias"):
-                named["no_decay"].append(parameter)
-            else:
-                named["decay"].append(parameter)
+            if parameter.requires_grad:
+                named[group_of(name, parameter)].append(parameter)
         for name, parameters in named.items():
             if parameters:
                 yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})

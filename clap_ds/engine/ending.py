@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,39 @@ class Interrupted(BaseException):
         return "timeout" if self.number == signal.SIGUSR1 else "terminated"
 
 
+class Ending(NamedTuple):
+    """What is left of a run that didn't complete: its state and the error in its summary, kind and text of this rank's last
+    word, and what it says on the terminal; None: the traceback."""
+
+    state: State
+    error: str
+    kind: str
+    word: str
+    said: str | None
+    code: int = FAILED
+
+
+def ending_of(error: BaseException, rank: int, what: str) -> Ending:
+    """How a run ends by an exception on a rank; `what` was too large where memory is exhausted."""
+    text = str(error)
+    first_line = (text.splitlines() or [""])[0]
+    if isinstance(error, Interrupted):
+        stopped = f"stopped by {text}"
+        return Ending(error.state, stopped, failure.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
+    if isinstance(error, NonFiniteError):
+        return Ending("failed", text, failure.ERROR, text, f"error: rank {rank}: {text}")
+    if is_out_of_memory(error):
+        at = f"out of memory at {what}"
+        said = f"error: rank {rank}: {at}: {first_line}"
+        return Ending("out_of_memory", f"rank {rank}: {at}", failure.OUT_OF_MEMORY, at, said)
+    if is_connection_lost(error):
+        said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
+        return Ending("failed", f"rank {rank}: {text}", failure.LOST_PEER, first_line, said)
+    if isinstance(error, ValueError | StopIteration):  # about settings and data
+        return Ending("failed", f"rank {rank}: {text}", failure.ERROR, text, f"error: rank {rank}: {text}")
+    return Ending("failed", f"rank {rank}: {text}", failure.ERROR, f"{type(error).__name__}: {text}", None)
+
+
 @contextmanager
 def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
     """Record how what is done in here ends.
@@ -70,56 +104,29 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         yield
+        watch.stop()
+        if ranks.is_first:
+            record.finish("completed")
     except UserError as error:
         if ranks.is_first:
             record.finish("failed", str(error))
         raise
-    except Interrupted as stop:
-        leave_word(failure.STOPPED, f"stopped by {stop}", 128 + stop.number)
-        if ranks.is_first:
-            record.finish(stop.state, f"stopped by {stop}")
-            print(f"rank {ranks.rank}: stopped by {stop}", file=sys.stderr, flush=True)
-        distributed.leave(128 + stop.number)
-    except NonFiniteError as error:
-        _ignore_signals()
-        leave_word(failure.ERROR, str(error), FAILED)
-        if ranks.is_first:
-            record.finish("failed", str(error))
-            _say(ranks, str(error))
-        dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
-        distributed.leave(FAILED)
-    except Exception as error:
+    except (Interrupted, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
-        _record_failure(error, record, ranks, what)
-        distributed.leave(FAILED)
-    else:
-        watch.stop()
-        if ranks.is_first:
-            record.finish("completed")
+        end = ending_of(error, ranks.rank, what)
+        leave_word(end.kind, end.word, end.code)
+        if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # which are every rank's
+            record.finish(end.state, end.error)
+            if end.said is None:
+                traceback.print_exc()
+            else:
+                print(end.said, file=sys.stderr, flush=True)
+        if isinstance(error, NonFiniteError):
+            dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
+        distributed.leave(end.code)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _record_failure(error: Exception, record: RunDirectory, ranks: Ranks, what: str) -> None:
-    """Of this rank alone, as far as it knows."""
-    kind, message, said = failure.ERROR, str(error), str(error)
-    first_line = (message.splitlines() or [""])[0]
-    state: State = "failed"
-    if is_out_of_memory(error):
-        kind, state, message = failure.OUT_OF_MEMORY, "out_of_memory", f"out of memory at {what}"
-        said = f"{message}: {first_line}"
-    elif is_connection_lost(error):
-        kind = failure.LOST_PEER
-        said = f"another rank is gone: its connection to this one was lost ({first_line})"
-    elif not isinstance(error, ValueError | StopIteration):  # those are about settings and data
-        message, said = f"{type(error).__name__}: {error}", ""
-    leave_word(kind, first_line if kind == failure.LOST_PEER else message, FAILED)
-    record.finish(state, f"rank {ranks.rank}: {message if kind == failure.OUT_OF_MEMORY else error}")
-    if said:
-        _say(ranks, said)
-    else:
-        traceback.print_exc()
 
 
 def _ignore_signals() -> None:
@@ -138,7 +145,3 @@ def is_connection_lost(error: BaseException) -> bool:
     """Whether an exception says that another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
     return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-
-
-def _say(ranks: Ranks, message: str) -> None:
-    print(f"error: rank {ranks.rank}: {message}", file=sys.stderr, flush=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from torch import Tensor
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.building import wrap
-from clap_ds.engine.cached_step import FeatureCache
-from clap_ds.engine.compiled import compile_model
+from clap_ds.engine.cached_step import first_pass, second_pass
+from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import LOSSES, build_loss
@@ -41,6 +39,7 @@ class ClapEngine:
     """A CLAP model wrapped by DeepSpeed, stepping through batches.
 
     Attributes:
+        device: of this rank.
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
         steps: optimiser steps taken, skipped ones included.
@@ -56,19 +55,21 @@ class ClapEngine:
         """Wrap `model`; a collective over all ranks.
 
         Raises:
-            ValueError: DeepSpeed refuses one of its own sections.
+            ValueError: DeepSpeed refuses one of its own sections, or gradients can't be averaged as it is asked to.
         """
-        self.model = model.to(device)
+        self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
-        self._cuda_graphs = run.clap.cuda_graphs
-        compile_model(self.model, run.clap.compile, cuda_graphs=self._cuda_graphs)
+        if run.clap.compile == "towers":
+            compile_towers(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
         self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
         if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
+        if self._cached:  # the timer starts anew with every forward pass, so that half of them would be left out
+            self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
         self.deepspeed.clip_fp32_gradients = self._clip_gradients
@@ -90,7 +91,6 @@ class ClapEngine:
         loss_mean = self.accumulate(batches, timer)
         self._update(timer)
         self._bound_logit_scale()
-        self.sync.after_step()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         watch.step(self.steps)
@@ -111,43 +111,9 @@ class ClapEngine:
             this rank's pairs against the whole step's.
         """
         number = self.deepspeed.gradient_accumulation_steps()
-        return (
-            self._cached_micro_steps(batches, number, timer)
-            if self._cached
-            else self._micro_steps(batches, number, timer)
-        )
-
-    def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
-        that isn't finite; put back the batch norm's `statistics` of before a skipped one.
-
-        Args:
-            by_deepspeed: DeepSpeed skipped the step, and counted it.
-        """
-        if self._flat_step is not None:
-            self.is_skipped = self._flat_step.skipped
-            self._skipped[0].add_(self.is_skipped)
-        else:
-            self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
-        self._skipped[1].add_(1).mul_(self.is_skipped)
-        for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
-            buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
-        is_bad = ~loss.isfinite()
-        if self.norm_wanted and self.gradient_norm is not None:
-            is_bad |= ~self.gradient_norm.isfinite()
-        if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
-            is_bad &= ~self.is_skipped
-        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & is_bad, self.steps)
-
-    def set_accumulation_steps(self, number: int) -> None:
-        """Micro-batches in each of the following steps."""
-        if number != self.deepspeed.gradient_accumulation_steps():
-            per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
-            self.deepspeed.set_train_batch_size(number * per_micro_step)
-            self.deepspeed.tput_timer.batch_size = number * per_micro_step
-
-    def _micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
-        loss_sum = torch.zeros((), device=self._first_bad_step.device)
+        if self._cached:
+            return self._cached_micro_steps(batches, number, timer)
+        loss_sum = torch.zeros((), device=self.device)
         for left in reversed(range(number)):
             with timer("data_wait"):
                 batch = next(batches)
@@ -156,39 +122,49 @@ class ClapEngine:
             self._count_micro_batch(timer)
         return loss_sum / number
 
+    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
+        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
+        with timer("forward"):
+            features = self.deepspeed(*batch.model_inputs())
+        with timer("loss"):
+            loss = self.loss(*features, captions_B=self._captions(batch))
+        with timer("backward"):
+            self.deepspeed.backward(loss)
+        return loss
+
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
         with timer("data_wait"):
             micro_batches = [next(batches) for _ in range(number)]
-        with self._seen_by_deepspeeds_timer():
+        with timer("forward"):
+            leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
+        with timer("loss"):
+            loss = self.loss(*leaves, captions_B=self._captions(*micro_batches))
+            gradients = torch.autograd.grad(loss, leaves)
+        for i, (batch, state) in enumerate(zip(micro_batches, states, strict=True)):
             with timer("forward"):
-                cache = FeatureCache(self.deepspeed, self.model, micro_batches)
-            with timer("loss"):
-                loss = cache.differentiate(partial(self.loss, captions_B=self._captions(*micro_batches)))
-        for left, surrogate in zip(reversed(range(number)), cache.surrogate_losses(check=self.steps == 0), strict=True):
-            with timer("forward"):
-                self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-                surrogate_loss = surrogate()
+                self.deepspeed.set_gradient_accumulation_boundary(i == number - 1)
+                surrogate = second_pass(self.deepspeed, batch, state, gradients, i, number)
             with timer("backward"):
-                self.deepspeed.backward(surrogate_loss, scale_wrt_gas=False)
+                self.deepspeed.backward(surrogate, scale_wrt_gas=False)
             self._count_micro_batch(timer)
-        return loss
+        return loss.detach()
 
-    @contextmanager
-    def _seen_by_deepspeeds_timer(self) -> Iterator[None]:
-        """Have DeepSpeed's throughput timer, which starts anew with every forward pass, count all that is done inside."""
-        timer = self.deepspeed.tput_timer
-        timer.start()
-        began, counted = timer.start_time, timer.micro_step_count
-        yield
-        timer.start_time = began
-        timer.stop()
-        timer.micro_step_count = counted  # it was no micro-batch
+    def _captions(self, *batches: Batch) -> Tensor | None:
+        """What tells captions apart, where the loss is to know equal ones."""
+        return torch.cat([batch.caption_hashes() for batch in batches]) if self._same_caption_positive else None
 
     def _count_micro_batch(self, timer: PhaseTimer) -> None:
         """Have DeepSpeed count a micro-batch that isn't the step's last."""
         if not self.deepspeed.is_gradient_accumulation_boundary():
             with timer("optimizer"):
                 self.deepspeed.step()
+
+    def set_accumulation_steps(self, number: int) -> None:
+        """Micro-batches in each of the following steps."""
+        if number != self.deepspeed.gradient_accumulation_steps():
+            per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
+            self.deepspeed.set_train_batch_size(number * per_micro_step)
+            self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
     def _update(self, timer: PhaseTimer) -> None:
         """Update the weights, which ends a step."""
@@ -200,33 +176,41 @@ class ClapEngine:
             self.deepspeed.step()
         if self.norm_wanted and by_deepspeed:
             norm = self.deepspeed.get_global_grad_norm()
-            self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self._first_bad_step.device)
+            self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_gradients(self) -> None:
         """For DeepSpeed, which has ranks agree on a norm that all have, and copies two numbers to the device."""
         most = self.deepspeed.gradient_clipping()
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
-    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
-        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
-        if self._cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        with timer("forward"):
-            features = self.deepspeed(*batch.model_inputs())
-        with timer("loss"):
-            loss = self.loss(*features, captions_B=self._captions(batch))
-        with timer("backward"):
-            self.deepspeed.backward(loss)
-        return loss
+    @torch.no_grad()
+    def _bound_logit_scale(self) -> None:
+        """Keep the learned scale at or below its maximum, in the parameter and in the optimiser's fp32 copy of it."""
+        (group,) = (group for group in self.deepspeed.optimizer.param_groups if group["name"] == "logit_scale")
+        for scale in (self.model.logit_scale, *group["params"]):
+            scale.clamp_(max=self._max_log_scale)
 
-    def _captions(self, *batches: Batch) -> Tensor | None:
-        """What tells captions apart, where the loss is to know equal ones."""
-        return torch.cat([batch.caption_hashes() for batch in batches]) if self._same_caption_positive else None
+    def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
+        """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
+        that isn't finite; put back the batch norm's `statistics` of before a skipped one.
 
-    def share_statistics(self) -> None:
-        """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
-        for buffer in self.model.audio.batch_norm.buffers():
-            dist.broadcast(buffer, src=0)
+        Args:
+            by_deepspeed: DeepSpeed skipped the step, and counted it.
+        """
+        if self._flat_step is None:
+            self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
+        else:
+            self.is_skipped = self._flat_step.skipped
+            self._skipped[0].add_(self.is_skipped)
+        self._skipped[1].add_(1).mul_(self.is_skipped)
+        for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
+            buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
+        is_bad = ~loss.isfinite()
+        if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
+            if self.gradient_norm is not None:
+                is_bad |= ~self.gradient_norm.isfinite()
+            is_bad &= ~self.is_skipped
+        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & is_bad, self.steps)
 
     def count_skipped(self) -> None:
         """Bring `skipped_in_a_row` and DeepSpeed's `skipped_steps` up to date, which waits for the device."""
@@ -258,11 +242,7 @@ class ClapEngine:
             since = self.steps - self.skipped_in_a_row + 1
             raise NonFiniteError(f"the loss or its gradient is NaN or infinite in every step from step {since} on")
 
-    @torch.no_grad()
-    def _bound_logit_scale(self) -> None:
-        """Keep the learned scale at or below its maximum, in the parameter and in the optimiser's fp32 copy of it."""
-        self.model.logit_scale.clamp_(max=self._max_log_scale)
-        for group in self.deepspeed.optimizer.param_groups:
-            if group["name"] == "logit_scale":
-                for master in group["params"]:
-                    master.clamp_(max=self._max_log_scale)
+    def share_statistics(self) -> None:
+        """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
+        for buffer in self.model.audio.batch_norm.buffers():
+            dist.broadcast(buffer, src=0)

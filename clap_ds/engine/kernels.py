@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +37,6 @@ CLIPS = 16
 Operation = Callable[..., Tensor]
 
 
-class Trial(NamedTuple):
-    """Triton's operation, the plain one, what both are given, by name, and the output's gradient."""
-
-    triton: Operation
-    plain: Operation
-    inputs: dict[str, Tensor]
-    probe: Tensor
-
-
 def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
     """`ClapModel`'s `attention` and `mlp` for a device, where `auto` is torch's operations.
 
@@ -53,12 +44,13 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
         ValueError: Triton is asked for where it can't run.
     """
     kernels: dict[Field, Any] = {"attention": default_kernel(device), "mlp": "torch"}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for field in FIELDS:
         asked = getattr(run.clap.model, field)
-        if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(f"{run.path}: clap.model.{field}: 'triton' runs on GPUs, found a CPU: take 'auto'")
-        if asked == "triton" and not has_triton_package():
-            raise ValueError(f"{run.path}: clap.model.{field}: 'triton' needs the triton package, which is missing")
+        if asked == "triton" and (not has_triton_package() or (device.type == "cpu" and not interpreted)):
+            raise ValueError(
+                f"{run.path}: clap.model.{field}: 'triton' needs a GPU and the triton package: take 'auto'"
+            )
         if asked != "auto":
             kernels[field] = asked
     return kernels
@@ -92,9 +84,8 @@ def _problem(field: Field, model: ClapModel, dtype: torch.dtype, device: torch.d
     generator = torch.Generator(device).manual_seed(0)  # what the run draws stays as it is
     normal = partial(torch.randn, generator=generator, dtype=dtype, device=device)
     try:
-        trial = (_attention_trial if field == "attention" else _mlp_trial)(model, normal)
-        found = _results(trial.triton, trial, dtype)
-        expected = _results(trial.plain, trial, torch.float32)
+        triton, plain, inputs = (_attention_trial if field == "attention" else _mlp_trial)(model, normal)
+        found, expected = _results(triton, inputs, dtype), _results(plain, inputs, torch.float32)
     except Exception as error:  # of whatever type a compiler or a driver has
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     for name, right in expected.items():
@@ -104,39 +95,37 @@ def _problem(field: Field, model: ClapModel, dtype: torch.dtype, device: torch.d
     return None
 
 
-def _results(operation: Operation, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of the trial's inputs, by name."""
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in trial.inputs.values()]
+def _results(operation: Operation, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output of all inputs but the last, which is the output's gradient, and their gradients, by name."""
+    *leaves, probe = (tensor.detach().to(dtype).requires_grad_() for tensor in inputs.values())
     output = operation(*leaves)
-    gradients = torch.autograd.grad(output, leaves, trial.probe.to(dtype))
-    return {"output": output.detach()} | {f"gradient of {n}": g for n, g in zip(trial.inputs, gradients, strict=True)}
+    gradients = torch.autograd.grad(output, leaves, probe.detach())
+    return {"output": output.detach()} | {f"gradient of {n}": g for n, g in zip(inputs, gradients, strict=False)}
 
 
-def _attention_trial(model: ClapModel, normal: Operation) -> Trial:
-    """At the size of the first stage, with shifted windows where it has them."""
+def _attention_trial(model: ClapModel, normal: Operation) -> tuple[Operation, Operation, dict[str, Tensor]]:
+    """Triton's operation, the plain one and their inputs, of the first stage's size and, where it has such, shifted windows."""
     stage: Any = model.audio.stages[0]
     grid, block = model.config.audio.stage_grids[0], max(stage.blocks, key=lambda each: each.shift)
     window, dim = block.attention.window, block.attention.proj.in_features
     attend = partial(attend_windows, mask_GNN=stage.mask, window=window, shift=block.shift)
-    bias = normal(block.attention.relative_position_bias.shape[1], window**2, window**2)
-    inputs = {"qkv": normal(CLIPS, grid, grid, 3 * dim), "bias": bias}
-    return Trial(
-        partial(attend, kernel="triton"), partial(attend, kernel="matmul"), inputs, normal(CLIPS, grid, grid, dim)
-    )
+    inputs = {"qkv": normal(CLIPS, grid, grid, 3 * dim)}
+    inputs["bias"] = normal(block.attention.relative_position_bias.shape[1], window**2, window**2)
+    inputs["output"] = normal(CLIPS, grid, grid, dim)
+    return partial(attend, kernel="triton"), partial(attend, kernel="matmul"), inputs
 
 
-def _mlp_trial(model: ClapModel, normal: Operation) -> Trial:
-    """At the size of the first MLP that there is a kernel for; a ValueError where there is none."""
+def _mlp_trial(model: ClapModel, normal: Operation) -> tuple[Operation, Operation, dict[str, Tensor]]:
+    """As `_attention_trial`, at the size of the first MLP that there is a kernel for; a ValueError where there is none."""
     from clap_ds.model.mlp_triton import supports, triton_mlp
 
     sizes = [(block.mlp.fc1.in_features, block.mlp.fc1.out_features) for block in model.audio.blocks()]
-    supported = [size for size in sizes if supports(*size)]
-    if not supported:
+    dim, hidden = next((size for size in sizes if supports(*size)), (0, 0))
+    if not dim:
         raise ValueError("it has no MLP of this model's widths")
-    dim, hidden = supported[0]
     inputs = {"tokens": normal(CLIPS, 8, 8, dim), "weight 1": normal(hidden, dim) * dim**-0.5, "bias 1": normal(hidden)}
     inputs |= {"weight 2": normal(dim, hidden) * hidden**-0.5, "bias 2": normal(dim)}
-    return Trial(triton_mlp, _plain_mlp, inputs, normal(CLIPS, 8, 8, dim))
+    return triton_mlp, _plain_mlp, inputs | {"output": normal(CLIPS, 8, 8, dim)}
 
 
 def _plain_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:

@@ -4,9 +4,6 @@ Both losses know their gradient in closed form. A rank that holds all features (
 (sigmoid) can work out the whole gradient of its own features, also what other ranks' rows and columns contribute. It is
 worked out in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
 
-P_ij is 1 where clip i and caption j belong together: [i = j], as published, or, where the pairs' captions are given
-(`clap.loss.same_caption` "positive"), wherever captions i and j are equal. n_i counts those equal to pair i's, itself included.
-
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
 
@@ -23,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.sections import LossSettings
-from clap_ds.engine.tiles import Positives, similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
+from clap_ds.engine.tiles import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 from clap_ds.ranks.agreement import rank, world_size
 
 # torch 2.13 renames it; 2.11 has only the older name.
@@ -34,8 +31,7 @@ class SoftmaxLoss:
     """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
-    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·P_ij/n_i) / 2N: the target is spread evenly over a row's and a column's
-    positives, of which they have as many. Features are gathered once, r and c once.
+    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered once, r and c once.
 
     Args:
         wire_dtype: features are gathered and compared in this type; sums and gradients are fp32 (fp64 for fp64).
@@ -75,9 +71,7 @@ class SoftmaxLoss:
             audio_BD: L2-normalised audio features, (B, D), fp32.
             text_BD: L2-normalised text features of the same pairs, (B, D), fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
-            logit_bias: not part of this loss.
-            captions_B: where equal captions are positives, a number for each different one (`Batch.caption_hashes`), (B,)
-                int64; on all ranks or on none.
+            logit_bias, captions_B: not part of this loss.
 
         Returns:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and the mean over
@@ -85,16 +79,16 @@ class SoftmaxLoss:
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        captions_N = gather_captions(captions_B)
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), captions_N, self._tile)
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), self._tile)
         return loss
 
 
 class SigmoidLoss:
     """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)), z = 2·P - 1. Each rank takes the rows of its audio and the columns
-    of its text; of an entry both see, the loss and the scalars' gradients are counted in the rows.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j or, with captions, where those of i and j are
+    equal, elsewhere -1. Each rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and
+    the scalars' gradients are counted in the rows.
 
     Args:
         wire_dtype: features travel and are compared in this type.
@@ -112,7 +106,8 @@ class SigmoidLoss:
         *,
         captions_B: Tensor | None = None,
     ) -> Tensor:
-        """As `SoftmaxLoss`; `logit_bias` of shape (1,), fp32, is needed."""
+        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32, and where equal captions are positives `captions_B`, (B,)
+        int64, a number for each different one (`Batch.caption_hashes`); on all ranks or on none."""
         assert logit_bias is not None
         captions_N = gather_captions(captions_B)
         loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, captions_N, self._wire_dtype)
@@ -151,27 +146,24 @@ class _Softmax(torch.autograd.Function):
         logit_scale: Tensor,
         audio_ND: Tensor,
         text_ND: Tensor,
-        captions_N: Tensor | None,
         tile: int | None,
     ) -> Tensor:
-        num_local = audio_BD.shape[0]
-        own = slice(rank() * num_local, (rank() + 1) * num_local)
-        scale = logit_scale.detach()
-        positives = Positives(own, len(audio_ND), captions_N, like=scale)
-        row_lse_B, row_target_B = tiled_row_sums(audio_ND[own], text_ND, scale, positives, tile)
-        column_lse_B, column_target_B = tiled_row_sums(text_ND[own], audio_ND, scale, positives, tile)
+        num_local, scale = len(audio_BD), logit_scale.detach()
+        first = rank() * num_local
+        own_audio_BD, own_text_BD = (each[first : first + num_local] for each in (audio_ND, text_ND))
+        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first, tile)
+        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first, tile)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
-            sides = (
-                (audio_ND[own], text_ND, row_lse_B, column_lse_N),
-                (text_ND[own], audio_ND, column_lse_B, row_lse_N),
+            rows, columns = (
+                (own_audio_BD, text_ND, row_lse_B, column_lse_N),
+                (own_text_BD, audio_ND, column_lse_B, row_lse_N),
             )
-            (audio_grad_BD, scale_grad), (text_grad_BD, _) = (
-                tiled_softmax_gradient(*side, scale, positives, tile) for side in sides
-            )
+            audio_grad_BD, scale_grad = tiled_softmax_gradient(*rows, scale, first, tile)
+            text_grad_BD, _ = tiled_softmax_gradient(*columns, scale, first, tile)
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
             factor = 1 / (2 * num_local)
             ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
@@ -180,7 +172,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, *[None] * 4
+        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
 
 
 class _Sigmoid(torch.autograd.Function):

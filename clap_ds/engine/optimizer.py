@@ -61,18 +61,15 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         grad_norms: Any = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """One update.
+        """One update; `closure` and `grad_norms` are for the interface.
 
         Args:
-            closure: for the interface; must be None.
             grads: of each group's master, flat, in any floating dtype, in one tensor or in several that follow each other; None
                 to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
             scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
-            grad_norms: for the interface; `scale` has it in.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
         """
-        assert closure is None
         if grads is None or output_params is None:
             super().step()
             return
@@ -86,7 +83,12 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             master.grad = flat.float()
             by_torch.append((master, low))
         if by_torch:
-            self._step_by_torch(scale, found_inf)
+            # These attributes are where torch's fused kernels look for both. Masters without a gradient stay.
+            is_one = not isinstance(scale, Tensor) and scale == 1.0
+            self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
+            self.found_inf = found_inf
+            super().step()
+            self.grad_scale = self.found_inf = None
         for master, low in by_torch:
             low.copy_(master)
             master.grad = None
@@ -94,15 +96,6 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
     def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
         """Whether the CPU kernel steps a group of these."""
         return self.cpu_kernels and adamw_native.supports(low, low, master) and is_ready(*gradients)
-
-    def _step_by_torch(self, scale: float | Tensor, found_inf: Tensor | None) -> None:
-        """Those masters that have a gradient. These attributes are where torch's fused kernels look for both."""
-        device = self.param_groups[0]["params"][0].device
-        is_one = not isinstance(scale, Tensor) and scale == 1.0
-        self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=device)
-        self.found_inf = found_inf
-        super().step()
-        self.grad_scale = self.found_inf = None
 
     def _step_natively(
         self, group: dict[str, Any], gradients: list[Tensor], low: Tensor, scale: float, found_inf: Tensor | None
@@ -118,12 +111,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         options = {name: group[name] for name in OPTIONS}
         sizes = [each.numel() for each in gradients]
         masters, *moments = (each.split(sizes) for each in (master.detach(), state["exp_avg"], state["exp_avg_sq"]))
-        adamw_native.native_adamw(
-            *(low.split(sizes), gradients, masters, *moments),
-            **options,
-            step=int(state["step"]),
-            scale=scale,
-        )
+        tensors = low.split(sizes), gradients, masters, *moments
+        adamw_native.native_adamw(*tensors, **options, step=int(state["step"]), scale=scale)
 
 
 class FlatStep:

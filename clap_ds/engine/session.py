@@ -5,6 +5,7 @@ it, and all that a run that steps has at hand. The steps are the command's.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,11 @@ from typing import Any
 import torch
 from deepspeed.comm import log_summary
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils.timer import ThroughputTimer
 
 from clap_ds.config.check import missing_monitors
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
-from clap_ds.engine.compiled import compile_statistics
 from clap_ds.engine.ending import recorded_ending
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.kernels import choose_kernels
@@ -34,11 +33,6 @@ from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
 
-HOST_ALONE = (
-    "note: DeepSpeed's samples/s (RunningAvgSamplesPerSec) are those of the host, which queues steps before the GPU has done"
-    " them: timers.throughput.synchronized is false"
-)
-
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
@@ -48,7 +42,6 @@ def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
-        cuda_graphs=run.clap.cuda_graphs,
     )
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
@@ -59,13 +52,6 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
     """Raises ValueError for what DeepSpeed would find wrong later, on one rank alone while the others wait for it."""
     for problem in missing_monitors(deepspeed):
         raise ValueError(f"{path}: {problem}")
-    for name in ("tensorboard", "csv_monitor"):
-        section = deepspeed.get(name, {})
-        if section.get("enabled") and (folder := section.get("output_path")):
-            try:
-                Path(folder, section.get("job_name", "DeepSpeedJobName")).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"{path}: {name}.output_path: {error}") from None
     try:
         DeepSpeedConfig(dict(deepspeed))
     except Exception as error:
@@ -85,8 +71,9 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
-        record = RunDirectory(on_first(lambda: _describe(run, ranks, device, here, everywhere)))
+        record = RunDirectory(on_first(lambda: _describe(run, ranks, here, everywhere)))
     if ranks.is_first:
+        record.update_summary(device_type=device.type)
         if ranks.job_folder is not None:
             (ranks.job_folder / "run_directory").write_text(f"{record.path}\n")
         print(f"run directory: {record.path}", flush=True)
@@ -100,30 +87,24 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     record.close()
 
 
-def _describe(
-    run: RunSettings, ranks: Ranks, device: torch.device, here: Environment, everywhere: list[tuple[str, str]]
-) -> Path:
+def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
     """Make the run directory with its first files, of what is run on what; `everywhere` has each rank's host and device."""
     root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
-    hosts = list(dict.fromkeys(host for host, _ in everywhere))
+    per_host = Counter(host for host, _ in everywhere)
+    places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
+    places |= {"gpus_per_node": [*per_host.values()], "device_names": sorted({name for _, name in everywhere})}
     try:
         record = RunDirectory(RunDirectory.create(Path(root), run.label).path.resolve())
         start_log(record.path / "rank0.log")
         record.write_json("config.json", run.resolved())
-        record.write_json(
-            "environment.json",
-            here
-            | {"world_size": ranks.world_size, "num_nodes": len(hosts), "hosts": hosts}
-            | {"gpus_per_node": [sum(host == h for h, _ in everywhere) for host in hosts]}
-            | {"device_names": sorted({name for _, name in everywhere})},
-        )
+        record.write_json("environment.json", {**here, **places})
     except OSError as error:
         raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
     record.update_summary(
         state="running",
         error=None,
         preset=run.clap.model.preset,
-        num_nodes=len(hosts),
+        num_nodes=len(per_host),
         world_size=ranks.world_size,
         micro_batch_per_gpu=sizes.micro_batch,
         gradient_accumulation_steps=sizes.accumulation_steps,
@@ -132,7 +113,6 @@ def _describe(
         text=run.clap.text,
         precision=run.precision,
         device_name=here["device_name"],
-        device_type=device.type,
     )
     return record.path
 
@@ -143,8 +123,6 @@ def build_engine(
     """The engine around the model, with its kernels chosen and this rank's random numbers ahead. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
-    if ranks.is_first and times_host_alone(engine.deepspeed.tput_timer, device):
-        print(HOST_ALONE, flush=True)
     if device.type == "cuda":
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
@@ -152,11 +130,6 @@ def build_engine(
     # Weights are the same on every rank, dropout and augmentation are not.
     torch.manual_seed(run.clap.seed + 1 + ranks.rank)
     return engine
-
-
-def times_host_alone(timer: ThroughputTimer, device: torch.device) -> bool:
-    """Whether DeepSpeed's samples/s tell how fast the host queues steps, not how fast the device has them done."""
-    return device.type == "cuda" and timer.config.enabled and not timer.config.synchronized
 
 
 @dataclass
@@ -196,7 +169,6 @@ class Session:
 def ready_to_step(
     run: RunSettings,
     ranks: Ranks,
-    device: torch.device,
     record: RunDirectory,
     engine: ClapEngine,
     *,
@@ -219,14 +191,14 @@ def ready_to_step(
             rank=ranks.rank,
             world_size=ranks.world_size,
             seed=run.clap.seed,
-            device=device,
+            device=engine.device,
             pack_captions=run.clap.text == "packed",
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
     with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
-            yield Session(run, ranks, device, record, engine, batches, scalars)
+            yield Session(run, ranks, engine.device, record, engine, batches, scalars)
         finally:
             watch.ending()
             scalars.write()
@@ -234,5 +206,3 @@ def ready_to_step(
             log_summary()
         if ranks.is_first:
             record.update_summary(data=batches.statistics())
-            if run.clap.compile != "off":
-                record.update_summary(compile=compile_statistics())

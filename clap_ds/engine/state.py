@@ -90,14 +90,11 @@ def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
 def _masters(engine: ClapEngine) -> dict[int, Tensor]:
     """The optimiser's own fp32 copies, where it has them, by the id of the model's parameter."""
     optimizer = engine.deepspeed.optimizer
-    groups = getattr(optimizer, "fp16_groups", [])
+    groups, copies = getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", [])
     if hasattr(optimizer, "fp32_groups_flat"):
-        flat_groups = zip(optimizer.fp32_groups_flat, groups, strict=True)
-        copies = [_unflatten_dense_tensors(flat, group) for flat, group in flat_groups]
-    else:
-        copies = getattr(optimizer, "fp32_groups", [])
-    pairs = zip(itertools.chain(*groups), itertools.chain(*copies), strict=True)
-    return {id(parameter): fp32 for parameter, fp32 in pairs}
+        copies = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)
+    chained = zip(itertools.chain(*groups), itertools.chain(*copies), strict=True)
+    return {id(parameter): fp32 for parameter, fp32 in chained}
 
 
 def master_weights(engine: ClapEngine) -> dict[str, Tensor]:

@@ -19,49 +19,25 @@ GPU_TILE, CPU_TILE = 32768, 1024
 """Columns in a tile where nobody says: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
 
 
-class Positives:
-    """Which clips and captions belong together: pair i's, or where captions are given, all whose captions are equal.
-
-    Args:
-        own: this rank's pairs among the `size` of the global batch.
-        captions_N: a number for each different caption, (N,) int64, or None.
-        like: a tensor of the device and type in which shares are given.
-    """
-
-    def __init__(self, own: slice, size: int, captions_N: Tensor | None, like: Tensor) -> None:
-        self._own, self._own_only = own, captions_N is None
-        self._number_N = torch.arange(size, device=like.device) if captions_N is None else captions_N
-        self._share_B = like.new_ones(own.stop - own.start)
-        if captions_N is not None:
-            sorted_N, own_B = captions_N.sort().values, captions_N[own].contiguous()
-            self._share_B /= torch.searchsorted(sorted_N, own_B, right=True) - torch.searchsorted(sorted_N, own_B)
-
-    def among(self, columns: slice) -> list[Tensor]:
-        """Caption numbers of the own pairs (B,) and of a tile's (K,), int64, and what each own pair's positives count (B,);
-        nothing where the tile has none."""
-        if self._own_only and (columns.stop <= self._own.start or self._own.stop <= columns.start):
-            return []
-        return [self._number_N[self._own], self._number_N[columns], self._share_B]
-
-
 def tiled_row_sums(
-    own_BD: Tensor, all_ND: Tensor, scale: Tensor, positives: Positives, tile: int | None = None
+    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int, tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the mean S_ij of i's positives: (B,) each, in the scale's type."""
+    """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the S_ij of pair i, whose j is `first` + i: (B,) each, in the
+    scale's type."""
     lses, targets = [], []
     for columns in _tiles(all_ND, tile):
-        rest = scale, positives.among(columns)
+        rest = scale, _pairs(own_BD, columns, first)
         lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
         lses.append(lse_B)
         targets += target_B
     return torch.stack(lses).logsumexp(dim=0), torch.stack(targets).sum(dim=0)
 
 
-def _row_sums(similarity_BK: Tensor, scale: Tensor, positives: list[Tensor]) -> list[Tensor]:
-    """Of one tile; without positives only the first. Maximum and sum, written out like this, are one pass in compiled code
+def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list[Tensor]:
+    """Of one tile; without `pairs` only the first. Maximum and sum, written out like this, are one pass in compiled code
     (online softmax, arXiv 1805.02867)."""
     logits_BK = similarity_BK * scale
-    targets = [(logits_BK * _shares(positives)).sum(dim=1)] if positives else []
+    targets = [(logits_BK * _are_pairs(pairs)).sum(dim=1)] if pairs else []
     maximum_B1 = logits_BK.amax(dim=1, keepdim=True)
     total_B1 = logits_BK.sub_(maximum_B1).exp_().sum(dim=1, keepdim=True)
     return [(maximum_B1 + total_B1.log()).squeeze(1), *targets]
@@ -73,7 +49,7 @@ def tiled_softmax_gradient(
     own_lse_B: Tensor,
     all_lse_N: Tensor,
     scale: Tensor,
-    positives: Positives,
+    first: int,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
@@ -84,6 +60,7 @@ def tiled_softmax_gradient(
         own_lse_B: log-sum-exps over the similarities of each own feature.
         all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
         scale: factor of the similarities, shape (1,); gives the type of sums and results.
+        first: place of this rank's first pair in the global batch.
 
     Returns:
         2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
@@ -91,10 +68,9 @@ def tiled_softmax_gradient(
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
     for columns in _tiles(all_ND, tile):
-        others_KD, lses, same = all_ND[columns], (own_lse_B, all_lse_N[columns]), positives.among(columns)
-        weights = compiled_on_gpu(
-            _weights, similarities(own_BD, others_KD, scale.dtype), scale, *lses, same, weight_dtype
-        )
+        others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
+        rest = scale, *lses, pairs, weight_dtype
+        weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
         del weights  # before the next tile is made
     # Σ_ij weight_ij · own_i·all_j, where the sum over j has just been made
@@ -106,22 +82,31 @@ def _weights(
     scale: Tensor,
     own_lse_B: Tensor,
     other_lse_K: Tensor,
-    positives: list[Tensor],
+    pairs: list[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """2N times the loss's derivative by one tile's logits."""
     logits_BK = similarity_BK * scale
     weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
     weight_BK += logits_BK.sub_(other_lse_K).exp_()
-    if positives:
-        weight_BK.sub_(_shares(positives), alpha=2)
+    if pairs:
+        weight_BK.sub_(_are_pairs(pairs), alpha=2)
     return weight_BK.to(dtype)
 
 
-def _shares(positives: list[Tensor]) -> Tensor:
-    """The softmaxes' target, (B, K): each row's positives add up to 1."""
-    own_B, other_K, share_B = positives
-    return torch.where(own_B[:, None] == other_K, share_B[:, None], 0)
+def _pairs(own_BD: Tensor, columns: slice, first: int) -> list[Tensor]:
+    """Places in the global batch of the own rows (B,) and of a tile's columns (K,), int64; nothing where the tile has none of
+    the pairs."""
+    own = range(first, first + len(own_BD))
+    if columns.stop <= own.start or own.stop <= columns.start:
+        return []
+    return [torch.arange(each.start, each.stop, device=own_BD.device) for each in (own, columns)]
+
+
+def _are_pairs(pairs: list[Tensor]) -> Tensor:
+    """(B, K): 1.0 where row and column are a pair, 0.0 elsewhere."""
+    own_B, other_K = pairs
+    return torch.where(own_B[:, None] == other_K, 1.0, 0.0)
 
 
 def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -197,7 +197,7 @@ def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
     """What `empty_rows` has a row for, of clips in order, or the reason why one can't be had. Read by `num_workers` processes
-    (0: by this one); a WorkerError where one of these was killed."""
+    (0: by this one); a ValueError where one of these was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))

@@ -1,6 +1,6 @@
 """Makes torchaudio importable beside any build of torch; the one place this project imports it from.
 
-    python -m clap_ds.model.torchaudio_compat    sets torchaudio's compiled library aside where torch has no CUDA, or back
+    python -m clap_ds.model.torchaudio_compat    sets torchaudio's compiled library aside where torch has no CUDA
 
 torchaudio's wheels carry compiled libraries linked against CUDA, so `import torchaudio` fails beside a CPU-only torch, and
 with it much of `transformers`, which imports torchaudio where it is installed. None of what this project uses (mel filters,
@@ -22,17 +22,12 @@ from typing import Any
 import torch
 
 _EXTENSION = "torchaudio._extension"
-_ASIDE = ".needs_cuda"
 
 
-def fit_to_torch(torchaudio_folder: Path, *, has_cuda: bool) -> list[Path]:
-    """Set torchaudio's library aside, or with CUDA back; what was renamed, by its new name. Raises OSError if it can't."""
-    libraries, renamed = torchaudio_folder / "lib", []
-    for path in libraries.glob(f"_torchaudio*.so{_ASIDE}" if has_cuda else "_torchaudio*.so"):
-        target = path.with_name(path.name.removesuffix(_ASIDE) if has_cuda else path.name + _ASIDE)
-        if not (has_cuda and target.exists()):  # a newer one, installed since
-            renamed.append(path.replace(target))
-    return renamed
+def set_aside(torchaudio_folder: Path) -> list[Path]:
+    """Rename torchaudio's compiled library; what it is called now. Raises OSError if it can't."""
+    found = sorted((torchaudio_folder / "lib").glob("_torchaudio*.so"))
+    return [path.replace(f"{path}.needs_cuda") for path in found]
 
 
 def _needs_alignment_library(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +57,6 @@ import torchaudio  # noqa: E402
 
 __all__ = ["torchaudio"]
 
-if __name__ == "__main__":
-    what = "is back" if torch.version.cuda else "is set aside, as this torch has no CUDA"
-    for path in fit_to_torch(Path(torchaudio.__file__).parent, has_cuda=torch.version.cuda is not None):
-        print(f"torchaudio's compiled library {what}: {path}")
+if __name__ == "__main__" and torch.version.cuda is None:
+    for path in set_aside(Path(torchaudio.__file__).parent):
+        print(f"torchaudio's compiled library is set aside, as this torch has no CUDA: {path}")

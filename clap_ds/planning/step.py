@@ -38,8 +38,7 @@ from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.trace import Formula, Operation, Recorded, trace
 
 CPU = torch.device("cpu")
-SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type", "prescale_gradients",
-            "gradient_predivide_factor")  # fmt: skip
+SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """Of DeepSpeed's sections, those that say what a step computes and holds."""
 PARTS = {
     "data_wait": "batches",
@@ -140,7 +139,8 @@ def trace_step(
             timer: Any = partial(_part_of_phase, recorded)
             _note_gradients(model, recorded)
             engine.set_accumulation_steps(1)
-            engine.step(batches, timer)
+            with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
+                engine.step(batches, timer)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
             recorded.hold(_state(engine.deepspeed.optimizer), "optimizer state")
             recorded.restart()
@@ -169,9 +169,7 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     """The run as the engine is given it: towers uncompiled and by torch's operations, AdamW by the project's, and none of
     DeepSpeed's monitors and timers."""
     run = with_model_settings(run, text_from_hub=False)
-    clap = run.clap.model_copy(
-        update={"compile": "off", "cuda_graphs": False, "cpu_kernels": "off", "fused_adam": "torch"}
-    )
+    clap = run.clap.model_copy(update={"compile": "off", "cpu_kernels": "off", "fused_adam": "torch"})
     params = run.deepspeed["optimizer"].get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},

@@ -58,21 +58,19 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself, or started this
-        rank beside the allocation."""
+        """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself."""
         _adopt_slurm_step()
+        words = sys.argv  # of commands, too, that fail before they have read them
+        folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
         given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         if not any(given.values()):
-            return cls(0, 1, 0, 1, job_folder=job_folder())
+            return cls(0, 1, 0, 1, job_folder=folder)
         if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
             found = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise UserError(
-                f"in a launcher's environment: expected whole numbers, RANK below WORLD_SIZE; found {found}"
-            )
-        _check_allocation()
+            raise UserError(f"of a launcher: expected whole numbers, RANK below WORLD_SIZE; found {found}")
         rank, world_size, local_rank = map(int, given.values())
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        return cls(rank, world_size, local_rank, local_world_size, job_folder=job_folder())
+        return cls(rank, world_size, local_rank, local_world_size, job_folder=folder)
 
     @property
     def is_first(self) -> bool:
@@ -107,22 +105,6 @@ def _adopt_slurm_step() -> None:
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
         os.environ.setdefault("MASTER_ADDR", expand(os.environ["SLURM_STEP_NODELIST"])[0])
         os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
-
-
-def _check_allocation() -> None:
-    """A UserError where a launcher started this rank on a host beside the allocation, such as the login node of an salloc."""
-    nodes, here = os.environ.get("SLURM_JOB_NODELIST"), this_host()
-    if nodes and here.partition(".")[0] not in {host.partition(".")[0] for host in expand(nodes)}:
-        raise UserError(
-            f"this host, {here}, isn't in the allocation, {nodes}: DeepSpeed's launcher starts the ranks of a single host"
-            " here; give it --force_multi, and --launcher slurm"
-        )
-
-
-def job_folder() -> Path | None:
-    """What `--job_folder` on the command line says: also of commands that fail before they have read it."""
-    words = sys.argv
-    return Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -204,14 +186,10 @@ def prepare_debugging(settings: DebugSettings) -> None:
     made. Variables that the user has set stay."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
-        chosen = {"NCCL_DEBUG": settings.nccl_debug, "NCCL_DEBUG_SUBSYS": settings.nccl_debug_subsys}
-        others = {
-            "TORCH_DISTRIBUTED_DEBUG": "INFO",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            "TORCH_SHOW_CPP_STACKTRACES": "1",
-        }
-        for name, value in {**chosen, **others}.items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
+        os.environ.setdefault("NCCL_DEBUG_SUBSYS", settings.nccl_debug_subsys)
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def keep_freed_memory() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import socket
 import sys
 import time
@@ -29,7 +28,6 @@ START_LIMIT_S = 300.0
 """For all ranks to meet: some import from a disk that others have in memory."""
 SAY_S = 10.0  # between two lines on who is missing
 LOOK_S = 0.1  # between rank 0's looks who is there
-LONGEST_WAIT_S = 2.0  # between attempts to reach rank 0
 
 
 class UnreachableError(RuntimeError):
@@ -54,40 +52,35 @@ def meet(
         hosts: of every rank, where that is known, to be named with those that are missing.
         device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
         run: the same on all ranks, and another one in other runs: of two that start at once on one port, the later one's ranks
-            would meet the earlier one's rank 0, and break both.
+            meet the earlier one's rank 0, and are kept apart.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
-        AgreedError: something else listens at the address; on the ranks that notice, of which rank 0, that can't, is one.
+        AgreedError: on rank 0, something else listens at the address.
     """
     import torch.distributed as dist
 
     address, port, limit_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), START_LIMIT_S
     here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
-    taken = AgreedError(
-        f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
-        " give the launcher a free one by --master_port"
-    )
-    if rank != 0 and (reason := _unreachable(address, port)):
-        raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {reason}")
     how: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    how["timeout"] = timedelta(seconds=1.2 * limit_s)  # rank 0 waits for all others before it answers
+    how["timeout"] = timedelta(seconds=3 * limit_s)  # when that is over, or nearly, torch writes stacks
     try:
-        # Another program that listens there and says nothing would keep torch for ever.
-        store: Any = within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how))
+        store: Any = dist.PrefixStore(run, within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how)))
+        store.set_timeout(timedelta(seconds=1.2 * limit_s))  # rank 0 waits for all others before it answers
+        store.append("arrived", f"{rank} ")
         if rank == 0:
-            store.set("clap/run", run)
-        if store.get("clap/run").decode() != run:
-            raise taken
-        store.append("clap/arrived", f"{rank} ")
-        if rank == 0:
-            store.set("clap/missing", json.dumps(_wait_for_all(store, world_size, hosts or _slurm_hosts(world_size))))
-        who, of_hosts = json.loads(store.get("clap/missing"))
-    except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, TimeoutError) or "EADDRINUSE" in str(error) or "Ping failed" in str(error):
-            raise taken from None
-        reason = str(error).splitlines()[0]
-        raise UnreachableError(f"{here} has lost {there} before all ranks met: {reason}") from None
+            store.set("missing", json.dumps(_wait_for_all(store, world_size, hosts or _slurm_hosts(world_size))))
+        who, of_hosts = json.loads(store.get("missing"))
+    except TimeoutError:
+        why = "it hasn't started, a firewall is between, or another program listens there (--master_port chooses one)"
+        raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {why}") from None
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise AgreedError(
+                f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
+                " give the launcher a free one by --master_port"
+            ) from None
+        raise UnreachableError(f"{here} has lost {there} before all ranks met: {str(error).splitlines()[0]}") from None
     if who:
         raise UnreachableError(f"{who} didn't connect within {limit_s:.0f} s", of_hosts)
     try:
@@ -97,27 +90,12 @@ def meet(
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
 
 
-def _unreachable(address: str, port: int) -> str:
-    """Why nothing can be reached there within the limit, or nothing. torch, left alone, gives up at once for some reasons, and
-    for others writes a stack to standard error at every attempt."""
-    deadline, wait_s = time.monotonic() + START_LIMIT_S, 0.05
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return ""
-        except OSError as error:
-            if time.monotonic() > deadline:
-                return error.strerror or str(error)
-        time.sleep(wait_s * random.uniform(0.5, 1.0))  # there may be thousands of ranks, and they began together
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-
-
 def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:
     """Rank 0 waits for every rank, and says now and then who is missing: at the end those that stay away, and their hosts."""
     begun = said = time.monotonic()
     while True:
         # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
-        missing = sorted(set(range(world_size)) - set(map(int, store.get("clap/arrived").split())))
+        missing = sorted(set(range(world_size)) - set(map(int, store.get("arrived").split())))
         if not missing:
             return "", []
         of_hosts = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []

@@ -13,14 +13,14 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.ranks.failure import CONSEQUENCES, ERROR, LOST_PEER, SHOWN, STALL, UNREACHABLE, Word, read_words, some
+from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
@@ -41,17 +41,9 @@ _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+)", re.MULTILINE)
 _WAITING = re.compile(r"/torch/distributed/|(^|\W)(wait|synchronize|barrier)$")
 
-
-class _Weight(IntEnum):
-    """What ranks leave, from what explains the rest to what only follows from it. Of two alike the earlier counts."""
-
-    JUDGED = 0  # by the ranks: later, one that was stopped may write its stacks as well
-    CAUSE = 1  # an error, a fatal signal, a stall
-    RANK_0_MISSED = 2
-    KILLED = 3  # without a word, while others left one
-    ABORTED = 4  # how libraries end a rank that has lost another, as well as one that is broken
-    LOST_PEER = 5
-    STOPPED = 6
+# From what explains the rest to what only follows from it; of two alike the earlier counts. Ranks that have judged together
+# have seen more than what is left afterwards; libraries abort a rank that has lost another as well as one that is broken.
+_JUDGED, _CAUSE, _RANK_0_MISSED, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(7)
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,8 @@ class Verdict:
     hosts: list[str]
 
 
-_Cause = tuple[_Weight, float, Verdict]
-"""With its time, in seconds since the epoch."""
+_Cause = tuple[int, float, Verdict]
+"""With its place in that order, and its time in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +84,7 @@ class Stacks:
         found = _FATAL.search(self.text)
         return found[1] if found else None
 
+    @cached_property
     def frames(self) -> list[tuple[str, str, str]]:
         """File, line and function, innermost first: of the thread that got a fatal signal, else of the main thread, which
         faulthandler writes last."""
@@ -99,14 +92,16 @@ class Stacks:
         threads = dict(zip(parts[::2], parts[1::2], strict=True))
         return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
 
+    @property
     def where(self) -> str:
-        for file, line, function in self.frames():
+        for file, line, function in self.frames:
             return f"in {function} ({file.rpartition('/')[2]}:{line})"
         return "gives no answer: it is stopped or gone"
 
+    @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
-        return any(_WAITING.search(file) or _WAITING.search(function) for file, _, function in self.frames()[:4])
+        return any(_WAITING.search(file) or _WAITING.search(function) for file, _, function in self.frames[:4])
 
 
 def read_stacks(run_directory: Path) -> list[Stacks]:
@@ -132,82 +127,73 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     if hosts:
         words = [replace(word, host=hosts[word.rank]) for word in words]
         files = [replace(file, host=hosts[file.rank]) for file in files]
-    # Who ends in order takes its own file away; before there are any, all that say nothing are missed.
-    watched = run_directory is not None and (run_directory / STACKS).is_dir()
-    silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
-    killed = {rank: host for rank, host in silent.items() if rank not in {word.rank for word in words}}
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
     causes += [_of_signal(file) for file in files if file.fatal]
     if still := [file for file in files if file.still_s is not None]:
-        causes.append((_Weight.CAUSE, min(file.at for file in still), _of_stall(still, files)))
+        causes.append((_CAUSE, min(file.at for file in still), _of_stall(still, files)))
+    # Who ends in order takes its own file away; before there are any, all that say nothing are missed.
+    watched = run_directory is not None and (run_directory / STACKS).is_dir()
+    silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
+    killed = sorted(silent.keys() - {word.rank for word in words})
     if causes and killed:
         # What tells of a link tells of its other end.
         causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
-        causes.append((_Weight.KILLED, 0.0, _of_killed(killed)))
+        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(_hosts_of(killed, silent))}"
+        message = f"{who} ended without a word: killed, perhaps for memory, or lost"
+        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, _hosts_of(killed, silent))))
     return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
 
 def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
-    weight, told = (
-        _Weight.CAUSE,
-        Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], []),
-    )
+    told = Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
     if word.kind == STALL:
-        named = _unique(hosts[rank] for rank in word.ranks) if hosts else word.hosts
-        weight, told = _Weight.JUDGED, Verdict(word.message, STALL, word.ranks, named)
-    elif word.kind == UNREACHABLE:
-        weight = _Weight.CAUSE if word.hosts else _Weight.RANK_0_MISSED
-        told = replace(told, message=word.message, hosts=word.hosts or [*hosts[:1]] * (word.rank != 0))
-    elif word.kind == ERROR and _OF_THE_HOST.search(word.message):
+        named = _hosts_of(word.ranks, dict(enumerate(hosts))) if hosts else word.hosts
+        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, named)
+    if word.kind == UNREACHABLE:
+        blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
+        return (_CAUSE if word.hosts else _RANK_0_MISSED), word.at, replace(told, message=word.message, hosts=blamed)
+    if word.kind == ERROR and _OF_THE_HOST.search(word.message):
         told = replace(told, hosts=[word.host])
-    elif word.kind in CONSEQUENCES:
-        weight = _Weight.LOST_PEER if word.kind == LOST_PEER else _Weight.STOPPED
-    return weight, word.at, told
+    return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(word.kind, _CAUSE), word.at, told
 
 
 def _of_signal(file: Stacks) -> _Cause:
-    where = f" {file.where()}" if file.frames() else ""
-    told = Verdict(f"rank {file.rank} on {file.host}: {file.fatal}{where}", SIGNAL, [file.rank], [])
-    if file.fatal == "Aborted":
-        return _Weight.ABORTED, file.at, told
-    return _Weight.CAUSE, file.at, replace(told, hosts=[file.host])
+    message = f"rank {file.rank} on {file.host}: {file.fatal}" + f" {file.where}" * bool(file.frames)
+    aborted = file.fatal == "Aborted"
+    told = Verdict(message, SIGNAL, [file.rank], [] if aborted else [file.host])
+    return (_ABORTED if aborted else _CAUSE), file.at, told
 
 
 def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     """Who holds the others up, and where those wait."""
-    seconds = min(file.still_s or 0.0 for file in still)
     found = files if len(files) == 1 else _elsewhere(files)
     others = [file for file in files if file not in found]
-    shown = [f"rank {file.rank} on {file.host} {file.where()}" for file in found[:SHOWN]]
-    for where, number in Counter(file.where() for file in others).most_common(1):
+    shown = [f"rank {file.rank} on {file.host} {file.where}" for file in found[:SHOWN]]
+    for where, number in Counter(file.where for file in others).most_common(1):
         part = "" if number == len(others) else f"{number} of "
         shown.append(f"{part}{'the other' if found else 'all'} {len(others)} {where}")
-    message = f"no step for {seconds:.0f} s: {'; '.join(shown)}"
-    return Verdict(message, STALL, [file.rank for file in found], _unique(file.host for file in found))
+    ranks = [file.rank for file in found]
+    message = f"no step for {min(file.still_s or 0.0 for file in still):.0f} s: {'; '.join(shown)}"
+    return Verdict(message, STALL, ranks, _hosts_of(ranks, {file.rank: file.host for file in found}))
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
     """The ranks that hold the others up: those that don't answer, else those that don't wait, are a step behind, or are not
     where most are. Empty where all are alike."""
     latest = max(file.step for file in files)
-    ((most, number),) = Counter(file.where() for file in files).most_common(1)
+    ((most, number),) = Counter(file.where for file in files).most_common(1)
     choices = (
-        [file for file in files if not file.frames()],
-        [file for file in files if not file.waits()],
+        [file for file in files if not file.frames],
+        [file for file in files if not file.waits],
         [file for file in files if file.step < latest],
-        [file for file in files if number * 2 > len(files) and file.where() != most],
+        [file for file in files if number * 2 > len(files) and file.where != most],
     )
     return next((found for found in choices if 0 < len(found) < len(files)), [])
 
 
-def _of_killed(killed: dict[int, str]) -> Verdict:
-    ranks, hosts = sorted(killed), _unique(killed[rank] for rank in sorted(killed))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
-    return Verdict(f"{who} ended without a word: killed, perhaps for memory, or lost", KILLED, ranks, hosts)
-
-
-def _unique(hosts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(hosts))
+def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(host[rank] for rank in ranks))
 
 
 def main() -> None:

@@ -54,38 +54,30 @@ class Watch:
         self._longest_s = 0.0
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
-        self.change(STARTING)
+        self.doing = ""
+        self.tell(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
         os.set_blocking(sender, False)
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
-    def change(self, doing: str) -> None:
-        """Do something else from now on, which may take long unless it is stepping."""
-        self.doing = doing
-        if doing != STEPPING:
-            self._last_step = 0.0
-        self._note(doing)
-        self.arm()
-
-    def step(self, number: int) -> None:
-        now = time.monotonic()
-        if self._last_step:
-            self._step_s.append(now - self._last_step)
-            self._longest_s = max(self._longest_s, self._step_s[-1])
-        self._steps, self._last_step = number, now
-        if self.doing == STEPPING:
-            self.arm()
-        else:
-            self.change(STEPPING)
-
-    def arm(self) -> None:
-        """A sign of life."""
+    def tell(self, doing: str, step: int | None = None) -> None:
+        """A sign of life: what is done from now on, which may take long unless it is stepping, and the step just made."""
         now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
+        if doing != STEPPING:
+            self._last_step = 0.0
+        elif step is not None:
+            if self._last_step:
+                self._step_s.append(now - self._last_step)
+                self._longest_s = max(self._longest_s, self._step_s[-1])
+            self._steps, self._last_step = step, now
+        if doing != self.doing:
+            self.doing = doing
+            self._note(doing)
         self.armed = (now, self._limit_s())
-        if self.doing == ENDING:  # stacks that it has written may say why
+        if doing == ENDING:  # stacks that it has written may say why
             faulthandler.cancel_dump_traceback_later()
             return
         if stood_still:  # it goes on
@@ -103,7 +95,7 @@ class Watch:
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""
-        self.change(ENDING)
+        self.tell(ENDING)
         faulthandler.disable()
         with suppress(ValueError):  # by another thread than the main one
             signal.set_wakeup_fd(self._wakeup_fd)
@@ -122,12 +114,12 @@ class Watch:
         """The watch's own thread."""
         while True:
             self._hear(LOOK_S)
-            since, limit_s = armed = self.armed
-            if time.monotonic() > since + limit_s + LOOK_S / 2:
+            armed = self.armed
+            if time.monotonic() > sum(armed) + LOOK_S / 2:
                 self._note(STILL)
                 self._hear(GRACE_S)
                 while self.armed == armed:
-                    self._leave_together(since, limit_s)
+                    self._leave_together(*armed)
                     self._hear(LOOK_S)
                 self._note(self.doing)  # it goes on
 
@@ -179,13 +171,13 @@ def start(run_directory: Path, rank: int, host: str) -> None:
 def step(number: int) -> None:
     """An optimiser step has been made, the `number`th of the training."""
     if _watch is not None:
-        _watch.step(number)
+        _watch.tell(STEPPING, number)
 
 
 def alive() -> None:
     """What is being done goes on."""
     if _watch is not None:
-        _watch.arm()
+        _watch.tell(_watch.doing)
 
 
 @contextmanager
@@ -195,18 +187,18 @@ def doing(what: str) -> Iterator[None]:
         yield
         return
     before = _watch.doing
-    _watch.change(what)
+    _watch.tell(what)
     try:
         yield
     finally:
         if _watch is not None and _watch.doing == what:
-            _watch.change(before)
+            _watch.tell(before)
 
 
 def ending() -> None:
     """This rank makes no more steps; what it does from here on has no time limit."""
     if _watch is not None:
-        _watch.change(ENDING)
+        _watch.tell(ENDING)
 
 
 def stop() -> None:

@@ -89,7 +89,6 @@ class Summary(TypedDict, total=False):
     """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
     skipped_steps: int
     data: dict[str, Any]
-    compile: dict[str, Any]
     warnings: list[str]
 
     flops: dict[str, Any]

@@ -94,25 +94,17 @@ def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """MFU by both counts of FLOPs, each named with what it counts."""
     if "flops" not in summary:
         return
-    flops = summary["flops"]
+    flops, peak = summary["flops"], summary["peak_tflops"]
     yield "TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"
-    if twice := flops["recomputed_gflops"]:
-        yield "  with what is done twice", f"{summary['hardware_tflops']:,.3f} ({twice:.4f} GFLOPs a sample done twice)"
     yield "GFLOPs a sample, forward and backward", f"{flops['training_gflops']:,.4f}"
-    yield "GFLOPs a sample, forward", f"{flops['model_gflops']:,.4f}"
-    if flops["deepspeed_gflops"] is not None:
-        unseen = sum(flops["deepspeed_unseen_gflops"].values())
-        beyond = f" ({unseen:.4f} of it unseen by it)" if unseen else ""
-        yield "  by DeepSpeed's profiler", f"{flops['deepspeed_gflops']:,.4f}{beyond}"
-    if summary["peak_tflops"] is None:
+    if peak is None:
         yield "MFU", "– (unknown peak)"
     else:
-        peak = f"% of {summary['peak_tflops']:g} TFLOPS"
         published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
-        yield published, f"{summary['mfu_published_percent']:.2f} {peak}"
-        yield "MFU, work really done", f"{summary['mfu_model_percent']:.2f} {peak}"
-        if twice:
-            yield "  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} {peak}"
+        yield published, f"{summary['mfu_published_percent']:.2f} % of {peak:g} TFLOPS"
+        yield "MFU, work really done", f"{summary['mfu_model_percent']:.2f} % of {peak:g} TFLOPS"
+        if flops["recomputed_gflops"]:
+            yield "  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} % of {peak:g} TFLOPS"
     if "matmul_tflops" in summary:
         share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
         yield "of what matrix products achieve here", share

@@ -11,12 +11,10 @@ in its json, for zero-shot evaluation. For unseen clips take another seed, for c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -31,25 +29,18 @@ from clap_ds.model.tokenizer import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 
-_SUBTYPES = {"flac": ("PCM_16", "PCM_24"), "wav": ("PCM_16", "FLOAT"), "ogg": ("VORBIS",), "mp3": ("MPEG_LAYER_III",)}
-ENCODINGS = tuple((name, subtype) for name, subtypes in _SUBTYPES.items() for subtype in subtypes)
+ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", "FLOAT"), ("ogg", "VORBIS"),
+             ("mp3", "MPEG_LAYER_III"))  # fmt: skip
+"""In libsndfile's words."""
+SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
-@dataclass(frozen=True)
-class Variety:
-    """What clips may be like: their length, and what their rate (Hz) and encoding (in libsndfile's words) are drawn from."""
-
-    min_seconds: float = 1.0
-    max_seconds: float = 15.0
-    sample_rates: tuple[int, ...] = (16000, 22050, 44100, 48000)
-    encodings: tuple[tuple[str, str], ...] = ENCODINGS
-    wordings: Wordings = "all"
-
-
-def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> tuple[Signal, int, list[str]]:
-    """A sound (T, channels) within [-1, 1], its sample rate and captions; everything but its kind is drawn from `rng`."""
-    sample_rate = rng.choice(variety.sample_rates)
-    seconds = rng.uniform(variety.min_seconds, variety.max_seconds)
+def make_clip(
+    kind: Kind, rng: random.Random, length: tuple[float, float], rates: Sequence[int], wordings: Wordings
+) -> tuple[Signal, int, list[str]]:
+    """A sound (T, channels) within [-1, 1] between two lengths in s, its sample rate and captions; everything but its kind is
+    drawn from `rng`."""
+    sample_rate, seconds = rng.choice(rates), rng.uniform(*length)
     time = np.arange(max(1, round(seconds * sample_rate))) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
@@ -57,8 +48,7 @@ def make_clip(kind: Kind, rng: random.Random, variety: Variety) -> tuple[Signal,
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    number = rng.choice((1, 1, 3))
-    captions = [kind.caption(variety.wordings, rng, (loudness, quality), seconds) for _ in range(number)]
+    captions = [kind.caption(wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
     return signal.reshape(len(time), -1), sample_rate, captions
 
 
@@ -72,24 +62,26 @@ def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -
     return buffer.getvalue()
 
 
-def write_sounds(directory: Path, num_clips: int, num_shards: int, seed: int, variety: Variety) -> list[Path]:
-    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json` into `directory`. Returns the tars.
+def write_sounds(options: argparse.Namespace) -> list[Path]:
+    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`, as the command's options say. Returns the tars.
 
-    The same arguments give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
+    The same options give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
     puts the time into floating-point WAVs. Kinds take turns, so that each shard has all of them when it has clips enough.
     """
+    directory, count = options.directory, options.shards
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"sounds-{shard:0{max(3, len(str(num_shards - 1)))}d}.tar" for shard in range(num_shards)]
+    paths = [directory / f"sounds-{shard:0{max(3, len(str(count - 1)))}d}.tar" for shard in range(count)]
+    encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
+    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
     all_captions: list[str] = []
-    with tqdm(total=num_clips, unit="clip", disable=None) as progress:
+    with tqdm(total=options.clips, unit="clip", disable=None) as progress:
         for shard, path in enumerate(paths):
             with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-                for number in range(shard * num_clips // num_shards, (shard + 1) * num_clips // num_shards):
-                    rng = random.Random(f"seed {seed}, clip {number}")
-                    kind = KINDS[number % len(KINDS)]
-                    waveform, sample_rate, captions = make_clip(kind, rng, variety)
+                for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
+                    rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
+                    waveform, sample_rate, captions = make_clip(kind, rng, options.seconds, rates, options.wordings)
                     all_captions += captions
-                    encoding = rng.choice(variety.encodings)
+                    encoding = rng.choice(encodings)
                     audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
                     described: dict[str, object] = {"kind": kind.label}
                     if rng.random() < 0.5:
@@ -104,12 +96,12 @@ def write_sounds(directory: Path, num_clips: int, num_shards: int, seed: int, va
     return paths
 
 
-def _seconds_range(text: str) -> tuple[float, float]:
+def seconds(text: str) -> tuple[float, float]:
+    """`10` or `1-15`, from 0.1 to 600; ValueError for others."""
     low, _, high = text.partition("-")
-    with contextlib.suppress(ValueError):
-        if 0.1 <= float(low) <= float(high or low) <= 600:
-            return float(low), float(high or low)
-    raise argparse.ArgumentTypeError(f"expected seconds such as 10 or 1-15, from 0.1 to 600, found {text!r}")
+    if not 0.1 <= float(low) <= float(high or low) <= 600:
+        raise ValueError
+    return float(low), float(high or low)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,28 +113,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--clips", type=whole_number(), default=256, metavar="N", help="sounds to make (default 256)")
     add("--shards", type=whole_number(), default=4, metavar="S", help="tar files to put them in (default 4)")
     add("--seed", type=int, default=0, metavar="K", help="another seed, other sounds (default 0)")
-    add("--seconds", type=_seconds_range, default=(1.0, 15.0), metavar="1-15", help="length of the clips")
+    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of the clips, from 0.1 to 600")
     add("--wordings", choices=get_args(Wordings), default="all", help=wordings)
     add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="one for all clips (default: varied)")
-    add("--format", choices=sorted(_SUBTYPES), help="one for all clips (default: varied)")
+    add("--format", choices=sorted({name for name, _ in ENCODINGS}), help="one for all clips (default: varied)")
     options = parser.parse_args(arguments)
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
     if options.clips < options.shards:
         raise UserError(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
-    low, high = options.seconds
-    variety = Variety(
-        low,
-        high,
-        sample_rates=(options.sample_rate,) if options.sample_rate else Variety.sample_rates,
-        encodings=tuple(encoding for encoding in ENCODINGS if encoding[0] == options.format)[:1] or ENCODINGS,
-        wordings=options.wordings,
-    )
-    paths = write_sounds(directory, options.clips, options.shards, options.seed, variety)
-    size = sum(path.stat().st_size for path in paths) / 1e6
-    made = f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s), {size:.1f} MB"
-    print(f"{made}: {directory}")
+    paths = write_sounds(options)
+    print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s): {directory}")
     places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}
     settings = json.dumps({"source": "shards", **places, "num_workers": min(len(paths), 2)}, indent=2)
     print(f'For a run\'s JSON, in "clap":\n"data": {settings}')

@@ -1,36 +1,27 @@
 """Whatever is given to a command of analysis/, it ends with a result or with one message and exit code 2; never a traceback.
 
-Logs, records and tables, damaged in the ways that real ones are, and in others. The same examples each time; more of
-them, and others, with CLAP_FUZZ_EXAMPLES=1000.
+Logs, records and tables, damaged in the ways that real ones are, and in others. The same examples each time.
 """
 
 import contextlib
 import io
 import json
-import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from clap_ds.analysis import compare, cost, efficiency, project
+from clap_ds.analysis import compare, efficiency, project
 from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
 from tests.analysis.samples import DATA, TINY, running_log, write
 
-EXAMPLES = int(os.environ.get("CLAP_FUZZ_EXAMPLES", "0"))
-COMMANDS: dict[Callable[[], None], list[str]] = {
-    efficiency.main: ["--nodes", "1", "--gpus", "2", "--peak_tflops", "989", "--csv", "t.csv", "--markdown", "t.md"],
-    cost.main: ["--samples", "1e9", "--deadline_hours", "3"],
-    project.main: ["--num_parameters", "1e8", "--joint_dim", "512"],
-}
+OPTIONS = ("--nodes", "1", "--gpus", "2", "--peak_tflops", "989", "--csv", "t.csv", "--markdown", "t.md")
 LOGS = [
     (DATA / "deepspeed_2ranks.log").read_text(), (DATA / "deepspeed_failed.log").read_text(), running_log([1.0] * 40),
-    "run directory: x\nmicro on 2 × GH200, 1 node, bf16, micro-batch 4, 77 text tokens\n│ samples/s/GPU │ 1.50 │\n",
     "".join(f"| Train Epoch: 0 [ {616 * n}/9999 (1%)] Batch (t): 0.5, 1232./s, 616./s/gpu LR: 1\n" for n in range(1, 30, 4)),
 ]  # fmt: skip
 ODD: list[Any] = [
@@ -39,7 +30,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def ends_well(main: Callable[[], None], *arguments: object) -> str:
+def ends_well(main: Any, *arguments: object) -> str:
     """Run a command, as its script does; what it printed, after an end as it should be."""
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -63,19 +54,12 @@ def damaged(text: str, generator: random.Random) -> bytes:
     for _ in range(generator.choice((0, 1, 3, 10))):
         at = generator.randrange(len(content) + 1)
         until = min(len(content), at + generator.choice((1, 8, 200, 5000)))
-        digits = [place for place, byte in enumerate(content) if 48 <= byte < 58]
-        kind = generator.randrange(5)
-        if kind == 0 and digits:
-            place, odd = generator.choice(digits), str(generator.choice(ODD))
-            content[place : place + generator.randrange(1, 6)] = odd.encode("utf-8", "replace")
-        elif kind == 1:
-            del content[at:until]
-        elif kind == 2:
-            content[at:at] = content[at:until]
-        elif kind == 3:
-            content[at:until] = generator.randbytes(min(until - at, 8))
-        else:
-            del content[until:]
+        odd = str(generator.choice(ODD)).encode("utf-8", "replace")
+        number = next((place for place, byte in enumerate(content[at:], at) if 48 <= byte < 58), at)
+        begin, new = generator.choice(
+            [(number, odd), (at, b""), (at, 2 * content[at:until]), (at, generator.randbytes(8))]
+        )
+        content[begin:until] = new
     return bytes(content)
 
 
@@ -93,8 +77,8 @@ def test_damaged_input_ends_with_a_result_or_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for example in range(EXAMPLES or 25):
-        generator, path = random.Random(example if not EXAMPLES else None), tmp_path / f"{kind}-{example}"
+    for example in range(25):
+        generator, path = random.Random(example), tmp_path / f"{kind}-{example}"
         if kind == "record":
             path.mkdir()
             for file in (DATA / "record_2ranks").glob("*.json*"):
@@ -102,13 +86,11 @@ def test_damaged_input_ends_with_a_result_or_one_message(
                 lines = [json.dumps(changed(json.loads(text), generator)) for text in texts]
                 write(path / file.name, damaged("\n".join(lines), generator))
         else:
+            table = TINY.read_text().replace(",", generator.choice(",,;\t"))
             path = path.with_suffix(".csv" if kind == "table" else ".out")
-            text = (
-                TINY.read_text().replace(",", generator.choice(",,;\t|")) if kind == "table" else generator.choice(LOGS)
-            )
-            write(path, damaged(text, generator))
-        for main, options in COMMANDS.items() if kind == "table" else [*COMMANDS.items()][:1]:
-            ends_well(main, path, *options)
+            write(path, damaged(table if kind == "table" else generator.choice(LOGS), generator))
+        ends_well(efficiency.main, path, *OPTIONS)
+        ends_well(project.main, path)
         ends_well(compare.main, path, TINY if kind == "table" else DATA / "record_2ranks")
 
 
@@ -116,8 +98,8 @@ def test_the_whole_samples_end_with_results(tmp_path: Path, monkeypatch: pytest.
     """What is damaged above is read when it isn't damaged; otherwise it would try nothing."""
     monkeypatch.chdir(tmp_path)
     for number, text in enumerate(LOGS):
-        end = ends_well(efficiency.main, write(tmp_path / f"{number}.out", text), *COMMANDS[efficiency.main])
+        end = ends_well(efficiency.main, write(tmp_path / f"{number}.out", text), *OPTIONS)
         assert "samples/s/GPU" in end or "failed" in end
     assert "samples/s/rank" in ends_well(efficiency.main, DATA / "record_2ranks")
-    for main, told in zip(COMMANDS, ("htsat-tiny-roberta-base", "GPU-hours", "2048"), strict=True):
-        assert told in ends_well(main, TINY, *COMMANDS[main])
+    assert "htsat-tiny-roberta-base" in ends_well(efficiency.main, TINY)
+    assert "2048" in ends_well(project.main, TINY)

@@ -7,9 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from clap_ds.analysis import monitor
 from clap_ds.analysis.monitor import CHECKS, flagged, table
-from tests.analysis.samples import command
 
 GPU = {"gpu": 0, "sm_percent": 95, "power_w": 600, "power_limit_w": 700, "memory_bytes": 60, "memory_total_bytes": 80}
 
@@ -18,9 +16,7 @@ def _sample(at: float, **changes: Any) -> dict[str, Any]:
     return {"time": at, **GPU, "temperature_c": 60, "pcie_rx_gb_per_s": 1, **changes}
 
 
-def test_samples_outside_checkpoints_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_outside_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "run" / "monitor").mkdir(parents=True)
     for host, samples in {
         "n1": [_sample(t, sm_percent=50 if t < 2 else 95) for t in range(10)],
@@ -32,8 +28,7 @@ def test_samples_outside_checkpoints_count(
     assert "| 25% (most n2:0) |" in table([tmp_path / "run"])
     metrics = ['{"step": 1}', '{"checkpoint": [4.5, 7.5]}', '{"checkpoint": [1]}', '{"checkpoint": "x"}']
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(metrics))
-    command(monkeypatch, monitor.main, tmp_path / "run", tmp_path)
-    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
+    cells = [cell.strip() for cell in table([tmp_path / "run", tmp_path]).splitlines()[2].split("|")[1:-1]]
     assert cells == ["run", "15 of 3", "14% (most n1:0)", "0%", "0%", "0%", "10% (n2:0)"]
 
 
@@ -44,8 +39,7 @@ def test_samples_outside_checkpoints_count(
         ("< 350 W", "50% (most n1)", [{"power_w": 349.9}, {"power_w": 350}]),
         ("< 350 W", "0%", [{"power_w": 100, "power_limit_w": 300}]),
         ("≥ 85 °C", "50% (most n1)", [{"temperature_c": 85}, {"temperature_c": 84}]),
-        # Two samples in a row are a burst, three are sustained.
-        ("PCIe", "30% (most n1)", [{"pcie_rx_gb_per_s": rate} for rate in (25, 25, 1, 25, 25, 25, 1, 1, 20, 20)]),
+        ("PCIe", "25% (most n1)", [{"pcie_rx_gb_per_s": rate} for rate in (25, 1, 19, 20)]),
     ],
 )
 def test_limits(check: str, share: str, samples: list[dict[str, Any]]) -> None:

@@ -1,107 +1,101 @@
 """Figures of scaling: the data in them is the table's."""
 
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.plot_scaling import curves_of, draw, read_curves
+from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
 from clap_ds.analysis.record import read_record
-from clap_ds.analysis.table import Row, by_series, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
+from clap_ds.analysis.weak_scaling import read_series
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import BASE, DATA, TINY, command, run
+from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
-NAME = "htsat-tiny-roberta-base"
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    rows = [
-        Row(nodes, 4 * nodes, rate, rate * 4 * nodes, 20.0, rate / 7, 8.0, 1.5, "2σ over 3 repeats", 3, rate * nodes / 700,
-            mfu_model_percent=5.0, model="htsat_tiny_roberta_base", scaling="weak", state="completed")
-        for nodes, rate in ((1, 700.0), (2, 680.0), (4, 650.0))
-    ]  # fmt: skip
-    failed = Row(8, 32, model="htsat_tiny_roberta_base", scaling="weak", state="failed")
-    write_csv(tmp_path / "mine.csv", [*rows, failed])
-    return tmp_path / "mine.csv"
+MICRO = [
+    Row(nodes, 4 * nodes, rate, rate * 4 * nodes, samples_per_s_per_gpu_2sigma=8.0, uncertainty_from="2σ of 3", repeats=3,
+        model="micro", scaling="weak", state="completed")
+    for nodes, rate in ((1, 700.0), (2, 680.0), (4, 650.0))
+]  # fmt: skip
 
 
-def test_the_published_curve_of_the_same_model_is_laid_under_in_grey(table: Path) -> None:
-    gpus = {label: [row.gpus for row in rows] for label, rows in read_curves([table]).items()}
-    assert gpus == {NAME: [4, 8, 16], f"{NAME} (published, GH200)": [4, 8, 16, 32, 64, 128, 256, 512]}
-    assert len(read_curves([table], with_published=False)) == 1
-    efficiency = draw(read_curves([table, BASE])).panels[0]
-    tiny, tiny_published, base = (bars.lines[0] for bars in efficiency.containers)
-    assert tiny_published.get_color() == base.get_color() == "0.6" != tiny.get_color()
-    assert tiny_published.get_marker() != base.get_marker()
-    published_alone = draw(read_curves([TINY, BASE])).panels[0].containers
-    assert "0.6" not in [bars.lines[0].get_color() for bars in published_alone]
+def curves(*runs: Run, baseline_nodes: int | None = None) -> dict[str, list[Scale]]:
+    return {rows[0].title: rows for rows in by_series(scaling_table(runs, baseline_nodes))}
 
 
-def test_labels_say_what_differs_and_count_what_does_not(tmp_path: Path) -> None:
-    paths = []
-    for index, (tokens, scaling) in enumerate(((77, "weak"), (514, "weak"), (514, "weak"), (514, ""))):
-        paths.append(tmp_path / f"{index}.csv")
-        write_csv(paths[-1], [Row(1, 4, 9.0, 36.0, speedup=1.0, model="micro", text_tokens=tokens, scaling=scaling)])
-    plain = "micro (514 tokens, weak scaling)"
-    assert list(read_curves(paths)) == ["micro (77 tokens, weak scaling)", plain, f"{plain} [2]", "micro (514 tokens)"]
-
-
-def test_panels_hold_the_tables_numbers_and_the_title_the_answer(table: Path) -> None:
-    picture = draw(read_curves([table], with_published=False))
-    efficiency, throughput, mfu = picture.panels
+def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
+    picture = draw(read_curves([tmp_path / "t.csv"], given()))
+    efficiency, throughput = picture.panels
+    error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert picture.figure.get_suptitle().replace("\n", " ") == (
-        "92.9 ± 1.50\xa0% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
+        f"92.9 ± {error:.2f}\xa0% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     )
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
     assert drawn == [[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]
     assert (throughput.get_xscale(), throughput.get_yscale()) == ("log", "log")
-    assert throughput.lines[0].get_xydata().tolist() == [[4, 2800], [16, 11200]]
-    named = [text.get_text().replace("\n", " ") for text in picture.figure.legends[0].get_texts()]
-    assert sorted(named) == [NAME, "±: 2σ over 3 repeats"]
+    assert throughput.lines[0].get_xydata().tolist() == [[4, 2800], [16, 11200]]  # ideal
     spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
     assert spread == pytest.approx([2 * 8.0 * gpus for gpus in (4, 8, 16)])
     bars = efficiency.containers[0].lines[2][0].get_segments()
-    assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.1, 92.9], abs=0.05)
-    assert [bar[1][1] - bar[0][1] for bar in bars] == pytest.approx([3.0] * 3)
-    assert [list(line.get_ydata()) for line in mfu.lines] == [[20.0] * 3, [5.0] * 3]
-    assert mfu.get_ylim()[0] == 0
+    assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
+    assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
+    named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert sorted(named) == ["micro", "±: 2σ of 3"]
 
 
-def test_an_answer_above_100_percent_is_doubted_in_the_title_too() -> None:
-    for last, error, doubted in ((590.0, 0.0, True), (590.0, 30.0, True), (590.0, 60.0, False), (505.0, 0.0, False)):
+def test_the_published_curve_of_the_same_model_is_laid_under_in_grey() -> None:
+    efficiency = draw(curves(run(1, 700.0), run(2, 650.0))).panels[0]
+    own, published = (bars.lines[0] for bars in efficiency.containers)
+    assert published.get_color() == "0.6" != own.get_color()
+    assert published.get_xydata()[-1].tolist() == pytest.approx([512, 87.32], abs=0.01)
+    alone = draw(read_curves([TINY, BASE], given())).panels[0].containers
+    assert "0.6" not in [bars.lines[0].get_color() for bars in alone]
+
+
+def test_the_ideal_is_the_baselines_and_answers_above_100_percent_are_doubted() -> None:
+    of_two = curves(run(1, 500.0), run(2, 400.0), run(4, 390.0), baseline_nodes=2)
+    assert draw(of_two).panels[1].lines[0].get_xydata().tolist() == [[4, 1600], [16, 6400]]
+    for last, error, doubted in ((590.0, 30.0, True), (590.0, 60.0, False), (505.0, 0.0, False)):
         intervals = [error and (rate - error, rate + error) for rate in (500.0, last)]
         rows = scaling_table([run(1, 500.0, interval=intervals[0]), run(4, last, interval=intervals[1])])
-        assert ("in doubt: a scale is above 100 %" in plot_scaling.answer(rows)) == doubted
-    of_two = scaling_table([run(1, 500.0), run(2, 400.0), run(4, 390.0)], 2)
-    assert "in doubt" not in plot_scaling.answer(of_two)
-    ideal = draw(curves_of(by_series(of_two), with_published=False)).panels[1].lines[0]
-    assert ideal.get_xydata().tolist() == [[4, 1600], [16, 6400]]  # as many from each as at the baseline
-    doubtful = draw(curves_of(by_series(scaling_table([run(1, 500.0), run(2, 560.0), run(4, 495.0)])))).figure
-    assert "(in doubt: a scale is above 100 % by more" in " ".join(doubtful.get_suptitle().split())
+        assert ("in doubt: a scale is above 100 %" in answer(rows)) == doubted
 
 
 def test_each_repeat_is_a_dot_beside_its_mean() -> None:
-    rows = scaling_table([run(1, 198.0), run(1, 202.0), run(2, 180.0), run(2, 160.0), run(4, 140.0)])
-    picture = draw(curves_of(by_series(rows), with_published=False))
+    picture = draw(curves(run(1, 198.0), run(1, 202.0), run(2, 180.0), run(2, 160.0), run(4, 140.0)))
     dots = [line.get_ydata().tolist() for line in picture.panels[0].lines if line.get_marker() == "."]
     assert dots == [pytest.approx([99.0, 101.0]), pytest.approx([90.0, 80.0])]
-    assert len(picture.panels) == 2  # none of MFU, which isn't known
 
 
-def test_runs_are_drawn_as_tables_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, plot_scaling.main, DATA / "record_2ranks", TINY, "--output", tmp_path / "s.svg")
-    rate, words = read_record(DATA / "record_2ranks").cell("samples_per_s_per_gpu"), (tmp_path / "s.svg").read_text()
-    assert re.search(rf"{rate} ± \S+ samples/s/rank on 1 node, 2 ranks", " ".join(words.split()))
-
-
-def test_tables_without_rates_are_refused_and_one_row_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, picture = tmp_path / "t.csv", tmp_path / "s.png"
-    write_csv(path, [Row(1, 4, model="micro", state="failed")])
+def test_the_command_takes_runs_beside_tables_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, empty = (tmp_path / f"{name}.csv" for name in ("before", "after", "empty"))
+    for path in (before, after):
+        write_csv(path, MICRO)
+    write_csv(empty, [Row(1, 4, model="micro", state="failed")])
+    assert list(read_curves([before, after], given())) == ["micro", f"micro ({after})"]
     with pytest.raises(UserError, match="no row has a rate"):
-        command(monkeypatch, plot_scaling.main, path, "--output", picture)
-    write_csv(path, [Row(1, 4, 10.0, 40.0, scaling_efficiency_percent=100.0, speedup=1.0, model="micro")])
-    command(monkeypatch, plot_scaling.main, path, "--output", picture)
-    assert picture.stat().st_size > 5000
+        read_curves([empty], given())
+    command(monkeypatch, plot_scaling.main, DATA / "record_2ranks", before, "--output", tmp_path / "s.svg")
+    rate = read_record(DATA / "record_2ranks").cell("samples_per_s_per_gpu")
+    assert f"{rate} ± " in (tmp_path / "s.svg").read_text()
+
+
+def test_a_projections_figure_holds_measurements_line_and_band() -> None:
+    series = replace(read_series(TINY), errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)))
+    picture = draw_projection([series], "The answer")
+    (efficiency,) = picture.panels
+    assert picture.figure.get_suptitle() == "The answer"
+    (points,) = efficiency.containers
+    assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
+    (low, high) = points.lines[2][0].get_segments()[-1]
+    assert high[1] - low[1] == pytest.approx(2 * 0.128 * 87.3, abs=0.05)
+    band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
+    assert (band.x0, band.x1) == (512, 2048)
+    assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
+    long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
+    assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # measured ends where extrapolated begins
+    percents = [series.efficiency_percent(series.fit(series.best_law()).rate(nodes)) for nodes in (128, 512)]
+    assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

@@ -1,4 +1,4 @@
-"""Repeats of known laws: how often ± holds the truth, and which runs stand out."""
+"""Repeats of known laws: how often ± holds the truth."""
 
 import math
 import random
@@ -6,28 +6,24 @@ import random
 import pytest
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.repeats import RunSpread, degrees_of, pooled_spread
+from clap_ds.analysis.repeats import RunSpread, pooled_spread
 from tests.analysis.samples import run
 
-FOUR_AND_FOUR = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]
+THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]
 """Of the logarithms, squared deviations are 0.00080008 and 0.00024695, with 4 degrees of freedom, of which t is 2.7764."""
-DEVIATION = math.sqrt((0.00080008 + 0.00024695) / 4)
+HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
 
 
 def test_plus_minus_is_students_t_of_the_spread_that_all_scales_share_also_where_one_ran_once() -> None:
-    base, row, once = scaling_table([run(nodes, rate) for nodes, rate in FOUR_AND_FOUR])
-    half = 2.7764 * DEVIATION
+    base, row, once = scaling_table([run(nodes, rate) for nodes, rate in THREE_SCALES])
     assert (base.rate, base.repeats, row.samples_per_s, once.repeats) == (100.0, 3, 720.0, 1)
-    assert base.samples_per_s_per_gpu_2sigma == pytest.approx(100 * half / 3**0.5, rel=1e-4)
-    assert once.samples_per_s_per_gpu_2sigma == pytest.approx(80 * half, rel=1e-4)
+    assert base.samples_per_s_per_gpu_2sigma == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
+    assert once.samples_per_s_per_gpu_2sigma == pytest.approx(80 * HALF, rel=1e-4)
     assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
     assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
-    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * half * (2 / 3) ** 0.5, rel=1e-4)
+    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
     said = "95 % by Student's t, runs of one scale differ by 1.6 % (of 6 runs, 4 degrees of freedom)"
     assert {each.uncertainty_from for each in (base, row, once)} == {said}
-    assert (degrees_of(said), degrees_of("95 % interval of 8 windows of 1 run"), degrees_of("range of 4 windows")) == (
-        4, 7, None,
-    )  # fmt: skip
 
 
 def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
@@ -45,11 +41,10 @@ def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
     assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it wider than it says
 
 
-def test_a_scale_of_weak_and_strong_scaling_and_what_does_not_count_are_not_pooled_twice() -> None:
+def test_the_spread_is_of_what_counts_on_one_kind_of_device() -> None:
     scale = [run(1, 98.0), run(1, 102.0), run(1, 50.0, state="failed")]
-    once = pooled_spread([scale])
-    assert once == RunSpread(pytest.approx(2 * math.log(102 / 98) ** 2 / 4), 1, 2)  # type: ignore[arg-type]
-    assert pooled_spread([scale, scale[:2], [run(2, 90.0)]]) == once
+    deviation = pytest.approx(math.log(102 / 98) / 2**0.5)
+    assert pooled_spread([scale, [run(2, 90.0)]]) == RunSpread(deviation, 1, 2)  # type: ignore[arg-type]
     assert pooled_spread([[run(1, 98.0)]]) is None
     other = [run(1, rate, device="B") for rate in (50.0, 100.0)]
     quiet = [row for row in scaling_table([*scale, *other]) if row.device != "B"]
@@ -62,42 +57,9 @@ def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
     assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("rates", "outlier"),
-    [
-        ([100.0, 101.0, 99.0, 100.5, 80.0], "80.00 samples/s/GPU in here, -20.1 % from the other repeats"),
-        ([100.0, 101.0, 99.0, 100.5, 98.5], None),
-        ([100.0, 99.8, 89.0], "89.00 samples/s/GPU in here, -10.9 % from the other repeats"),
-        ([100.0, 89.0], "89.00 samples/s/GPU in here, -11.0 % from the other repeat, and either may be the odd one"),
-        ([60.0, 80.0, 99.0], None),
-    ],
-)
-def test_an_outlier_is_named_and_kept(rates: list[float], outlier: str | None) -> None:
-    (row,) = scaling_table([run(1, rate) for rate in rates])
-    assert row.repeats == len(rates)
-    assert row.rate == pytest.approx(sum(rates) / len(rates))
-    assert row.notes.removesuffix("one scale only: nothing to scale against") == (
-        f"outlier kept: {outlier}; " if outlier else ""
-    )
-    # It is in the spread that all scales share, which is said.
-    assert row.uncertainty_from.endswith("degrees of freedom, widened by 1 outlier kept)" if outlier else "freedom)")
-    assert degrees_of(row.uncertainty_from) == len(rates) - 1
-
-
-@pytest.mark.parametrize(("slow", "least", "most"), [(1.0, 0, 5), (0.89, 95, 100)])
-def test_a_slow_node_is_found_among_three_repeats_of_four_scales(slow: float, least: int, most: int) -> None:
-    generator, named = random.Random(0), 0
-    for _ in range(100):
-        runs = [run(nodes, 600 * math.exp(generator.gauss(0, 0.01))) for nodes in (1, 2, 4, 8) for _ in range(3)]
-        runs[6] = run(4, (runs[6].rate or 0) * slow, source="slow")
-        notes = [row.notes for row in scaling_table(runs)]
-        named += "samples/s/GPU in slow" in notes[2] if slow < 1 else any("outlier" in note for note in notes)
-    assert least <= named <= most
-
-
 def test_a_tables_row_keeps_its_plus_minus_and_without_one_has_the_spread_of_the_others() -> None:
-    rows = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR])
-    assert rows[2].samples_per_s_per_gpu_2sigma == pytest.approx(80 * 2.7764 * DEVIATION, rel=1e-4)
+    runs = [run(nodes, rate, kind="table") for nodes, rate in THREE_SCALES]
     stated = run(8, 70.0, kind="table", interval=(69.0, 72.0), uncertainty_from="what it says")
-    row = scaling_table([run(nodes, rate, kind="table") for nodes, rate in FOUR_AND_FOUR] + [stated])[-1]
+    *_, once, row = scaling_table([*runs, stated])
+    assert once.samples_per_s_per_gpu_2sigma == pytest.approx(80 * HALF, rel=1e-4)
     assert (row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) == (1.5, "what it says")

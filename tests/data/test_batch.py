@@ -26,6 +26,11 @@ def test_join_puts_pieces_together_in_order() -> None:
     assert_equal(alone, whole)
     assert alone.audio.data_ptr() != whole.audio.data_ptr(), "memory that workers fill again"
     assert whole.num_tokens == whole.attention_mask.sum()
+    shorts, halves = whole.rows(0, 1), whole.rows(1, 2)
+    shorts.audio, halves.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16), torch.tensor([[0.5, -2]]).half()
+    for piece, floats in ((shorts, [[-1, 0.5]]), (halves, [[0.5, -2]])):
+        joined = [join([piece], CPU).audio, join([piece, piece], CPU).audio[:1]]
+        assert [(audio.dtype, audio.tolist()) for audio in joined] == [(torch.float32, floats)] * 2
 
 
 def test_caption_hashes_tell_token_ids_apart() -> None:

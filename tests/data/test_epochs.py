@@ -18,13 +18,6 @@ from tests.data.tars import marked_item, marked_items, marked_tars, numbers_in, 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
 
-def _tars(folder: Path, sizes: list[int]) -> str:
-    """Tars of marked items, numbered through. Returns their pattern."""
-    for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
-        write_tar(folder / f"{tar}.tar", marked_items(range(end - size, end)))
-    return str(folder / "*.tar")
-
-
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 33), st.integers(0, 9))
 def test_the_parts_of_all_workers_are_an_epoch(
@@ -51,30 +44,24 @@ def test_the_parts_of_all_workers_are_an_epoch(
 
 
 def _given(
-    open_source: OpenSource, shards: str, steps: int, world_size: int, micro_batch: int, **options: Any
+    open_source: OpenSource, shards: str, steps: int, world_size: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """The items that all ranks give in each step, each rank being stopped and resumed after a third of them; where workers
-    stand at the end."""
+    """The items that all ranks give in each step; where workers stand at the end."""
     by_step: list[list[int]] = [[] for _ in range(steps)]
     ends = []
     for rank in range(world_size):
-        state = None
-        for part in (range(steps // 3), range(steps // 3, steps)):
-            ranks = {"rank": rank, "world_size": world_size}
-            with open_source(shards, state, micro_batch=micro_batch, **ranks, **options) as source:
-                for step in part:
-                    by_step[step] += numbers_in(source, 1)
-                state = source.state()
-        ends += state["positions"]
+        with open_source(shards, rank=rank, world_size=world_size, **options) as source:
+            for numbers in by_step:
+                numbers += numbers_in(source, 1)
+            ends += source.state()["positions"]
     return by_step, ends
 
 
 @pytest.mark.parametrize(
     ("sizes", "world_size", "num_workers", "micro_batch", "shuffle_buffer"),
     [
-        ([20] * 10, 2, 4, 7, 0),
         ([7, 90, 1, 2], 3, 2, 16, 20),
-        ([5], 2, 3, 4, 10),  # fewer than a global batch, and than workers
+        ([5], 2, 3, 4, 0),  # fewer than a global batch, and than workers
         ([33, 70, 3], 1, 0, 40, 9),  # in pieces of 32
     ],
 )
@@ -84,10 +71,11 @@ def test_each_item_comes_once_an_epoch(
 ) -> None:  # fmt: skip
     """After S samples each of N items has come S/N times, rounded up or down, after every step of three epochs."""
     total, seen = sum(sizes), Counter(range(sum(sizes)))
+    for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
+        write_tar(tmp_path / f"{tar}.tar", marked_items(range(end - size, end)))
+    options = {"num_workers": num_workers, "micro_batch": micro_batch, "shuffle_buffer": shuffle_buffer}
     steps = -(-3 * total // (world_size * micro_batch))
-    options = {"num_workers": num_workers, "shuffle_buffer": shuffle_buffer}
-    shards = _tars(tmp_path, sizes)
-    by_step, _ = _given(open_source, shards, steps, world_size, micro_batch, **options)
+    by_step, _ = _given(open_source, str(tmp_path / "*.tar"), steps, world_size, **options)
     for step, numbers in enumerate(by_step, 1):
         seen.update(numbers)
         epochs, rest = divmod(step * world_size * micro_batch, total)
@@ -97,21 +85,18 @@ def test_each_item_comes_once_an_epoch(
 def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
     """Of 48 items 7 can't be read, and 6 more are behind a cut: no rank gets ahead, each of the others comes in every epoch,
     and as many once more as are broken."""
-    broken = set(range(5, 42, 6))
+    broken, seen = set(range(5, 42, 6)), Counter[int]()
     items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
     for tar in range(4):
         numbers = range(12 * tar, 12 * tar + 12)
         write_tar(tmp_path / f"{tar}.tar", [member for n in numbers for member in (items[n], marked_item(n)[1])])
     whole = (tmp_path / "3.tar").read_bytes()
     (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
-    usable = set(range(42)) - broken
     write_manifest(tmp_path, ShardManifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)}))
-    options = {"num_workers": 2, "shuffle_buffer": 4}
-    seen: Counter[int] = Counter()
-    by_step, ends = _given(open_source, str(tmp_path / "*.tar"), 18, 2, 4, **options)
+    by_step, ends = _given(open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4)
     for step, numbers in enumerate(by_step, 1):
         seen.update(numbers)
-        assert step % 6 or (set(seen) == usable and min(seen.values()) >= step // 6)
+        assert step % 6 or (set(seen) == set(range(42)) - broken and min(seen.values()) >= step // 6)
     assert [(end["samples"], end["passes"][0][0]) for end in ends] == [(36, 2)] * 4  # at the end of the third pass
 
 
@@ -120,7 +105,6 @@ def test_where_there_are_no_epochs(tmp_path: Path, open_source: OpenSource, monk
     monkeypatch.setattr(module, "COUNTED_BYTES", 25000)
     small, large = marked_tars(tmp_path / "small", 1, 3), marked_tars(tmp_path / "large", 2, 5)
     for shards, options, samples, epoch in (
-        (small, {}, 3, 3),
         ({small: 2.0}, {}, 3, 3),
         (small, {"sampling": "replacement"}, 3, None),
         (large, {}, None, None),

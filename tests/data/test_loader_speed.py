@@ -6,32 +6,20 @@ import pytest
 from clap_ds import shards
 from clap_ds.config.errors import exit_code_of
 from clap_ds.data import loader_speed
-from clap_ds.data.loader_speed import Speed, read_files, row, verdict, workers_needed
+from clap_ds.data.loader_speed import Speed, read_files, row, workers_needed
+from clap_ds.data.supply import Supply
 from tests.data.tars import marked_item, marked_tars, put
 
-SPEEDS = [Speed(1, 100.0, 10.0, 1500.0), Speed(2, 190.0, 19.0, 2000.0), Speed(4, 320.0, 32.0, 1900.0)]
+SPEEDS = [
+    Speed(Supply(samples, n, "encoded"), samples / 10, 2e3) for n, samples in ((1, 100.0), (2, 190.0), (4, 320.0))
+]
 
 
 @pytest.mark.parametrize(("needed", "workers"), [(80, 1), (81, 2), (152, 2), (256, 4), (257, 5), (640, 10)])
 def test_workers_needed(needed: float, workers: int) -> None:
     """A quarter more than the step needs; beyond 4 workers, 80 samples/s each."""
     assert workers_needed(SPEEDS, needed) == workers
-    takes = f"take {'about ' * (workers > 4)}{workers} worker(s) per rank"
-    assert takes in verdict(SPEEDS, needed=needed, ranks_per_host=1, cores=8)
-
-
-@pytest.mark.parametrize(
-    ("needed", "cores", "said"),
-    [
-        (150, 12, "\n8 worker(s) beside 4 training process(es) on this host's 12 cores: enough\n"),
-        (150, 11, "NOT enough\n"),
-        (4999, 11, "\nthey need 2,000 MB/s of the file system, which gave 2,000 cold: enough"),
-        (5001, 11, "which gave 2,000 cold: NOT enough"),
-    ],
-)
-def test_verdict(needed: float, cores: int, said: str) -> None:
-    """Four ranks need four times as much; clips are of 0.1 MB; the most that the file system gave counts."""
-    assert said in verdict(SPEEDS, needed=needed, ranks_per_host=4, cores=cores)
+    assert row(SPEEDS[1]).split() == ["2", "190.0", "95.0", "19.00", "2000.0", "MB/s"]
 
 
 def measure(*words: object) -> int:
@@ -49,9 +37,8 @@ def test_measures_more_and_more_workers(tmp_path: Path, tokenizer_dir: str, caps
     assert [int(workers) for workers, *_ in rows] == [1, 2, 3]
     encoded_bytes = len(dict(marked_item(0))["0000.wav"])
     assert 1e6 * float(rows[0][3]) == pytest.approx(float(rows[0][1]) * encoded_bytes, rel=0.5)
-    assert row(SPEEDS[1]).split() == ["2", "190.0", "95.0", "19.00", "2000.0", "MB/s"]
     assert re.search(r"cores a GPU, with a margin of 25%: [\d,]+ at 624, [\d,]+ at 3,300, [\d,]+ at 4,500", printed)
-    assert "0.5 samples/s take 1 worker(s) per rank" in printed
+    assert re.search(r"can give [\d,]+ clips/s, the step of their rank takes 0: enough$", printed)
     remote = put("memory://measured/a.tar", (tmp_path / "000.tar").read_bytes())
     assert measure(remote, *words, "--tokenizer", tokenizer_dir, "--max_workers", 1) == 0
     assert re.search(r"^ +1( +[\d.]+){3} +–$", capsys.readouterr().out, re.MULTILINE)

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from clap_ds.data import shard_reader
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_tars, numbers_in, put, wav, write_tar
 
@@ -41,9 +39,7 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
     ("names", "stops", "settings"),
     [
         ("*.tar", [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
-        ("*.tar", [1, 6], {"micro_batch": 40}),  # cuts pieces of 32
-        ("*.tar", [1, 6], {"micro_batch": 5, "shuffle_buffer": 9, "num_workers": 2}),
-        ("*.tar", [6], {"micro_batch": 40, "num_workers": 2}),
+        ("*.tar", [1, 6], {"micro_batch": 40, "num_workers": 2}),  # cuts pieces of 32
         (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "epochs", "shuffle_buffer": 9}),
         (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "replacement", "shuffle_buffer": 9}),
         ("memory://resume/b.tar", [3], {"shuffle_buffer": 9}),
@@ -74,34 +70,11 @@ def test_interrupted_equals_uninterrupted(
             assert source.state() == states[-1]
 
 
-def test_passing_over_decodes_nothing(shards: Path, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Mock(wraps=shard_reader.clip_into)
-    monkeypatch.setattr(shard_reader, "clip_into", decode)
-    settings: dict[str, Any] = {"micro_batch": 2, "shuffle_buffer": 9}
-    with open_source(str(shards / "{0..2}.tar"), **settings) as source:
-        for _ in range(10):
-            next(source)
-        state = source.state()
-    decode.reset_mock()
-    with open_source(str(shards / "{0..2}.tar"), state, **settings) as source:
-        next(source)
-    assert 2 <= decode.call_count <= 6  # two rows, and broken items met on the way to them
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"world_size": 1}, "other ranks (then 2, now 1)"),
-        ({"num_workers": 2}, "other workers per rank (then 1, now 2)"),
-        ({"shuffle_buffer": 3}, "other clap.data.shuffle_buffer (then 9, now 3)"),
-    ],
-)
 def test_another_setup_resumes_in_a_new_order(
-    tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str], changes: Any, difference: str
+    tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pattern = marked_tars(tmp_path, 4, 10)
-    before = {"shuffle_buffer": 9, "world_size": 2}
-    changed = before | changes
+    pattern, before = marked_tars(tmp_path, 4, 10), {"shuffle_buffer": 9, "world_size": 2}
+    changed = {"shuffle_buffer": 3, "world_size": 1, "num_workers": 2}
     with open_source(pattern, **before) as source:
         first, state = numbers_in(source, 5), source.state()
     with open_source(pattern, **changed) as source:
@@ -110,7 +83,10 @@ def test_another_setup_resumes_in_a_new_order(
     with open_source(pattern, state, **changed) as source:
         resumed, later, after = numbers_in(source, 5), source.state(), numbers_in(source, 1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"clap.data.shards: resuming after 40 samples in a new order, because of {difference}"
+    assert line.startswith(
+        "clap.data.shards: resuming after 40 samples in a new order, because of other ranks (then 2, now 1)"
+    )
+    assert "workers per rank (then 1, now 2), clap.data.shuffle_buffer (then 9, now 3)" in line
     assert resumed not in (first, afresh)
     with open_source(pattern, later, **changed) as source:
         assert numbers_in(source, 1) == after

@@ -38,6 +38,7 @@ def content(shard: str, cache_bytes: float = 1e9) -> bytes:
 def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     urls: list[str], fetched: list[str], shard_cache: Path
 ) -> None:
+    """What is open stays readable. One that has changed is fetched anew."""
     held = open_shard(urls[0], 2.5 * SIZE)
     for number in (0, 1, 0, 2, 0, 1):
         assert content(urls[number], 2.5 * SIZE) == bytes([number]) * SIZE
@@ -45,18 +46,13 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     assert fetched == [f"/cache/{number}.tar" for number in (0, 1, 2, 1)]
     assert content(urls[3], 0) == bytes([3]) * SIZE
     assert not list(shard_cache.glob("*.tar"))
-    assert held.read(0, SIZE) == bytes(SIZE), "what is open stays readable"
+    assert held.read(0, SIZE) == bytes(SIZE)
+    assert content(urls[1]) == bytes([1]) * SIZE
+    put(urls[1], b"other" * 1000)
+    assert content(urls[1]) == b"other" * 1000
 
 
-def test_a_shard_that_has_changed_is_fetched_anew(urls: list[str]) -> None:
-    content(urls[0])
-    put(urls[0], b"other" * 1000)
-    assert content(urls[0]) == b"other" * 1000
-
-
-def test_what_breaks_off_is_no_copy(
-    urls: list[str], shard_cache: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", lambda self, path, local: Path(local).write_bytes(b"begun"))
         with pytest.raises(OSError, match="5 of 5,000 bytes came"):
@@ -78,12 +74,8 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: list[st
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()
-
-
-def test_the_same_wanted_at_once_is_fetched_once(urls: list[str], fetched: list[str]) -> None:
-    files = [open_file() for _, open_file in list(open_ahead([urls[0]] * 5, 1e9))]
-    assert [file.read(0, SIZE) for file in files] == [bytes(SIZE)] * 5
-    assert len(fetched) == 1
+    assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, 1e9))] == [b"\2"] * 5
+    assert len(fetched) == 3, "the same wanted at once is fetched once"
 
 
 class ClientConnectorError(OSError):
@@ -107,17 +99,7 @@ class HttpFiles(fsspec.AbstractFileSystem):
         return {"name": path, "size": None, "type": "file"}
 
     def get_file(self, path: str, local: str, **_: Any) -> None:
-        if self.failures:
-            raise self.failures.pop()
         Path(local).write_bytes(path.encode())
-
-
-@pytest.fixture
-def http(shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("fsspec.core.get_filesystem_class", lambda protocol: HttpFiles)
-    monkeypatch.setattr("fsspec.core.filesystem", lambda protocol, **options: HttpFiles(**options))
-    monkeypatch.setattr(HttpFiles, "failures", [])
-    return "http://files.example/a.tar"
 
 
 DOWN = ClientConnectorError("Cannot connect to host files.example")
@@ -135,12 +117,15 @@ DOWN = ClientConnectorError("Cannot connect to host files.example")
         ([OSError("Forbidden: https://storage")], "can't be reached: OSError: Forbidden"),
     ],
 )
+@pytest.mark.usefixtures("shard_cache")
 def test_failures_are_tried_again_and_told_from_files_that_are_not_there(
-    http: str, failures: list[Exception], problem: str | None
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], problem: str | None
 ) -> None:
-    """Of a server that states no sizes, too."""
-    assert content(http) == b"files.example/a.tar"
+    """Of a server that states no sizes, too. What another attempt wouldn't change isn't tried again."""
+    monkeypatch.setattr("fsspec.core.get_filesystem_class", lambda protocol: HttpFiles)
+    monkeypatch.setattr("fsspec.core.filesystem", lambda protocol, **options: HttpFiles(**options))
+    assert content("http://files.example/a.tar") == b"files.example/a.tar"
     HttpFiles.failures[:] = failures
-    found = problem_with(http)
+    found = problem_with("http://files.example/a.tar")
     assert found == problem or (problem and str(found).startswith(problem))
-    assert not HttpFiles.failures, "what another attempt wouldn't change isn't tried again"
+    assert not HttpFiles.failures

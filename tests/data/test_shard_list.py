@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data import shard_files
+from clap_ds.data.shard_files import check_url
 from clap_ds.data.shard_list import Source, expand_shards, expand_sources, share_out
 from tests.data.tars import marked_item, put, write_tar
 
@@ -20,8 +20,6 @@ def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
 def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
     assert [Path(path).resolve() for path in expand_shards(shards)] == three_tars
-    absolute = [str(three_tars[0].parent / shard) for shard in ([shards] if isinstance(shards, str) else shards)]
-    assert expand_shards(absolute) == list(map(str, three_tars))
 
 
 @pytest.mark.parametrize(
@@ -32,10 +30,11 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("b-*.tar", r"no file matches 'b-\*\.tar'"),
         ("a-{09..11.tar", "Unbalanced braces"),
         (".", r"found the folder \.; write './\*\.tar'$"),
-        ("memory://nowhere/a-{0..3}.tar", r"memory://nowhere/a-0\.tar is not there"),
+        ("memory://{listed/a,nowhere/b,nowhere/a}.tar", r"memory://nowhere/a\.tar is not there"),
         ("memory://nowhere/*.tar", r"no file matches 'memory://nowhere/\*\.tar'"),
         ("memory://listed/empty.tar", r"memory://listed/empty\.tar is empty"),
-        ("gopher://host/a.tar", "no protocol 'gopher'"),
+        ("gopher://host/a.tar", "there is no protocol 'gopher'"),
+        ("s3://bucket/a.tar", "the package for s3:// is not installed: .*s3fs"),
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
         ("https://somebody@host/a.tar", "https URL of host carries credentials"),
         ({}, "empty list"),
@@ -43,38 +42,33 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
     ],
 )
 @pytest.mark.usefixtures("three_tars")
-def test_shards_that_are_not_there(shards: str | list[str] | dict[str, float], message: str) -> None:
+def test_shards_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, shards: str | list[str] | dict[str, float], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     put("memory://listed/a.tar", b"x" * 20000)
     put("memory://listed/empty.tar", b"")
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
-    shard_files.check_url("memory://container@account/a.tar")  # no credentials
+    check_url("memory://container@account/a.tar")  # no credentials
 
 
-def test_unreachable_hosts_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_do_not_answer_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("info", "glob"):
         monkeypatch.setattr(MemoryFileSystem, name, Mock(side_effect=TimeoutError("no answer")))
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
     with pytest.raises(ValueError, match=r"memory://a\.tar can't be reached: failed 5 times, .*no answer"):
         expand_shards("memory://a.tar")
     with pytest.raises(ValueError, match=r"'memory://\*\.tar' can't be looked up: TimeoutError: no answer"):
         expand_shards("memory://*.tar")
-    looked_up = Mock(return_value=None)
-    monkeypatch.setattr(shard_files, "problem_with", looked_up)
-    assert len(expand_shards("memory://many/{000..099}.tar")) == 100
-    assert looked_up.call_count == 25, "of many every few are looked up"
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ValueError, match=r"the package for s3:// is not installed: .*s3fs"):
-        expand_shards("s3://bucket/a.tar")
 
 
-def numbered(count: int, name: str = "") -> list[str]:
-    return [f"{name}{number:02d}.tar" for number in range(count)]
+def numbered(count: int) -> list[str]:
+    return [f"{number:02d}.tar" for number in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (7, 7, 1), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
+    ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
 )
 def test_every_shard_goes_to_one_worker(
     capsys: pytest.CaptureFixture[str], num_shards: int, world_size: int, num_workers: int

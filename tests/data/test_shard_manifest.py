@@ -1,14 +1,14 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from clap_ds.config.model import ClapConfig
-from clap_ds.data import shard_files
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.shard_list import expand_sources
+from clap_ds.data.shard_list import Source
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
@@ -32,42 +32,39 @@ def test_samples_of(tmp_path: Path) -> None:
 
 def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
     own, shards = FrontEnd.of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
-    kinds: dict[str, tuple[Kind, FrontEnd | None]] = {
+    kinds: dict[str, tuple[Any, FrontEnd | None]] = {
+        "bare": ("encoded", None),
         "plain": ("encoded", None),
         "wav": ("waveform", replace(own, mel_bins=99)),  # left to the model
         "mel": ("mel", own),
         "slow": ("waveform", replace(own, sample_rate=16000)),
         "other": ("mel", replace(own, fmin=0.0, mel_bins=99)),
-        "new": ("codec", None),  # type: ignore[dict-item]
+        "demo": ("mel", FrontEnd.of(load_preset("demo").audio)),
+        "new": ("codec", None),
     }
-    patterns = {name: marked_tars(tmp_path / name, 2, 1) for name in (*kinds, "bare")}
     for name, (kind, front_end) in kinds.items():
-        write_manifest(tmp_path / name, ShardManifest(shards, kind, front_end))
-    features = write_tar(tmp_path / "features.tar", [("0.npy", b"x"), ("0.txt", b"a tone")])
+        marked_tars(tmp_path / name, 2, 1)
+        if name != "bare":
+            write_manifest(tmp_path / name, ShardManifest(shards, kind, front_end))
 
     def kind(*names: str) -> Kind:
-        return kind_of(expand_sources([patterns[name] for name in names]), micro)
+        return kind_of([Source([f"{tmp_path}/{name}/000.tar"], 1.0) for name in names], micro)
 
     assert [kind("plain"), kind("bare"), kind("wav"), kind("mel")] == ["encoded", "encoded", "waveform", "mel"]
     assert kind("wav", "bare") == kind("plain", "wav") == "encoded"
-    assert kind_of(expand_sources({patterns["bare"]: 1.0, patterns["wav"]: 2.0}), micro) == "encoded"
     for names, message in {
         ("wav", "mel"): f"clap.data.shards: mel in {tmp_path}/mel and waveform in {tmp_path}/wav can't be mixed",
         ("bare", "mel"): f"encoded in {tmp_path}/bare and mel in {tmp_path}/mel can't be mixed",
         ("slow",): "another model than micro: sample_rate is 16000 in the shards, 48000 in the model",
         ("other",): "mel_bins is 99 in the shards, 16 in the model, fmin is 0.0 in the shards, 50.0 in the model",
+        ("demo",): "; it fits preset demo",
         ("new",): f"{tmp_path}/new/manifest.json says kind 'codec'",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             kind(*names)
-    with pytest.raises(
-        ValueError, match=r"clap\.data\.shards: .* holds features, by .*features.tar, and no manifest.json"
-    ):
-        kind_of(expand_sources(str(features)), micro)
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
     put("memory://flaky/manifest.json", b'{"shards": {}, "kind": "waveform"}')
     read, failures = MemoryFile.read, []
 
@@ -77,9 +74,9 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
         return bytes(read(self, size))
 
     monkeypatch.setattr(MemoryFile, "read", unreliable)
-    failures = [ConnectionResetError("reset")] * 4
+    failures[:] = [ConnectionResetError("reset")] * 4
     assert read_manifest("memory://flaky").kind == "waveform"
-    failures = [ConnectionResetError("reset")] * 5
+    failures[:] = [ConnectionResetError("reset")] * 5
     with pytest.raises(ValueError, match=r"manifest\.json can't be read: failed 5 times, .*reset"):
         read_manifest("memory://flaky")
     put("memory://other/manifest.json", b'["something else"]')

@@ -1,18 +1,16 @@
+"""What a rank is given from its shards: which items, in which order and whole; and what is said of those it can't use."""
+
 import contextlib
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import time
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
@@ -22,13 +20,6 @@ from clap_ds.data.shards import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 20, 40])
-def test_every_item_comes_once_a_pass_in_file_order(tmp_path: Path, open_source: OpenSource, micro_batch: int) -> None:
-    """Micro-batches smaller and larger than the pieces of 32, and than a pass of 14 items."""
-    with open_source(marked_tars(tmp_path, 2, 7), micro_batch=micro_batch) as source:
-        assert numbers_in(source, 4) == [count % 14 for count in range(4 * micro_batch)]
 
 
 def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
@@ -48,7 +39,7 @@ def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: Ope
     assert [*map(sorted, orders)] == [[*range(20)]] * 3
 
 
-@pytest.mark.parametrize(("micro_batch", "num_workers"), [(3, 1), (40, 1), (70, 2)])
+@pytest.mark.parametrize(("micro_batch", "num_workers"), [(3, 1), (70, 2)])
 def test_rows_stay_until_the_next_are_asked_for(
     tmp_path: Path, tokenizer_dir: str, micro: ClapConfig, micro_batch: int, num_workers: int
 ) -> None:
@@ -67,15 +58,13 @@ def test_rows_stay_until_the_next_are_asked_for(
 def test_crops_and_captions_are_drawn_anew_in_each_pass(
     tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
 ) -> None:
-    ramp = np.arange(1, 2001, dtype=np.float32) / 4000
-    captions = ["a loud tone", "a click"]
+    ramp, captions = np.arange(1, 2001, dtype=np.float32) / 4000, ["a loud tone", "a click"]
     write_tar(tmp_path / "a.tar", [("a.wav", wav(ramp)), ("a.json", json.dumps({"caption": captions}).encode())])
     with open_source(str(tmp_path / "a.tar"), micro_batch=30) as source:
         batch = next(source)
     starts = (batch.audio[:, 0] * 4000).round().long().tolist()
     assert len(set(starts)) > 20
-    assert 0 <= min(starts) < 300
-    assert 1220 < max(starts) <= 1520
+    assert 0 <= min(starts) < 300 < 1220 < max(starts) <= 1520
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     assert {tokenizer.decode(row, skip_special_tokens=True) for row in batch.input_ids.tolist()} == set(captions)
 
@@ -86,7 +75,6 @@ BROKEN_ITEMS = [
     ("mute", [("mute.wav", wav(np.zeros(9)))], "no caption"),
     ("deaf", [("deaf.txt", b"x")], "no audio"),
 ]
-GARBAGE = BROKEN_ITEMS[0][1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -114,25 +102,15 @@ def test_a_worker_without_a_usable_item_stops_the_run(
 ) -> None:
     others = set(multiprocessing.active_children())
     for tar in range(2):
-        write_tar(tmp_path / f"{tar}.tar", GARBAGE)
+        write_tar(tmp_path / f"{tar}.tar", BROKEN_ITEMS[0][1])
     source = open_source(str(tmp_path / "*.tar"), num_workers=num_workers)
-    message = r"(?s)^clap\.data\.shards: .*2 shard\(s\) gave no usable item; 2 broken, .*garbage: audio can't"
+    message = (
+        r"(?s)^clap\.data\.shards: .*2 shard\(s\), such as .*0\.tar, gave no usable item; 2 broken, .*: audio can't"
+    )
     with pytest.raises(ValueError, match=message) as error:
         numbers_in(source, 100)
     assert "Traceback" not in str(error.value)
     assert not (set(multiprocessing.active_children()) - others)
-
-
-def test_tars_of_few_items_may_be_more_than_files_open_at_once(tmp_path: Path, open_source: OpenSource) -> None:
-    """Each stays open while an item of it waits to be shuffled."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shards = marked_tars(tmp_path, num_tars=150, items_per_tar=1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
-    try:
-        with open_source(shards, shuffle_buffer=1000, micro_batch=75) as source:
-            assert sorted(numbers_in(source, 2)) == [*range(150)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_half_an_item_does_not_reach_the_next_tar(tmp_path: Path, open_source: OpenSource) -> None:
@@ -158,33 +136,15 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
     assert 1 <= min(light) <= max(light) <= 6
 
 
-def test_drawn_with_replacement_shards_differ_between_ranks_and_workers(
-    tmp_path: Path, open_source: OpenSource
-) -> None:
+def test_drawn_with_replacement_shards_differ_between_ranks(tmp_path: Path, open_source: OpenSource) -> None:
     """Even with fewer shards than ranks; all are drawn in the end."""
-    pattern = marked_tars(tmp_path, 3, 4)
-    orders = []
+    pattern, orders = marked_tars(tmp_path, 3, 4), []
     for rank in (0, 7):
         with open_source(pattern, rank=rank, world_size=8, sampling="replacement", num_workers=2) as source:
             orders.append(numbers_in(source, 30))
+        assert set(orders[-1]) == set(range(12))
+        assert [orders[-1].count(4 * tar) for tar in range(3)] != [10, 10, 10]
     assert orders[0] != orders[1]
-    for order in orders:
-        assert set(order) == set(range(12))
-        assert [order.count(4 * tar) for tar in range(3)] != [10, 10, 10]
-
-
-def test_int16_waveforms_arrive_as_floats(tmp_path: Path, open_source: OpenSource) -> None:
-    audio = np.random.default_rng(0).uniform(-1, 1, (20, 480)).astype(np.float32)
-    audio[0, :4] = 1, -1, 2, -3
-    items = [((f"{n}.wav", wav(row)), (f"{n}.txt", b"x")) for n, row in enumerate(audio)]
-    write_tar(tmp_path / "a.tar", list(chain(*items)))
-    for micro_batch in (20, 5):  # of several pieces, and of one
-        with open_source(str(tmp_path / "a.tar"), micro_batch=micro_batch, waveforms="int16") as source:
-            waveforms = next(source).audio
-        assert waveforms.dtype == torch.float32
-        error = (waveforms - torch.from_numpy(audio[:micro_batch]).clamp(-1, 1)).abs().max()
-        assert 0 < error <= 1 / 32768  # of 1 itself; half of that elsewhere
-        assert waveforms[0, :4].tolist() == [1 - 2**-15, -1, 1 - 2**-15, -1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -192,37 +152,18 @@ def test_remote_shards_give_what_local_ones_do(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int
 ) -> None:
     """Whether their copies stay or not, and with one that is cut."""
-    pattern = marked_tars(tmp_path, 4, 4)
-    cut = tmp_path / "002.tar"
+    pattern, cut = marked_tars(tmp_path, 4, 4), tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:-4000])
     write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
     for path in tmp_path.glob("*.*"):
         put(f"memory://copied/{path.name}", path.read_bytes())
-    settings = {"num_workers": num_workers, "shuffle_buffer": 5}
     found = []
     for shards, cache_gb in ((pattern, 0), ("memory://copied/{000..003}.tar", 0), ("memory://copied/*.tar", 1)):
-        assert not shard_cache.exists() or not list(shard_cache.glob("*.tar"))
-        with open_source(shards, cache_gb=cache_gb, **settings) as source:
+        assert not list(shard_cache.glob("*.tar"))
+        with open_source(shards, cache_gb=cache_gb, num_workers=num_workers, shuffle_buffer=5) as source:
             found.append((numbers_in(source, 8), source.statistics()["num_broken_items"]))
     assert found[0] == found[1] == found[2]
     assert len(list(shard_cache.glob("*.tar"))) == 4
-
-
-def test_captions_that_the_tokenizer_does_not_know(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
-    """A byte-level tokenizer takes any; one of words says which item it knows no part of."""
-    write_tar(tmp_path / "a.tar", [*marked_item(1), ("k.wav", wav(np.full(480, 0.003))), ("k.txt", "колокол".encode())])
-    with open_source(str(tmp_path / "a.tar"), micro_batch=2) as source:
-        ids = next(source).input_ids[1]
-    assert load_tokenizer(tokenizer_dir, vocab_size=512).decode(ids, skip_special_tokens=True).startswith("коло")
-    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "tone": 4}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    of_words = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", pad_token="<pad>")
-    of_words.save_pretrained(tmp_path / "words")
-    with open_source(str(tmp_path / "a.tar"), tokenizer=str(tmp_path / "words"), micro_batch=2) as source:
-        assert numbers_in(source, 1) == [1, 1]
-        (broken,) = source.statistics()["broken_items"]
-    assert broken["reason"] == "the tokenizer knows no part of the caption 'колокол'"
 
 
 @pytest.mark.end_to_end
@@ -234,8 +175,7 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source:
         worker = (set(multiprocessing.active_children()) - others).pop()
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(0.5)
-        with pytest.raises(
-            ValueError, match=rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
-        ):
+        message = rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
+        with pytest.raises(ValueError, match=message):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)

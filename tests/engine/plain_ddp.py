@@ -15,14 +15,18 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, and `options` AdamW's.
+    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, `options` are AdamW's, and gradients are
+    clipped to norm `clip`, 0 for none.
 
     Attributes:
         masters: fp32 weights by name; in bf16 the model's are their roundings.
+        norm: of the last step's gradients, before clipping.
     """
 
-    def __init__(self, model: ClapModel, accumulation: int, precision: str, options: dict[str, Any]) -> None:
-        self.precision, self.accumulation = precision, accumulation
+    def __init__(
+        self, model: ClapModel, accumulation: int, precision: str, options: dict[str, Any], clip: float = 0.0
+    ) -> None:
+        self.precision, self.accumulation, self.clip = precision, accumulation, clip
         self.model = model
         if precision == "bf16":
             self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast
@@ -54,6 +58,8 @@ class PlainDDP:
         for name, parameter in self.model.named_parameters():
             assert parameter.grad is not None
             self.masters[name].grad, parameter.grad = parameter.grad.float(), None
+        self.norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or torch.inf))
+        assert self.norm > 2 * self.clip
         self.optimizer.step()
         self.take(self.masters)
         return total

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
     [
         (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True, False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), True, False),
-        (RuntimeError("CUDA error: out of memory"), True, False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
-        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True, False),
         (RuntimeError("CUDA error: invalid configuration argument"), False, False),
         (ValueError("the memory of this"), False, False),
         (RuntimeError(LOST), False, True),
@@ -41,7 +38,6 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
         (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), False, True),
         (RuntimeError("NCCL communicator was aborted on rank 1"), False, True),
         (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), False, True),
-        (RuntimeError("NCCL error: ncclSystemError: unhandled system error"), False, False),
         (ConnectionError("Connection reset by peer"), False, False),  # of whom data are read from
     ],
 )
@@ -108,8 +104,7 @@ def test_every_end_is_recorded_once(
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(distributed, "leave", left.append)
-    step: Callable[[], None] = lambda: signal.raise_signal(signal.SIGINT)  # noqa: E731
     with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
-        step()
+        signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]
     assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # by every rank

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from deepspeed.monitor.config import get_monitor_config
@@ -34,7 +35,6 @@ def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
     ("section", "place"),
     [
         ({}, "tensorboard"),
-        ({"enabled": True}, "tensorboard"),
         ({"enabled": True, "output_path": "OWN", "job_name": "mine"}, "own/mine"),
         ({"enabled": False}, None),
     ],
@@ -60,21 +60,16 @@ def test_what_waits_is_written_in_order_and_a_full_disk_is_said_once(capsys: pyt
     """Weights & Biases drops what goes back."""
     written: list[Any] = []
     monitor: Any = SimpleNamespace(tb_monitor=None, enabled=True, write_events=written.extend)
-    scalars = Scalars(SimpleNamespace(monitor=monitor, global_samples=0), {"output_path": "x"}, Path())
+    engine = SimpleNamespace(monitor=monitor, global_samples=0)
+    scalars = Scalars(engine, {"output_path": "x"}, Path())
     for samples in (10, 20):
-        monitor.write_events([("Train/Samples/lr", 0.5, samples)])
+        monitor.write_events([("lr", 0.5, samples)])
     assert not written
-    scalars.write(("train/loss", 1.5, samples) for samples in (10, 20))
-    assert [(tag, samples) for tag, _, samples in written] == [
-        ("Train/Samples/lr", 10), ("train/loss", 10), ("Train/Samples/lr", 20), ("train/loss", 20)
-    ]  # fmt: skip
-
-    def full(events: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monitor.write_events = full
-    scalars = Scalars(SimpleNamespace(monitor=monitor, global_samples=0), {"output_path": "x"}, Path())
+    scalars.write(("loss", 1.5, samples) for samples in (10, 20))
+    assert [(tag, samples) for tag, _, samples in written] == [("lr", 10), ("loss", 10), ("lr", 20), ("loss", 20)]
+    monitor.write_events = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    scalars = Scalars(engine, {"output_path": "x"}, Path())
     for samples in (30, 40):
-        scalars.write([("train/loss", 1.5, samples)])
+        scalars.write([("loss", 1.5, samples)])
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: what DeepSpeed's monitor keeps can't be written: No space left on device")

@@ -18,7 +18,7 @@ import transformers  # isort: skip
 
 BASE = "htsat_base_roberta_base"
 FULL_SIZE = [("htsat_tiny_roberta_base", "sdpa", 0), (BASE, "sdpa", 1)]
-CASES = [*FULL_SIZE, *(("micro", attention, seed) for attention in ("sdpa", "matmul") for seed in range(2))]
+CASES = [*FULL_SIZE, ("micro", "sdpa", 0), ("micro", "matmul", 1)]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
@@ -111,9 +111,7 @@ def test_features_of_waveforms_embed_as_these() -> None:
     assert (model.encode_audio(stored) * expected).sum(1).min() > 0.9999
     for shape, expected_sizes in (
         ((3, 100, 16), r"features are \(3, 100, 16\), expected \(batch, 101 frames, 16 mel"),
-        ((3, 16, 101), r"features are \(3, 16, 101\), expected \(batch, 101 frames, 16 mel"),
         ((48000,), r"expected \(batch, 48000\) samples"),
-        ((3, 1, 101, 16), r"expected \(batch, 48000\) samples"),
     ):
         with pytest.raises(ValueError, match=expected_sizes):
             model.encode_audio(torch.zeros(shape))
@@ -133,8 +131,7 @@ def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:
     assert model.mel.mel_filters.dtype == torch.float32
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("how", ["cast", "engine", "autocast"])
+@pytest.mark.parametrize(("how", "training"), [("cast", False), ("engine", True), ("autocast", True)])
 def test_bf16_is_close_to_fp32(how: str, training: bool) -> None:
     """By `Module.to`, by an engine that casts parameters' data and not buffers, and by autocast over fp32 parameters."""
     model, batch = micro(drop_path=0.0, text_dropout=0.0, spec_augment=False)

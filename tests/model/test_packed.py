@@ -22,7 +22,7 @@ def tower(pooling: str) -> TextTower:
     return model.double()
 
 
-@pytest.mark.parametrize("multiple", [1, 8, 64])
+@pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 def test_packed_captions_give_what_padded_ones_give(pooling: str, multiple: int) -> None:
     """Oracle: the padded model through PyTorch's own attention, in fp64."""

@@ -2,18 +2,14 @@
 
 from pathlib import Path
 
-from clap_ds.model.torchaudio_compat import fit_to_torch
+from clap_ds.model.torchaudio_compat import set_aside
 
 
-def test_the_library_is_set_aside_and_back(tmp_path: Path) -> None:
-    library = tmp_path / "lib" / "_torchaudio.abi3.so"
-    library.parent.mkdir()
-    (library.with_name("libtorchaudio.abi3.so")).touch()
-    library.write_text("first")
-    aside = library.with_name("_torchaudio.abi3.so.needs_cuda")
-    for has_cuda, renamed in ((True, []), (False, [aside]), (False, []), (True, [library]), (False, [aside])):
-        assert fit_to_torch(tmp_path, has_cuda=has_cuda) == renamed
-    library.write_text("a newer one, installed since")
-    for has_cuda, renamed in ((True, []), (False, [aside])):
-        assert fit_to_torch(tmp_path, has_cuda=has_cuda) == renamed
-    assert aside.read_text().startswith("a newer one")
+def test_the_library_is_set_aside_once_for_each_installed(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    library, aside = (tmp_path / "lib" / f"_torchaudio.abi3.so{end}" for end in ("", ".needs_cuda"))
+    for installed in ("first", "a newer one, installed since"):
+        library.write_text(installed)
+        assert set_aside(tmp_path) == [aside]
+        assert set_aside(tmp_path) == []
+        assert aside.read_text() == installed

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -87,39 +87,30 @@ def test_the_model_takes_it_where_asked_and_fitting(mlp: Any) -> None:
     assert NativeSwinBlock.fits(model.audio.blocks()[0]) == (not narrow)
 
 
-class Case(NamedTuple):
-    """A kernel as a stage launches it. `way` is `forward` or `backward`."""
-
-    kernel: str
-    way: str
-    shape: tuple[int, ...]
-    """(grid, heads, head dim, shift) of `attention`, (channels, hidden units) of `mlp`."""
-    launch: Launch
-
-
-def cases_of(audio: AudioConfig) -> Iterator[Case]:
-    """A model's kernels as they are launched: the attention of its first and last stage, between which only the grid's size and
-    the number of heads differ, and every MLP that there is a kernel for."""
-    found: list[tuple[str, tuple[int, ...], tuple[Launch, Launch]]] = []
-    attention = (window_attention_triton.FORWARD, window_attention_triton.BACKWARD)
-    for stage, shift in ((0, 0), (0, 4), (-1, 0)):
-        heads, dim = audio.num_heads[stage], audio.stage_dims[stage]
-        found.append(("attention", (audio.stage_grids[stage], heads, dim // heads, shift), attention))
-    sizes = [(dim, audio.mlp_ratio * dim) for dim in audio.stage_dims]
-    found += [("mlp", size, mlp_triton.launches(size[0])) for size in sizes if supports(*size)]
-    for kernel, shape, launches in found:
-        for way, launch in zip(("forward", "backward"), launches, strict=True):
-            yield Case(kernel, way, shape, launch)
+def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
+    """A model's kernels as they are launched, module, way, constants and launch: the attention of its first and last stage,
+    between which only the grid's size and the number of heads differ, and every MLP that there is a kernel for."""
+    for way, launch in (("forward", window_attention_triton.FORWARD), ("backward", window_attention_triton.BACKWARD)):
+        for stage, shift in ((0, 0), (0, 4), (-1, 0)):
+            grid, heads, dim = audio.stage_grids[stage], audio.num_heads[stage], audio.stage_dims[stage]
+            tensors = (torch.empty(1, grid, grid, 3 * dim, device="meta"), torch.empty(heads, 64, 64, device="meta"))
+            yield window_attention_triton, way, window_attention_triton._constants(*tensors, 8, shift), launch
+    for dim in filter(lambda dim: supports(dim, audio.mlp_ratio * dim), audio.stage_dims):
+        tensors = (torch.empty(1, dim, device="meta"), torch.empty(audio.mlp_ratio * dim, dim, device="meta"))
+        blocks = mlp_triton.FORWARD_BLOCK, mlp_triton.BACKWARD_BLOCK
+        for way, block, launch in zip(("forward", "backward"), blocks, mlp_triton.launches(dim), strict=True):
+            yield mlp_triton, way, mlp_triton._constants(*tensors, block), launch
 
 
-def compile_for(case: Case, architecture: int) -> tuple[int, int]:
+def compile_for(module: str, way: str, constants: dict[str, Any], launch: Launch, architecture: int) -> tuple[int, int]:
     """Compiles a kernel for an architecture: 80, 90 (as sm_90a) or 100. Registers of a thread, its bytes that spill."""
-    kernel, constants = _kernel_of(case)
+    kernel = getattr(sys.modules[module], f"_{way}_kernel")
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-    signature = {name: _type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
+    types = {"scale": "fp32", "d_bias_ptr": "*fp32", "d_biases_ptr": "*fp32"}
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")}
-    source, target = ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", architecture, 32)
-    compiled: Any = triton.compile(source, target=target, options=case.launch.options())
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -129,40 +120,17 @@ def compile_for(case: Case, architecture: int) -> tuple[int, int]:
     return int(found["REG"]), int(found["STACK"])
 
 
-def _kernel_of(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The kernel and its compile-time arguments, as its module makes them of tensors of the shape."""
-    module: Any = window_attention_triton if case.kernel == "attention" else mlp_triton
-    if case.kernel == "attention":
-        grid, heads, dim, shift = case.shape
-        shapes, numbers = ((1, grid, grid, 3 * heads * dim), (heads, 64, 64)), (8, shift)
-    else:
-        channels, hidden = case.shape
-        block = module.FORWARD_BLOCK if case.way == "forward" else module.BACKWARD_BLOCK
-        shapes, numbers = ((1, channels), (hidden, channels)), (block,)
-    tensors = (torch.empty(shape, device="meta") for shape in shapes)
-    return getattr(module, f"_{case.way}_kernel"), module._constants(*tensors, *numbers)
-
-
-def _type_of(name: str) -> str:
-    if name.endswith("_ptr"):
-        return "*fp32" if name in ("d_bias_ptr", "d_biases_ptr") else "*bf16"
-    return "fp32" if name == "scale" else "i32"
-
-
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture() -> None:
-    """Tiny's and base's on Hopper, base's alone, which are wider, on the others; on sm_80 attention's and tiny's narrow MLP's.
-    Nothing spills, and registers, 65,536 of a multiprocessor, leave room for 28 warps of attention forward and 12 backward."""
-    tiny, base = (list(cases_of(load_preset(f"htsat_{name}_roberta_base").audio)) for name in ("tiny", "base"))
-    jobs = [*((case, 90) for case in tiny + base), *((case, 100) for case in base)]
-    jobs += [(case, 80) for case in base if case.kernel == "attention"]
-    jobs += [(case, 80) for case in tiny if case.kernel == "mlp" and case.shape[0] <= 128]
-    most = {("attention", "forward"): 80, ("attention", "backward"): 168}
+    """Tiny's and base's on Hopper, base's alone, which are wider, on Blackwell, its attention on sm_80. Nothing spills, and
+    registers, 65,536 of a multiprocessor, leave room for 28 warps of attention forward and 12 backward."""
+    tiny, base = (list(kernels_of(load_preset(f"htsat_{name}_roberta_base").audio)) for name in ("tiny", "base"))
+    jobs = [*((*each, 90) for each in tiny + base), *((*each, 100) for each in base)]
+    jobs += [(*each, 80) for each in base if each[0] is window_attention_triton]
+    most = {(window_attention_triton, "forward"): 80, (window_attention_triton, "backward"): 168}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for (case, architecture), found in zip(jobs, pool.map(compile_for, *zip(*jobs, strict=True)), strict=True):
-            registers, spilled = found
-            assert spilled <= 64, (case, architecture, found)
-            assert registers <= most.get((case.kernel, case.way), case.launch.max_registers or 255), (
-                case,
-                architecture,
-            )
+        found = pool.map(compile_for, *zip(*((module.__name__, *rest) for module, *rest in jobs), strict=True))
+        for job, (registers, spilled) in zip(jobs, found, strict=True):
+            module, way, _, launch, _ = job
+            assert spilled <= 64, job
+            assert registers <= most.get((module, way), launch.max_registers or 255), job

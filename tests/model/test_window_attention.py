@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from clap_ds.model import window_attention
-from clap_ds.model.window_attention import Kernel, default_kernel
+from clap_ds.model.window_attention import Kernel
 from tests.model.kernel_cases import CASES, TOLERANCE, Case, by, draw, eager, errors, largest_error, results
 
 LARGE: list[Case] = [(64, 4, 24, 4), (64, 4, 32, 0), (32, 8, 24, 4), (8, 32, 24, 0)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
 def test_kernels_agree_with_the_eager_form(kernel: Kernel, dtype: torch.dtype, case: Case) -> None:
     assert largest_error(by(kernel, case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
@@ -40,21 +40,6 @@ def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) ->
     assert batches == [8, 4]
 
 
-@pytest.mark.gpu
-def test_sdpa_takes_a_micro_batch_of_1024_on_a_gpu() -> None:
-    """HTSAT-tiny's first stage, 65,536 windows; the last clips against the same ones alone."""
-    attend, bias = by("sdpa", (64, 4, 24, 0)), torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16)
-    qkv = [torch.randn(1024, 64, 64, 96, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    found = []
-    for clips in (qkv, [each[-2:] for each in qkv]):
-        leaves = [each.clone().requires_grad_() for each in (*clips, bias)]
-        output = attend(*leaves)
-        *gradients, of_bias = torch.autograd.grad(output.sum(), leaves)
-        assert of_bias.isfinite().all()
-        found.append([each.detach()[-2:] for each in (output, *gradients)])
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_the_eager_form_is_attention_by_definition(case: Case) -> None:
     """Oracle: each token over the whole grid, less the tokens of other shifted windows and those a window or more away."""
@@ -69,7 +54,3 @@ def test_the_eager_form_is_attention_by_definition(case: Case) -> None:
     scores = q @ k.transpose(1, 2) / dim**0.5 + bias[:, inside][:, :, inside]
     expected = scores.masked_fill(~together, -torch.inf).softmax(dim=2) @ v
     torch.testing.assert_close(got.view(-1, heads, dim).transpose(0, 1), expected)
-
-
-def test_the_quicker_of_torchs_operations_by_device() -> None:
-    assert [default_kernel(torch.device(name)) for name in ("cpu", "cuda")] == ["matmul", "sdpa"]

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -73,41 +72,24 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources(
     assert compiled() == 2
 
 
-def test_an_operating_system_that_refuses_tiles(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "IMPLEMENTATIONS", {"AMX": library.Implementation(frozenset(), ())})
-    for answer, expected in ((-1, "use AMX"), (0, "")):
-        libc = Mock(syscall=Mock(return_value=answer))
-        monkeypatch.setattr(library.ctypes, "CDLL", lambda path, libc=libc: libc if path is None else Mock())
-        assert expected in problem()
-        assert [number.value for number in libc.syscall.call_args.args] == [158, 0x1023, 18]
-
-
-def test_locks_that_nobody_holds_that_are_held_and_that_there_are_not(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not problem()
     lock = kept().with_suffix(".lock")
-    assert lock.exists()
     kept().unlink()
-    assert not problem()
-    kept().unlink()
-    with monkeypatch.context() as patch, lock.open() as holder:
-        patch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
+    with lock.open() as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert str(lock) in problem()
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks available")))
-    assert not problem()
 
 
 def test_damaged_library_is_compiled_again(source: Path) -> None:
     library._build(library.FLAGS).close()
     path = kept()
     whole = path.read_bytes()
-    for damaged in (b"", whole[:5000], whole[:-100] + bytes(100)):
-        path.unlink()  # what is open stays as it is
-        path.write_bytes(damaged)
-        assert not problem()
-        assert kept().read_bytes() == whole
+    path.unlink()  # what is open stays as it is
+    path.write_bytes(whole[:-100] + bytes(100))
+    assert not problem()
+    assert kept().read_bytes() == whole
 
 
 def test_a_library_that_others_could_have_put_there_is_never_opened(
@@ -157,11 +139,9 @@ def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.Mo
     ("script", "environment", "expected"),
     [
         ("exit 3", {}, "exit status 3"),
-        ("kill -9 $$", {}, "exit status -9"),
         ('case "$*" in *-o*) sleep 3 & wait;; esac', {}, "timed out"),
         ('exec g++ "$@" -DSOURCE=missing', {}, "error: .missing. was not"),
         (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
-        (WORKING_COMPILER, {"CXX": "'g++"}, "No closing quotation"),
         (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
         (WORKING_COMPILER, {"CXX": "env g++ -O1"}, "^$"),
     ],

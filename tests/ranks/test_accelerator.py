@@ -125,32 +125,18 @@ def test_nccl_is_bound_to_the_rank_s_gpu(
     assert met[2:5] == ["nccl", (), torch.device(device) if bound else None]
 
 
-def make_bench(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`make bench` with a `python` whose DeepSpeed launcher only prints its arguments, and with the folder's programs first."""
-    launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
-    write_program(folder / "python", f'{launcher}\nexec "{sys.executable}" "$@"')
-    left_out = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "MAKEFLAGS", "MAKELEVEL")
-    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
-    env = {**inherited, "PATH": f"{folder}{os.pathsep}{inherited['PATH']}", **variables}
-    command = ["make", "bench", f"PYTHON={folder / 'python'}"]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.end_to_end
 def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
-    done = make_bench(tmp_path, DS_ACCELERATOR="cpu")
+    """With a `python` whose DeepSpeed launcher only prints its arguments."""
+    launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
+    write_program(tmp_path / "python", f'{launcher}\nexec "{sys.executable}" "$@"')
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", "bench", f"PYTHON={tmp_path / 'python'}"]
+    env |= {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    device, command, started = done.stdout.splitlines()
+    device, typed, started = done.stdout.splitlines()
     run = "--num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json"
-    assert (device, command) == ("no GPU in use: two ranks on the CPUs", f"deepspeed {run}")
+    assert (device, typed) == ("no GPU in use: two ranks on the CPUs", f"deepspeed {run}")
     assert started.startswith("DS_ACCELERATOR=cpu -m deepspeed.launcher.runner --quiet --master_port ")
     assert started.endswith(run)
-
-
-@pytest.mark.end_to_end
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")
-def test_make_bench_refuses_a_gpu_that_cannot_be_used(tmp_path: Path) -> None:
-    write_program(tmp_path / "nvidia-smi", f"echo '{LISTED}'")
-    done = make_bench(tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count(f"error: this machine has a GPU that torch can't use: {LISTED}") == 1

@@ -25,7 +25,7 @@ BRIEF = {f"clap_ds.ranks.watch.{name}": value for name, value in (("LEAST_S", 2.
 
 # Steps of a run whose ranks wait for each other; what is done in the last rank's fifth stands in the command line.
 RUN = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.ranks import failure, watch
@@ -45,9 +45,6 @@ def rest():
     print("ready", flush=True)
     time.sleep(1)
     time.sleep(0.5)  # when it is woken amid the first
-
-def wait_for_nobody():
-    threading.Event().wait()
 
 def receive_signals():
     signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -92,6 +89,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     assert (state, error.partition("(distributed_c10d")[0]) == ("failed", message)
     assert f"error: {message}" in first.stderr
     assert "no step" not in second.stderr, "one speaks for all"
+    assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
     verdict = judge(tmp_path, None, ["a", "a", "b"])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["b"])
@@ -117,14 +115,6 @@ def test_a_pause_that_is_announced_or_everybodys_ends_no_run(tmp_path: Path, wha
             time.sleep(4 if number == signal.SIGSTOP else 0)  # of two until somebody would be missed
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert list((tmp_path / "stacks").iterdir()) == []
-
-
-def test_one_rank_alone_says_where_it_stands(tmp_path: Path) -> None:
-    (alone,) = _run(tmp_path, "wait_for_nobody", 1)
-    assert alone.wait() == 1
-    state, error = _recorded(tmp_path)
-    assert (state, error.partition(" (")[0]) == ("failed", "no step for 2 s: rank 0 on node in wait")
-    assert "Timeout (0:00:02)!" in (tmp_path / "stacks" / "rank0.txt").read_text()
 
 
 def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path) -> None:
