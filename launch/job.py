@@ -29,6 +29,7 @@ from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
 from clap_ds.launch.recovery import Attempts, now
+from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -130,6 +131,8 @@ class RunningJob:
         number, options = len(self.attempts.all), self.arguments
         folder = self.folder / "attempts" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(os.urandom(16).hex())
         launcher = Launcher(
             options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
             shlex.split(options.wrapper), options.passed, f"{self.name}.{number}",

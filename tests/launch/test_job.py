@@ -17,6 +17,7 @@ from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import RunningJob
 from clap_ds.launch.launchers import check_launcher
 from clap_ds.launch.recovery import Attempts
+from clap_ds.ranks.distributed import SECRET, Ranks
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,8 @@ def test_completed_run(start_job: StartJob, tmp_path: Path) -> None:
     assert f"--hostfile {folder}/hostfile --launcher pdsh --force_multi" in stdout
     assert stdout.strip().endswith(f"--hostfile {folder}/hostfile --job_folder {folder}")
     assert (folder / "hostfile").read_text() == f"{HERE} slots=2\n"
+    assert (folder / SECRET).stat().st_mode & 0o777 == 0o600
+    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # under which ranks meet
 
 
 def test_code_0_is_not_believed_of_a_run_that_never_ended(start_job: StartJob, tmp_path: Path) -> None:
