@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,14 +18,15 @@ from clap_ds.record import lock
 from clap_ds.record.lock import FolderLock, HeldError
 
 
-class Attempt(FolderLock):
-    """The second of a job, which has the folder until it is closed."""
-
-    def __init__(self, folder: Path, *, acquire: bool = True) -> None:
-        super().__init__(folder, Path("/jobs/12/1"))
-        self.close = self.release
-        if acquire:
-            self.acquire()
+@contextmanager
+def held(folder: Path) -> Iterator[FolderLock]:
+    """By the second attempt of a job."""
+    lock = FolderLock(folder, Path("/jobs/12/1"))
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +48,10 @@ def test_a_living_holder_is_named_and_one_that_is_done_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "not" / "there"
-    held = rf"there is held by host {os.uname().nodename}, pid {os.getpid()}, user \S+, job 12, /jobs/12/1"
-    with closing(Attempt(folder)) as first:
-        with pytest.raises(HeldError, match=f"{held}$"):
-            Attempt(folder)
+    message = rf"there is held by host {os.uname().nodename}, pid {os.getpid()}, user \S+, job 12, /jobs/12/1"
+    with held(folder) as first:
+        with pytest.raises(HeldError, match=f"{message}$"), held(folder):
+            pass
         first.check()
         (folder / "writer.json").unlink()  # somebody has tidied up
         first.check()
@@ -58,8 +61,8 @@ def test_a_living_holder_is_named_and_one_that_is_done_leaves_nothing(
         for where in ("_kernel", "_user"):
             with monkeypatch.context() as patch:
                 patch.setattr(lock, where, lambda: "another's")
-                with pytest.raises(HeldError, match=held):  # its file is touched
-                    Attempt(folder)
+                with pytest.raises(HeldError, match=message), held(folder):  # its file is touched
+                    pass
             assert "job 12, /jobs/12/1; watching for 60 s whether it is alive" in capfd.readouterr().err
     assert list(folder.iterdir()) == []
 
@@ -87,7 +90,7 @@ def test_a_dead_holder_is_replaced(
     known = {"pid": process.pid if "pid" in changes else os.getpid()}
     known |= {"kernel": lock._kernel()} if "kernel" in changes else {}
     _left_behind(tmp_path, **changes | known)
-    with closing(Attempt(tmp_path)) as taken:
+    with held(tmp_path) as taken:
         taken.check()
     said = capfd.readouterr().err
     assert f"was left behind by host tux7, pid {known['pid']}" in said
@@ -98,48 +101,48 @@ def test_a_dead_holder_is_replaced(
 
 def test_a_half_written_file_is_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "writer.json").write_text('{"token": ')
-    with closing(Attempt(tmp_path)) as taken:
+    with held(tmp_path) as taken:
         taken.check()
     assert "is held by host ?, pid ?, user ?, job (none); watching for" in capfd.readouterr().err
 
 
 def test_of_many_that_find_one_dead_one_takes_its_place(tmp_path: Path) -> None:
-    def has_won(contender: FolderLock) -> bool:
+    def take(contender: FolderLock) -> FolderLock | None:
         ready.wait()
         try:
             contender.acquire()
         except HeldError:
-            return False
-        return True
+            return None
+        return contender
 
     for _ in range(20):
         _left_behind(tmp_path, job="/jobs/12/0")
-        contenders, ready = [Attempt(tmp_path, acquire=False) for _ in range(6)], threading.Barrier(6, timeout=60)
+        contenders, ready = (
+            [FolderLock(tmp_path, Path("/jobs/12/1")) for _ in range(6)],
+            threading.Barrier(6, timeout=60),
+        )
         with ThreadPoolExecutor(6) as pool:
-            (winner,) = [each for each, won in zip(contenders, pool.map(has_won, contenders), strict=True) if won]
+            (winner,) = filter(None, pool.map(take, contenders))
         winner.check()
         winner.release()
         assert list(tmp_path.iterdir()) == []
 
 
 def test_one_taken_over_meanwhile_is_told_and_leaves_the_other_alone(tmp_path: Path) -> None:
-    with closing(Attempt(tmp_path)) as suspended:
+    with held(tmp_path) as suspended:
         other = _left_behind(tmp_path)
         with pytest.raises(HeldError, match="was taken over by host tux7"):
             suspended.check()
     assert json.loads((tmp_path / "writer.json").read_text()) == other
     (tmp_path / ".writer.json.t").write_text("")  # of one killed while it took the folder over
     with pytest.raises(HeldError, match=r"if there is none, delete .*\.writer\.json\."):
-        Attempt(tmp_path)
+        FolderLock(tmp_path).acquire()
 
 
 def test_a_folder_that_cant_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("clap_ds.record.lock.json.dump", full)
+    monkeypatch.setattr("clap_ds.record.lock.json.dump", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        Attempt(tmp_path)
+        FolderLock(tmp_path).acquire()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(NotADirectoryError):
-        Attempt(Path(sys.executable) / "folder")
+        FolderLock(Path(sys.executable) / "folder").acquire()
