@@ -49,8 +49,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     rate, fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
     if not rate and (told := batch or micro_batch):
         windows, of_steps = _windows_of_steps(path, told, whole(section(clap, "bench").get("steps_per_window")))
-        step = of_steps or step
-        rate, fields = rate_over(windows, [1 / each for each in windows]), interval_fields(windows)
+        step, fields, rate = of_steps or step, interval_fields(windows), rate_over(windows)
         notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
     step_s = positive(step.get("median"))
     notes += uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
@@ -83,8 +82,11 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
 
 def _rate_fields(rates: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
     """The rate, and `Run`'s fields of its interval. Without a mean (before schema 3) the windows tell them."""
-    windows, seconds = _positives(rates, "windows"), _positives(rates, "window_s")
-    seconds = seconds if len(seconds) == len(windows) else [1 / rate for rate in windows]
+    windows, seconds = (
+        [number for each in found if (number := positive(each))] if isinstance(found := rates.get(name), list) else []
+        for name in ("windows", "window_s")
+    )
+    seconds = seconds if len(seconds) == len(windows) else []
     mean, low, high = (positive(rates.get(name)) for name in ("mean", "low", "high"))
     if not (mean and low and high and low <= mean <= high):
         return rate_over(windows, seconds) or mean, interval_fields(windows, seconds)
@@ -92,42 +94,35 @@ def _rate_fields(rates: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]
     return mean, interval_fields(windows, seconds) | {"interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
 
 
-def rate_over(windows: Sequence[float], window_s: Sequence[float]) -> float | None:
-    """All samples over all seconds; None without windows."""
-    return rate_interval(windows, window_s).rate if windows else None
+def rate_over(windows: Sequence[float], window_s: Sequence[float] = ()) -> float | None:
+    """All samples over all seconds, of as many samples a window where these aren't given; None without windows."""
+    return rate_interval(windows, window_s or [1 / rate for rate in windows]).rate if windows else None
 
 
 def interval_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
-    """`Run`'s fields of the windows and their interval (none for fewer than two), of as many samples each where their seconds
-    aren't given."""
-    window_s = window_s or [1 / rate for rate in windows]
-    fields: dict[str, Any] = {"windows": tuple(windows)}
-    if len(windows) > 1:
-        found = rate_interval(windows, window_s)
-        fields |= {"interval": (found.low, found.high), "uncertainty_from": f"{found.label()} of 1 run"}
-    return fields
+    """`Run`'s fields of the windows and their interval (none for fewer than two); arguments as of `rate_over`."""
+    if len(windows) < 2:
+        return {"windows": tuple(windows)}
+    found = rate_interval(windows, window_s or [1 / rate for rate in windows])
+    label = f"{found.label()} of 1 run"
+    return {"windows": tuple(windows), "interval": (found.low, found.high), "uncertainty_from": label}
 
 
-def _positives(values: Mapping[str, Any], name: str) -> list[float]:
-    found = values.get(name)
-    return [number for value in (found if isinstance(found, list) else ()) if (number := positive(value))]
-
-
-def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[tuple[float, ...], dict[str, float]]:
+def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
-    times: dict[float, list[float]] = defaultdict(list)
+    windows: dict[float, list[float]] = defaultdict(list)
     slowest: list[float] = []
     for line in read_steps(path, "window"):
         time, window = positive(line.get("time_s")), non_negative(line.get("window"))
         if time is not None and window is not None:
-            times[window].append(time)
+            windows[window].append(time)
             slowest.append(positive(line.get("slowest_rank_time_s")) or time)
-    wanted = wanted or max(map(len, times.values()), default=0)
-    windows = [steps for _, steps in sorted(times.items()) if len(steps) == wanted]
-    if not windows:
-        return (), {}
-    of_steps = {"median": median(time for steps in windows for time in steps), "slowest_rank_median": median(slowest)}
-    return tuple(batch * wanted / sum(steps) for steps in windows), of_steps
+    wanted = wanted or max(map(len, windows.values()), default=0)
+    found = [steps for _, steps in sorted(windows.items()) if len(steps) == wanted]
+    if not found:
+        return [], {}
+    of_steps = {"median": median(time for steps in found for time in steps), "slowest_rank_median": median(slowest)}
+    return [batch * wanted / sum(steps) for steps in found], of_steps
 
 
 def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
