@@ -218,6 +218,7 @@ def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
 
 def _opened(path: Path) -> Any:
     try:
+        files.open_regular(path).close()
         return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
