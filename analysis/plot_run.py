@@ -71,7 +71,8 @@ def draw_benchmark(directory: Path) -> Picture:
     picture = Picture((1.6, 0.6))
     times, parts = picture.panels
     per = f"samples/s/{run.unit.removesuffix('s')}"
-    between = " ({}: {:,.2f} – {:,.2f})".format(run.interval_label, *run.interval) if run.interval else ""
+    label = run.uncertainty_from.partition(" of ")[0]
+    between = " ({}: {:,.2f} – {:,.2f})".format(label, *run.interval) if run.interval else ""
     told = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
     told += [f"{run.text_tokens} text tokens"] * bool(run.text_tokens)
     picture.title(

@@ -157,11 +157,6 @@ class Run(Row):
     def name(self) -> str:
         return Path(self.source).name
 
-    @property
-    def interval_label(self) -> str:
-        """What `interval` is, in short: `96.9 % interval`."""
-        return self.uncertainty_from.partition(" of ")[0] or "interval"
-
 
 @dataclass(frozen=True)
 class Scale(Row):

@@ -59,11 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m clap_ds.check_runs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--train", action="store_true", help="what training needs besides, too")
-    parser.add_argument("--files_only", action="store_true", help="whatever this Python lacks: the ranks have another")
     arguments = parser.parse_args()
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     print("clap-check", json.dumps(versions), flush=True)
-    if lack := missing(("pydantic",) if arguments.files_only else PACKAGES):
+    if lack := missing(PACKAGES):
         raise UserError(f"{lack}: `make setup` makes .venv, which has all, or name another python in the site file")
     if arguments.files:
         check(arguments.files, train=arguments.train)

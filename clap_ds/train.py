@@ -17,7 +17,7 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices
+from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
@@ -27,9 +27,7 @@ from clap_ds.training.checks import problems_for_training
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
     add_checkpoint_choices(parser)
-    arguments = parser.parse_args(argv)
-    check_checkpoint_choices(parser, arguments)
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(ranks: Ranks) -> None:

@@ -1,6 +1,6 @@
 """One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind.
 
-Leaves which hosts these are to `launch/job.py`, and whether there is another attempt to `launch/recovery.py`.
+Leaves which hosts these are, and whether there is another attempt, to `launch/job.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
 from clap_ds.launch import slurm
-from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.launchers import Launcher, environment
 from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
 from clap_ds.ranks.hostfile import free_port
 from clap_ds.ranks.verdict import judge
@@ -31,11 +31,6 @@ LINGER_S = 45.0
 """For a launcher to end after its run: it would wait for a host that nobody can reach."""
 LOOK_S = 0.5
 Stopped = Callable[[], signal.Signals | None]
-WHY = {
-    "OUT_OF_MEMORY": "a host's memory, not the GPU's, was exhausted",
-    "TIMEOUT": "its time was over",
-    "NODE_FAIL": "a node failed",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ def ending_of(
     hosts: Sequence[str],
     stopped: signal.Signals | None,
     lost: dict[str, str],
-    step: str | None,
 ) -> Ending:
     """How an attempt ended.
 
@@ -71,7 +65,6 @@ def ending_of(
         hosts: of every rank, in their order.
         stopped: the signal that this job was sent.
         lost: hosts that SLURM counts as down, with its word for it.
-        step: SLURM's state of the ranks' step, where it keeps accounts.
     """
     run = run_directory_of(folder)
     summary: dict[str, Any] = {}
@@ -93,19 +86,16 @@ def ending_of(
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
         return Ending("failed", f"lost {gone}", code or 1, list(lost), lost=True)
-    why = WHY.get(step or "")
     if found is not None and found.kind != "stopped":
-        message = found.message + (f" ({why}, says SLURM)" if why else "")
         # srun's code is the highest of all ranks', those included that it ended itself.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
         is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
-        return Ending(ended, message, code, found.hosts, is_unclear=is_unclear)
-    if state == "terminated" or step == "CANCELLED":
+        return Ending(ended, found.message, code, found.hosts, is_unclear=is_unclear)
+    if state == "terminated":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher ended with code {code}, and no rank said why: its own lines are above"
-    unknown = f"{why}, says SLURM" if why else unsaid
-    return Ending(state if state == "out_of_memory" else "failed", error or unknown, code or 1, is_unclear=True)
+    return Ending(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
 
 
 # --- running it
@@ -124,14 +114,13 @@ def run_attempt(
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)
     # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
-    child = subprocess.Popen(command, env=launcher.environment(folder), start_new_session=True)
+    child = subprocess.Popen(command, env=environment(), start_new_session=True)
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
     ranks = [host for host, count in hosts.items() for _ in range(count)]
-    step, lost = (slurm.step_state(in_job), slurm.lost_nodes([*hosts])) if in_job else (None, {})
-    ending = ending_of(code, folder, ranks, stopped(), lost, step)
+    ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"), step)
+        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
     _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
     return ending
 
@@ -143,10 +132,7 @@ def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stop
         now_s, number = time.monotonic(), stopped()
         if number is not None and told is None:
             told = now_s
-            if launcher.name == "pdsh":
-                child.terminate()  # it ends the ranks
-            else:
-                slurm.signal_step(launcher.attempt, number)
+            slurm.signal_step(launcher.attempt, number)
         over = over or (now_s if _is_over(folder) else None)
         if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
             slurm.signal_step(launcher.attempt, signal.SIGKILL)

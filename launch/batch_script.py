@@ -13,15 +13,13 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from clap_ds.config.arguments import add_checkpoint_choices, check_checkpoint_choices, whole_number
+from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
 TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
-PASSED = ("OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH")
-"""Variables that ranks get from the job's shell where ssh starts them, beside the site's; srun passes on all there are."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class Request:
     launcher: str | None = None
     exclude: str | None = None
     spare_nodes: int = 0
-    shrink: bool = False
     until_done: bool = False
     train_options: list[str] = field(default_factory=list)  # of clap_ds/train.py, for a run that has checkpoints
 
@@ -61,7 +58,6 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--launcher", choices=LAUNCHERS, help="what starts the ranks, in place of the site's")
     spare = "nodes to allocate beside, for ones that fail"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
-    add("--shrink", action="store_true", help="go on with fewer nodes when one fails and none is spare")
     add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
     add_limits(parser)
@@ -75,12 +71,14 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
-    site, nodes, problem = load_site(arguments.site, arguments.launcher), [], "sinfo shows none"
+    site = load_site(arguments.site, arguments.launcher)
+    nodes: list[tuple[int, str | None]] = []
+    problem = "sinfo shows none"
     try:
         nodes = slurm.partition_nodes(site.partition)
     except UserError as error:
         problem = f"SLURM can't be asked: {error}"
-    shown = max((each.gpus for each in nodes), default=0)
+    shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
@@ -88,10 +86,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
         raise UserError("--until_done, and options after --, are for training: give --train, too")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
-    check_checkpoint_choices(parser, parser.parse_args(arguments.train_options))
+    parser.parse_args(arguments.train_options)
     time = arguments.time
     if arguments.train and time is None:
-        time = min([TRAINING_TIME, *(each.limit for each in nodes if each.limit)], key=slurm.seconds_of)
+        time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
     name = arguments.site
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
     given |= {
@@ -103,37 +101,42 @@ def request_of(arguments: argparse.Namespace) -> Request:
     return Request(**given)
 
 
-def script(request: Request, nodes: int, name: str, log: str, folders: list[Path]) -> str:
-    """Text of the batch script of a job, or of an array of jobs: a folder with its `run.json` each.
-
-    `log` is the output file in SLURM's notation.
-    """
+def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
+    """Text of the batch script of a job whose folder has its `run.json`; `log` is the output file in SLURM's notation."""
     site = request.load_site()
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
-    lines = ["#!/bin/bash", *_header(request, site, nodes, name, log), ""]
-    lines += ["set -euo pipefail", f"cd {shlex.quote(str(work_folder()))}", *site.setup_lines()]
-    lines += [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
-    lines += [f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    if len(folders) > 1:
-        lines += [f"folders=({shlex.join(map(str, folders))})", "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}"]
-    else:
-        lines += [f"folder={shlex.quote(str(folders[0]))}"]
-    lines += ["", f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}']
-    run = f'exec {python} -m clap_ds.launch.job --folder "$folder"'
-    command = shlex.quote(
-        str((Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py"))
-    )
-    words = ["--", command, '--deepspeed_config "$folder/run.json"', *map(shlex.quote, request.train_options)]
-    lines += [" \\\n    ".join([run, *_job_options(request, site), " ".join(words)])]
+    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
+    words = [
+        shlex.quote(str(command)),
+        '--deepspeed_config "$folder/run.json"',
+        *map(shlex.quote, request.train_options),
+    ]
+    run = [
+        f'exec {python} -m clap_ds.launch.job --folder "$folder"',
+        _job_options(request, site),
+        " ".join(["--", *words]),
+    ]
+    lines = [
+        "#!/bin/bash",
+        *_header(request, site, nodes, name, log),
+        "",
+        "set -euo pipefail",
+        f"cd {shlex.quote(str(work_folder()))}",
+        *site.setup_lines(),
+        f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
+        f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"folder={shlex.quote(str(folder))}",
+        "",
+        f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
+        " \\\n    ".join(run),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
     """The #SBATCH lines."""
     asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)  # in the site's own way
-    # SLURM signals the ranks of a step of its own; under pdsh it knows of the script alone.
-    to_whom = "B:" if site.launcher == "pdsh" else ""
     options = {
         "job-name": name,
         "output": log,
@@ -145,19 +148,18 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
         "account": site.account,
         "partition": site.partition,
         "exclude": request.exclude,
-        "signal": f"{to_whom}USR1@{request.warning_s(site, nodes)}",
+        "signal": f"USR1@{request.warning_s(site, nodes)}",
         "open-mode": "append",
     }
-    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes or request.shrink else [])]
+    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
 
 
-def _job_options(request: Request, site: Site) -> list[str]:
-    """Lines of options of `launch/job.py`, as the shell takes them."""
-    launcher = site.launcher or "slurm"
+def _job_options(request: Request, site: Site) -> str:
+    """Options of `launch/job.py`, as the shell takes them."""
     options: dict[str, object] = {
-        "launcher": launcher,
+        "launcher": site.launcher or LAUNCHERS[0],
         "srun_options": shlex.join(site.srun) or None,
         "cpu_bind": site.cpu_bind,
         "cpus_per_task": site.cpus_per_task,
@@ -167,9 +169,8 @@ def _job_options(request: Request, site: Site) -> list[str]:
         "requeues": site.requeues,
     }
     words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    words += [f"--{key}" for key in ("shrink", "until_done") if getattr(request, key)]
-    passed = [f"--pass {' '.join([*site.environment, *PASSED])}"] if launcher == "pdsh" else []
-    return [" ".join(words), *passed]
+    words += ["--until_done"] * request.until_done
+    return " ".join(words)
 
 
 def _quoted(value: object) -> str:

@@ -3,8 +3,8 @@
     python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
 
 Each attempt is one start of the launcher, whose exit code and what ranks and SLURM left say how it went. After a host's fault
-a spare host takes over (`--spare_nodes`), the run goes on with fewer (`--shrink`), or SLURM starts the job anew without that
-host. `job.json` in the folder says how it went, and so does the run directory. No torch.
+a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in the folder says how it
+went, and so does the run directory. No torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically, write_object
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, check_launcher, default_launcher
-from clap_ds.launch.recovery import Attempts, now
+from clap_ds.launch.launchers import LAUNCHERS, Launcher
 from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
@@ -44,20 +43,21 @@ class RunningJob:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
-        check_launcher(arguments.launcher, arguments.python)
-        self.slots = read_hostfile(arguments.hostfile or self.folder / "hostfile")
+        self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
             raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
         # Two runs in one allocation have a folder each.
         digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
         self.name = f"{slurm.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.attempts = self._earlier_attempts()
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
-        self.attempts = Attempts(int(os.environ.get("SLURM_RESTART_COUNT") or 0), self._earlier_attempts())
+        self._launcher().check(self.slots)
         self._recorded: dict[str, Any] = {
             "job": self.name, "command": arguments.command, "launcher": arguments.launcher, "hosts": self.slots,
-            "state": "running", "error": None, "started": now(), "attempts": self.attempts.all,
+            "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
@@ -74,114 +74,99 @@ class RunningJob:
             signal.signal(number, self._hear)
         try:
             self._record()
-            hosts = self._choose_hosts()
+            hosts = self.choose_hosts()
             while True:
-                started, ending = now(), self._attempt(hosts)
-                self.attempts.note(ending, hosts, [*self.slots], started)
-                self._record()
-                hosts = self._choose_hosts() if self.attempts.may_go_on() and not self.stopped else {}
+                ending = self._attempt(hosts)
+                hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
                 if not hosts:
                     return self._finish(ending)
-                without = f" without {', '.join(ending.hosts)}" if ending.hosts else ""
-                print(f"error: {ending.message}\nstarting again{without}", file=sys.stderr, flush=True)
+                print(
+                    f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         finally:
             lock.release()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
 
-    # --- which hosts, and what they run
+    def excluded(self) -> list[str]:
+        """Hosts that the run is to do without: attempts are put down to them."""
+        return list(dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"]))
 
-    def _choose_hosts(self) -> dict[str, int]:
-        """Hosts of the next attempt: as many as wanted, or fewer where the job may shrink; none where that can't be."""
-        excluded = self.attempts.excluded()
+    def choose_hosts(self) -> dict[str, int]:
+        """Hosts of the next attempt; none where too few are left."""
+        excluded = self.excluded()
         good = [name for name in self.slots if name not in excluded]
-        if len(good) < self.wanted and not self.attempts.of_this_start():
+        if len(good) < self.wanted and not any(attempt["start"] == self.start for attempt in self.attempts):
             good = [*self.slots]  # SLURM gave the job a host again that it was to do without
-        chosen = {name: self.slots[name] for name in good[: self.wanted]}
-        if len(chosen) < self.wanted:
-            may_shrink = self.arguments.shrink and CONFIG in self.arguments.command
-            while chosen and not (may_shrink and self._accumulation(chosen)):
-                chosen.popitem()
-        return chosen
+        return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
-    def _accumulation(self, hosts: dict[str, int]) -> int | None:
-        """Accumulation steps by which fewer hosts' ranks make the same global batch; None where they can't."""
-        ranks = sum(list(self.slots.values())[: self.wanted])
-        everyone = ranks * BatchSizes.of(read_config(self._config()), ranks).accumulation_steps
-        return everyone // sum(hosts.values()) if everyone % sum(hosts.values()) == 0 else None
-
-    def _config(self) -> Path:
-        return Path(self.arguments.command[self.arguments.command.index(CONFIG) + 1])
-
-    def _words(self, hosts: dict[str, int], folder: Path) -> list[str]:
-        """The ranks' script and arguments: with their hostfile, and with more accumulation on fewer hosts."""
-        script, *words = self.arguments.command
-        write_atomically(folder / "hostfile", format_hostfile(hosts))
-        if CONFIG in words:
-            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        if len(hosts) < self.wanted:
-            steps, path = self._accumulation(hosts), folder / "run.json"
-            write_object(path, with_field(read_config(self._config()), "gradient_accumulation_steps", steps))
-            words[words.index(CONFIG) + 1] = str(path)
-            print(f"going on with {len(hosts)} of {self.wanted} hosts, {steps} accumulation steps", flush=True)
-        return [script, *words]
+    def _launcher(self) -> Launcher:
+        """Of the next attempt."""
+        options = self.arguments
+        return Launcher(
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            shlex.split(options.wrapper), f"{self.name}.{len(self.attempts)}",
+        )  # fmt: skip
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
-        number, options = len(self.attempts.all), self.arguments
-        folder = self.folder / "attempts" / str(number)
+        started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
         folder.mkdir(parents=True, exist_ok=True)
         with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(os.urandom(16).hex())
-        launcher = Launcher(
-            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
-            shlex.split(options.wrapper), options.passed, f"{self.name}.{number}",
-        )  # fmt: skip
-        return run_attempt(launcher, hosts, self._words(hosts, folder), folder, lambda: self.stopped)
+        write_atomically(folder / "hostfile", format_hostfile(hosts))
+        words = [*self.arguments.command]
+        if CONFIG in words:
+            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        ending = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
+        self.note(ending, hosts, started)
+        self._record()
+        return ending
+
+    def note(self, ending: Ending, hosts: Iterable[str], started: str) -> None:
+        """Add an attempt; the run does without the hosts it is put down to from now on."""
+        self.attempts.append({
+            "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
+            "at_fault": ending.hosts, "lost": ending.lost, "start": self.start, "requeued": False,
+        })  # fmt: skip
 
     # --- the end
 
     def _finish(self, ending: Ending) -> int:
         """Say and record how it went; have SLURM start the job anew, where that is asked for."""
-        message, last = ending.message, self.attempts.all[-1]
-        if hosts := self.attempts.hosts_of_same_error():
-            message = f"the same error on {', '.join(hosts)}, so it is the program's: {message}"
-        last["requeued"] = again = self._asks_for_another_start(ending)
-        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts.all) - 1))
+        self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
+        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
         self._record(
-            state=ending.state, error=message or None, exit_code=ending.code, finished=now(),
+            state=ending.state, error=ending.message or None, exit_code=ending.code, finished=_now(),
             run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
         )  # fmt: skip
-        if message:
-            print(f"{'error: ' if ending.code else ''}{message}", file=sys.stderr, flush=True)
+        if ending.message:
+            print(f"{'error: ' if ending.code else ''}{ending.message}", file=sys.stderr, flush=True)
         if again:
             self._start_anew()
         return ending.code
 
-    def _asks_for_another_start(self, ending: Ending) -> bool:
+    def asks_for_another_start(self, ending: Ending) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
-        done, most = self.attempts.requeues(), self.arguments.requeues
-        if self.attempts.may_be_requeued() and done >= most:
-            print(
-                f"SLURM isn't asked to start this job again: it was, {done} times of {most} (--requeues)",
-                file=sys.stderr,
-            )
-        return self.attempts.may_be_requeued() and done < most
+        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.arguments.requeues
+        if is_mended_without(ending) and done >= most:
+            print(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)", file=sys.stderr)
+        return is_mended_without(ending) and done < most
 
     def _start_anew(self) -> None:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
-        without = self.attempts.excluded()
+        without = self.excluded()
         where = f" without {', '.join(without)}" if without else ""
-        if without and not slurm.enough_nodes(without):
-            where, without = f", perhaps with {', '.join(without)}: the partition has no other nodes", []
         print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
         if problem := slurm.requeue(without):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
-            self.attempts.all[-1]["requeued"] = False
+            self.attempts[-1]["requeued"] = False
             self._record()
 
     def _record(self, **fields: object) -> None:
@@ -191,20 +176,31 @@ class RunningJob:
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
+def is_mended_without(ending: Ending) -> bool:
+    """Whether another attempt, without the hosts that this one is put down to, may go better."""
+    return ending.state == "failed" and bool(ending.hosts)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="of this job: its record, and a folder for each attempt")
-    add("--hostfile", type=Path, help="hosts and ranks (default: hostfile in the folder)")
-    add("--launcher", choices=LAUNCHERS, default=default_launcher())
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="of this job: its hostfile, its record, and a folder for each attempt",
+    )
+    add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
     add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
     add("--cpus_per_task", type=whole_number(), help="cores of each rank")
     add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
-    add("--pass", dest="passed", nargs="+", default=[], metavar="NAME", help="variables that pdsh's ranks get")
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
-    add("--shrink", action="store_true", help="go on with fewer hosts, in the same global batch")
     add("--until_done", action="store_true", help="queue training again when its time is over")
     add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")

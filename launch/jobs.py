@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
 from clap_ds.config.changes import read_config, with_field
@@ -19,7 +19,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import Request, script
-from clap_ds.launch.site_check import Findings, check_environment, check_scripts
+from clap_ds.launch.site_check import check_environment, check_script
 
 RECORD = "jobs.json"
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
@@ -40,7 +40,6 @@ class Job:
     changes: dict[str, Any] = field(default_factory=dict)  # fields of that by dotted name
     global_batch: int | None = None  # samples of a step on any number of nodes, kept by accumulation
     folder: str = "."  # in that of all jobs
-    task: int | None = None  # in the job array
     slurm_id: str | None = None
 
     def run(self, ranks: int) -> dict[str, Any]:
@@ -57,148 +56,121 @@ class Job:
         return sizes.fill(content) if self.global_batch else content
 
 
+class Standing(NamedTuple):
+    """How it stands with a job: `init` or one of `record.schema.State`, a note, and whether SLURM has still to end it."""
+
+    state: str
+    note: str
+    is_under_way: bool = False
+
+
 class Jobs:
-    def __init__(self, folder: Path, request: Request, jobs: list[Job], array: bool = False) -> None:
-        """`array`: a job array for all that take as many nodes."""
-        self.folder, self.request, self.jobs, self.array = folder, request, jobs, array
-        self.on_their_way: set[str] = set()
-        """Names of the jobs that SLURM has still to end, as of the last `states`."""
+    def __init__(self, folder: Path, request: Request, jobs: list[Job]) -> None:
+        self.folder, self.request, self.jobs = folder, request, jobs
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
         """Open what was submitted earlier; a UserError where the folder holds no such thing."""
         content = read_object(folder / RECORD)
-        jobs = [Job(**job) for job in content["jobs"]]
-        return cls(folder, Request(**content["request"]), jobs, content["array"])
+        jobs = [Job(**_known(Job, job)) for job in content["jobs"]]
+        return cls(folder, Request(**_known(Request, content["request"])), jobs)
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
-        write_object(self.folder / RECORD, {"request": asdict(self.request), "array": self.array, "jobs": jobs})
+        write_object(self.folder / RECORD, {"request": asdict(self.request), "jobs": jobs})
 
-    def write_runs(self) -> None:
-        """Write each job's folder with the run's JSON."""
-        for job in self.jobs:
-            (self.folder / job.folder).mkdir(parents=True, exist_ok=True)
-            write_object(self.folder / job.folder / "run.json", job.run(job.nodes * self.request.gpus))
-
-    def scripts(self, jobs: list[Job]) -> dict[str, list[Job]]:
-        """Jobs by the script that runs them: one each, or an array for all that take as many nodes."""
-        groups: dict[str, list[Job]] = {}
-        for job in jobs:
-            groups.setdefault(f"array-n{job.nodes}" if self.array else job.name, []).append(job)
-        return groups
-
-    def text(self, name: str, jobs: list[Job]) -> str:
-        """Text of the batch script of one job, or of an array of jobs."""
-        folders = [self.folder / job.folder for job in jobs]
-        # In SLURM's notation, in which a folder's own % are doubled.
-        log = f"{str(self.folder).replace('%', '%%')}/{name}-%{'A_%a' if self.array else 'j'}.out"
-        own = f"-{name}" if len(self.jobs) > 1 else ""
-        return script(self.request, jobs[0].nodes, f"clap-{self.folder.name}{own}", log, folders)
-
-    def write_scripts(self) -> None:
-        for name, jobs in self.scripts(self.jobs).items():
-            write_atomically(self.folder / f"{name}.sbatch", self.text(name, jobs))
-        self.save()
+    def text(self, job: Job) -> str:
+        """Of its batch script."""
+        log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
+        own = f"-{job.name}" if len(self.jobs) > 1 else ""
+        return script(self.request, job.nodes, f"clap-{self.folder.name}{own}", log, self.folder / job.folder)
 
     def log(self, job: Job) -> Path:
-        ((name, _),) = self.scripts([job]).items()
-        return self.folder / f"{name}-{job.slurm_id}.out"
-
-    def check(self, jobs: list[Job]) -> Findings:
-        """Try the site, a script for each number of nodes, and every run's JSON. Problems that all runs have are said once."""
-        found, site = Findings(), self.request.load_site()
-        # Others of as many nodes ask SLURM for the same.
-        texts = {group[0].nodes: self.text(name, group) for name, group in self.scripts(jobs).items()}
-        check_scripts(texts.values(), found)
-        paths = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
-        said = check_environment(site, found, [*paths], train=self.request.train)
-        problems: dict[str, str] = {}
-        for line in said.splitlines():
-            for path in (path for path in paths if f"{path}: " in line):
-                problems.setdefault(line.partition(f"{path}: ")[2], paths[path])
-        found.problems += [f"{label}: {problem}" for problem, label in problems.items()] or said.splitlines()[-1:]
-        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            found.notes.append("cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
-        return found
-
-    def submit(self, jobs: list[Job]) -> Iterator[tuple[str, str, Job]]:
-        """Hand jobs to SLURM; the name of each script, its number and a job of it, as they are taken."""
-        everyone = self.scripts(self.jobs)
-        for name, group in self.scripts(jobs).items():
-            for job in group:
-                job.task = everyone[name].index(job) if self.array else None
-                job.slurm_id = None
-                (self.folder / job.folder / "job.json").unlink(missing_ok=True)
-            options = [f"--array={','.join(str(job.task) for job in group)}"] if self.array else []
-            self.save()
-            number = slurm.submit(self.folder / f"{name}.sbatch", *options)
-            for job in group:
-                job.slurm_id = f"{number}_{job.task}" if self.array else number
-            self.save()
-            yield name, number, group[0]
-
-    def states(self) -> dict[str, tuple[str, str]]:
-        """By job name its state, init or one of `record.schema.State`, and a note."""
-        known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
-        states = {job.name: known.get(job.slurm_id or "") for job in self.jobs}
-        self.on_their_way = {name for name, state in states.items() if slurm.is_on_its_way(state)}
-        return {
-            job.name: state_of(self.folder / job.folder, job.slurm_id, states[job.name], self.log(job))
-            for job in self.jobs
-        }
+        return self.folder / f"{job.name}-{job.slurm_id}.out"
 
     def prepare(self) -> None:
-        """Write and check everything, and print what couldn't be checked; where something is wrong, no new folder stays.
+        """Write each job's folder with the run's JSON, and its script, when all have passed the checks; otherwise no new folder
+        stays.
 
         Raises:
             UserError: something is wrong.
         """
         is_new = not self.folder.exists()
         try:
-            self.write_runs()
-            found = self.check(self.jobs)
-            found.refuse()
+            for job in self.jobs:
+                (self.folder / job.folder).mkdir(parents=True, exist_ok=True)
+                write_object(self.folder / job.folder / "run.json", job.run(job.nodes * self.request.gpus))
+            self.check(self.jobs)
             self.write_scripts()
         except BaseException:
             if is_new:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        print("".join(f"note: {note}\n" for note in found.notes), end="")
+
+    def check(self, jobs: list[Job]) -> None:
+        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with what is wrong, where several
+        runs have the same problem once."""
+        site = self.request.load_site()
+        notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
+        for note in filter(None, dict.fromkeys(notes)):
+            print(f"note: sbatch: {note}")
+        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
+            print("note: cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
+        labels = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
+        try:
+            shown = check_environment(site, [*labels], train=self.request.train)
+            print(f"python: {shown}")
+        except UserError as error:
+            problems: dict[str, str] = {}
+            for line in str(error).splitlines():
+                path = next((path for path in labels if f"{path}: " in line), "")
+                problems.setdefault(line.partition(f"{path}: ")[2] if path else line, labels.get(path, ""))
+            lines = (f"{label}: {problem}" if label else problem for problem, label in problems.items())
+            raise UserError("\n".join(lines)) from None
+
+    def write_scripts(self) -> None:
+        for job in self.jobs:
+            write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
+        self.save()
+
+    def submit(self, jobs: list[Job]) -> Iterator[Job]:
+        """Hand jobs to SLURM one by one, each given back when it is taken."""
+        for job in jobs:
+            job.slurm_id = None
+            (self.folder / job.folder / "job.json").unlink(missing_ok=True)
+            self.save()
+            job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
+            self.save()
+            yield job
+
+    def standings(self) -> dict[str, Standing]:
+        """By job name."""
+        known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
+        return {
+            job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
+            for job in self.jobs
+        }
 
 
-def state_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> tuple[str, str]:
-    """State of a job, `init` or one of `record.schema.State`, and a note; `slurm_state` is None for what SLURM forgot."""
-    record = recorded(folder)
-    state, note = record.get("state"), str(record.get("error") or "")
-    if slurm.is_on_its_way(slurm_state):
-        assert slurm_state is not None
-        return ("init" if slurm_state in slurm.WAITING else state or "running"), slurm_state.lower()
+def _known(kind: type[Job | Request], content: dict[str, Any]) -> dict[str, Any]:
+    """Without fields that only earlier versions had."""
+    return {each.name: content[each.name] for each in fields(kind) if each.name in content}
+
+
+def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> Standing:
+    """How it stands with a job, by its `job.json` and SLURM's state of it; that is None for what SLURM forgot."""
+    try:
+        record = read_object(folder / "job.json")
+    except UserError:  # there is none yet
+        record = {}
+    state = record.get("state")
+    if slurm_state and slurm_state not in slurm.OVER:
+        return Standing("init" if slurm_state in slurm.WAITING else state or "running", slurm_state.lower(), True)
     if state not in (None, "running"):
-        return str(state), note
+        return Standing(str(state), str(record.get("error") or ""))
     if slurm_id is None:
-        return "init", "not submitted"
-    ended = ENDS.get(slurm_state or "", "failed")
+        return Standing("init", "not submitted")
     if not log.exists():
-        return (ended if slurm_state else "terminated"), f"{(slurm_state or 'cancelled').lower()} before it began"
-    return ended, f"SLURM: {slurm_state or 'no longer known'}; see {log}"
-
-
-def recorded(folder: Path) -> dict[str, Any]:
-    """`job.json` of a job's folder; empty where there is none yet, or only half of one."""
-    try:
-        return read_object(folder / "job.json")
-    except UserError:
-        return {}
-
-
-def figures_of(folder: Path) -> str:
-    """The numbers that matter of what a job has measured or learned so far; empty where there are none."""
-    try:
-        summary = read_object(Path(recorded(folder)["run_directory"]) / "summary.json")
-    except (KeyError, TypeError, UserError):
-        return ""
-    if "loss" in summary and summary.get("command") == "train":
-        return f"loss {summary['loss']:.4f} at step {summary.get('step', 0):,}"
-    rate = summary.get("samples_per_s_per_gpu", {}).get("mean")
-    return f"{rate:,.2f} samples/s/GPU" if rate else ""
+        ended = ENDS.get(slurm_state, "failed") if slurm_state else "terminated"
+        return Standing(ended, f"{(slurm_state or 'cancelled').lower()} before it began")
+    return Standing(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")

@@ -13,123 +13,71 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import PACKAGE
 from clap_ds.launch import slurm
-from clap_ds.launch.launchers import default_launcher
 
 if TYPE_CHECKING:
     from clap_ds.launch.sites import Site
 
 TRIAL_S = 300  # for module lines and a Python on a slow file system
-_NO_MODULE = re.compile(r"Unable to locate a modulefile|module\(s\) are unknown|cannot be loaded as requested")
 _NO_SUCH_NODES = "node configuration is not available"
-NOT_CHECKED = "not checked: {}"
-NOT_ASKED = "partition, account, nodes and time"
-
-
-@dataclass
-class Findings:
-    """What was tried: what is there, what would break a job, and what couldn't be tried here."""
-
-    facts: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def refuse(self) -> None:
-        """Raise a UserError with all problems, if there are any."""
-        if self.problems:
-            raise UserError("\n".join(self.problems))
 
 
 def show_check(site: Site) -> None:
     """Print what can be tried of a site without a job; a UserError with what is wrong."""
-    found = Findings()
-    check_environment(site, found)
+    print(f"python  {check_environment(site)}")
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
-    check_scripts(["\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"])], found)
-    found.facts["launcher"] = (site.launcher or default_launcher()) + (
-        "" if site.launcher else " (the site names none)"
-    )
-    root = site.root()
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if os.access(there, os.W_OK | os.X_OK):
-        found.facts["run_root"] = f"{root}: writable"
-    else:
-        found.problems.append(f"run_root: {there} isn't a folder that can be written to")
-    width = max(map(len, found.facts), default=0)
-    for line in [
-        *(f"{name:{width}}  {text}" for name, text in found.facts.items()),
-        *map(NOT_CHECKED.format, found.notes),
-    ]:
-        print(line)
-    found.refuse()
+    note = check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
+    print(f"sbatch  {note or 'would take it'}")
 
 
-def check_environment(site: Site, found: Findings, files: Iterable[str] = (), *, train: bool = False) -> str:
-    """Run the site's shell lines, then its Python on these runs' JSONs; what that says is wrong with them, if anything."""
-    python, check = [*site.wrapper, site.interpreter()], ["-m", "clap_ds.check_runs", *["--train"] * train, *files]
-    if site.container() and (not site.wrapper or not shutil.which(python[0])):
-        found.notes.append(f"python {python[-1]}: it is in a container that isn't here: {sys.executable} is tried")
-        python = [sys.executable]
-    lines = ["set -euo pipefail", "trap 'echo \"clap-failed $BASH_COMMAND\"' ERR", *site.setup_lines()]
-    code, shown, said = _run(["bash", "-c", "\n".join([*lines, "echo clap-ready", shlex.join([*python, *check])])])
-    last = (said.strip() or f"exit code {code}").rpartition("\n")[2].removeprefix("error: ")
-    setup, ready, rest = shown.partition("clap-ready\n")
-    complaint = next((line for line in said.splitlines() if _NO_MODULE.search(line)), None)  # may be with code 0
-    line = re.search("clap-failed (.*)", setup)
-    if complaint or not ready:
-        found.problems.append(f"setup: {repr(line[1]) + ': ' if line else ''}{complaint or last}")
-        return ""
-    found.facts |= {"setup": f"{len(site.setup)} shell lines run"} if site.setup else {}
-    answer = re.search(r"^clap-check (\{.*\})$", rest, re.MULTILINE)
-    versions = json.loads(answer[1]) if answer else {}
-    if not versions:
-        found.problems.append(f"python: {shlex.join(python)} can't run this package: {last}")
-    elif None not in versions.values():
-        parts = (f"{name} {versions[name]}" for name in ("torch", "deepspeed"))
-        found.facts["python"] = f"{shlex.join(python)}: Python {versions['python']}, {', '.join(parts)}"
-        return said if code else ""
-    elif python == [sys.executable] and site.container():
-        found.notes.append(f"the run's configuration: {last}")
-    else:
-        found.problems.append(f"python: {last}")
-    return ""
+def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
+    """Run the site's shell lines, then its Python on these runs' JSONs.
 
+    Returns:
+        The Python, with its version and torch's and DeepSpeed's, or why it wasn't tried.
 
-def _run(command: list[str]) -> tuple[int, str, str]:
-    """Exit code and output, in an environment in which any Python finds this package."""
+    Raises:
+        UserError: a shell line failed, the Python lacks something, or a run's JSON is wrong: a line each.
+    """
+    python = shlex.join([*site.wrapper, site.interpreter()])
+    if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
+        return f"{python}: not tried, for it is in a container that isn't here"
+    check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    environment, null = {**os.environ, "PYTHONPATH": path}, subprocess.DEVNULL
+    command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), "echo clap-ready", check])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_S, env=environment, stdin=null)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TRIAL_S, env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return 1, "", f"no end after {TRIAL_S} s"
-    return done.returncode, done.stdout, done.stderr
+        raise UserError(f"setup and python of the site: no end after {TRIAL_S} s") from None
+    said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+    answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
+    if not answer:
+        reason = said[-1] if said else f"exit code {done.returncode}"
+        is_ready = "clap-ready\n" in done.stdout
+        raise UserError(f"python: {python} can't run this package: {reason}" if is_ready else f"setup: {reason}")
+    if done.returncode:
+        raise UserError("\n".join(said))
+    versions = json.loads(answer[1])
+    return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
 
 
-def check_scripts(texts: Iterable[str], found: Findings) -> None:
-    """Whether sbatch would take these scripts."""
-    if not shutil.which("sbatch"):
-        found.notes.append(f"{NOT_ASKED}: SLURM isn't installed here")
-        return
-    for text in texts:
-        try:
-            reason = slurm.refusal(text)
-        except UserError as error:
-            found.notes.append(f"{NOT_ASKED}: {error}")
-            return
-        # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
-        if _NO_SUCH_NODES in (reason or ""):
-            found.notes.append(f"nodes: {reason}, as far as they are in service")
-        elif reason:
-            found.problems.append(f"sbatch would refuse it: {reason}")
-            return
-        else:
-            found.facts["sbatch"] = "would take it"
+def check_script(text: str) -> str:
+    """Have sbatch judge a script; a UserError where it would refuse it, else what is to be noted, if anything."""
+    try:
+        slurm.ask(["scontrol", "ping"], tries=1)
+    except UserError as error:
+        return f"not asked: {error}"
+    reason = slurm.refusal(text)
+    if reason and _NO_SUCH_NODES not in reason:
+        raise UserError(f"sbatch would refuse it: {reason}")
+    # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
+    return f"{reason}, as far as nodes are in service" if reason else ""

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from clap_ds.config.errors import UserError
 
@@ -28,23 +27,14 @@ OVER = (
 """States of jobs that have ended; of those on their way there are many more."""
 TRIES, PAUSE_S, ANSWER_S = 3, 3.0, 60.0
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
-_NO_ANSWER = (
-    r"(?i)timed out|unable to contact|connect failure|communication|zero bytes"
-    r"|configuration source|fetch_?(config|_)|unknown host|no answer|connection refused|temporarily|try again|^$"
-)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-class RefusedError(UserError):
-    """SLURM answered, and won't."""
-
-
 def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
-    """What a command of SLURM's prints. One that gets no answer, as happens where the controller is busy, is tried again.
+    """What a command of SLURM's prints. One that fails is tried again, for a busy controller gives no answer.
 
     Raises:
-        RefusedError: it answers, and with an error, or isn't installed.
-        UserError: it gives no answer.
+        UserError: it fails each time, gives no answer, or isn't installed.
     """
     asked = shlex.join(command)
     for left in reversed(range(tries)):
@@ -53,41 +43,29 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
                 command, input=text, capture_output=True, text=True, start_new_session=True, timeout=ANSWER_S
             )
         except OSError as error:
-            raise RefusedError(f"{asked}: {error.strerror}") from None
+            raise UserError(f"{asked}: {error.strerror}") from None
         except subprocess.TimeoutExpired:
             reason = f"no answer in {ANSWER_S:.0f} s"
         else:
             if done.returncode == 0:
                 return done.stdout
-            lines = [
-                re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in done.stderr.splitlines()
-            ]
-            reason = "; ".join(line for line in lines if line and not line.startswith("Try "))
-            if not re.search(_NO_ANSWER, reason):
-                raise RefusedError(f"{asked}: {reason}")
+            lines = (re.sub("^(sbatch: |error: |allocation failure: )+", "", each) for each in done.stderr.splitlines())
+            reason = "; ".join(filter(None, lines)) or "failed without a word"
         time.sleep(PAUSE_S if left else 0)
-    raise UserError(f"{asked}: {reason or 'failed without a word'}")
+    raise UserError(f"{asked}: {reason}")
 
 
 # --- partitions and nodes
 
 
-class Nodes(NamedTuple):
-    """Nodes of one kind in a partition."""
-
-    number: int
-    gpus: int
-    limit: str | None  # of time; None for none
-
-
-def partition_nodes(partition: str | None) -> list[Nodes]:
-    """The nodes of a partition, or of several (`a,b`), or of the default one; a UserError where SLURM can't be asked."""
+def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
+    """GPUs and time limit (None for none) of each kind of node in a partition, in several (`a,b`) or in the default one; a
+    UserError where SLURM can't be asked."""
     names, found = partition.split(",") if partition else [], []
-    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%D|%G|%l"]).splitlines():
-        name, count, gres, limit = line.split("|")
+    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l"]).splitlines():
+        name, gres, limit = line.split("|")
         if name.rstrip("*") in names if names else name.endswith("*"):
-            gpus = sum(map(int, _GPUS.findall(gres)))
-            found.append(Nodes(int(count), gpus, limit if _TIME.fullmatch(limit) else None))
+            found.append((sum(map(int, _GPUS.findall(gres))), limit if _TIME.fullmatch(limit) else None))
     return found
 
 
@@ -135,21 +113,19 @@ def seconds_of(text: str) -> int:
 # --- jobs, from a login node
 
 
-def submit(path: Path, *options: str) -> str:
+def submit(path: Path) -> str:
     """Have SLURM queue a script; the job's id. A UserError where it takes none, or where it can't be told whether it did."""
     try:
-        return ask(["sbatch", "--parsable", *options, str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
-    except RefusedError:
-        raise
+        return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
     except UserError as error:
         raise UserError(f"{error}\n`squeue --me` tells whether SLURM has the job nevertheless") from None
 
 
 def refusal(text: str) -> str | None:
-    """Why sbatch would refuse a script, in its own words; None where it would take it. A UserError where it gives no answer."""
+    """Why sbatch would refuse a script, in its own words; None where it would take it."""
     try:
         ask(["sbatch", "--test-only"], text, tries=1)
-    except RefusedError as error:
+    except UserError as error:
         return str(error).removeprefix("sbatch --test-only: ")
     return None
 
@@ -159,21 +135,11 @@ def states_of(ids: Iterable[str]) -> dict[str, str]:
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:
-        for line in _accounting("JobID,State", "-X", "-j", ",".join(forgotten)):
-            number, _, state = line.partition("|")
-            states[number] = state.split()[0]
+        with contextlib.suppress(UserError):  # where there is no accounting
+            for line in ask(["sacct", "-nPX", "-o", "JobID,State", "-j", ",".join(forgotten)], tries=1).splitlines():
+                number, _, state = line.partition("|")
+                states[number] = state.split()[0]
     return states
-
-
-def is_on_its_way(state: str | None) -> bool:
-    return state is not None and state not in OVER
-
-
-def _accounting(columns: str, *options: str) -> list[str]:
-    """Lines of `sacct`; none where there is no accounting."""
-    with contextlib.suppress(UserError):
-        return ask(["sacct", "-n", "-P", "-o", columns, *options]).splitlines()
-    return []
 
 
 # --- this job, from inside
@@ -183,30 +149,13 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def step_state(job: str) -> str | None:
-    """SLURM's state of a job's newest step, such as OUT_OF_MEMORY or NODE_FAIL; None where there is no accounting."""
-    lines = [line.partition("|") for line in _accounting("JobID,State", "-j", job)]
-    states = {int(step[1]): state for name, _, state in lines if (step := re.fullmatch(r"\d+\.(\d+)", name))}
-    return states[max(states)].split()[0] if states else None
-
-
 def signal_step(name: str, number: signal.Signals) -> None:
     """Signal the tasks of this job's step of a name, by which its ranks were started; nothing where there is none by now."""
     with contextlib.suppress(UserError):
         for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
-                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
-
-
-def enough_nodes(without: Sequence[str]) -> bool:
-    """Whether this job's partition has as many nodes as the job wants without some: SLURM would let it wait for ever else."""
-    wanted = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    try:
-        nodes = partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
-    except UserError:
-        return True
-    return not wanted.isdecimal() or not nodes or sum(each.number for each in nodes) - len(without) >= int(wanted)
+                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may end meanwhile
 
 
 def requeue(without: Sequence[str]) -> str | None:

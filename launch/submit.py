@@ -10,7 +10,6 @@ the job's id, its log, and what the job records itself. Runs on a login node. Le
 import argparse
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.changes import read_config, with_output
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.places import find_config
-from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import add_request, request_of
 from clap_ds.launch.jobs import Job, Jobs, stamp
 
@@ -41,16 +39,12 @@ def start(arguments: argparse.Namespace) -> None:
     job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.root": output["root"]})
     jobs = Jobs(folder, request, [job])
     jobs.prepare()
-    try:
-        ((_, number, _),) = jobs.submit([job])
-    except slurm.RefusedError:
-        shutil.rmtree(folder)
-        raise
+    (job,) = jobs.submit([job])
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
-    print(f"submitted job {number}: {size}, {request.time_limit(site, job.nodes)}")
+    print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(site, job.nodes)}")
     print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
-    print(f"    squeue -j {number}\n    scancel {number}")
+    print(f"    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
 
 
 def main(argv: list[str] | None = None) -> int:

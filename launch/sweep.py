@@ -5,8 +5,8 @@
     python launch/sweep.py status runs/sweeps/htsat_tiny-…
     python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 
-A sweep is a folder: `jobs.json`, a script per job or array as sbatch got it, a folder per job, and in `runs` what they
-measured. Runs on a login node.
+A sweep is a folder: `jobs.json`, a script per job as sbatch got it, a folder per job, and in `runs` what they measured.
+Runs on a login node.
 """
 
 import argparse
@@ -27,22 +27,21 @@ from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.places import find_config
 from clap_ds.launch.batch_script import add_limits, add_request, request_of
-from clap_ds.launch.jobs import RECORD, Job, Jobs, figures_of, stamp
+from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
-LATER = {"status": "shows the jobs' states and what they measured", "resume": "submits again what is missing"}
+LATER = {"status": "shows what became of the jobs", "resume": "submits again what is missing"}
 
 
-def plan(arguments: argparse.Namespace, runs: list[dict[int, Path]], root: Path) -> list[Job]:
-    """The jobs a command asks for: runs (`configs_of`) × nodes × values × repeats."""
+def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
+    """The jobs a command asks for: configurations × nodes × values × repeats."""
     varied = dict(map(parse_varied, arguments.vary))
     choices = itertools.product(*([(name, value) for value in values] for name, values in varied.items()))
+    configs = [find_config(path).resolve() for path in arguments.config]
     jobs: dict[str, Job] = {}
-    every = itertools.product(runs, arguments.nodes, choices, range(arguments.repeats))
-    for configs, nodes, values, repeat in every:
-        config = configs[max(least for least in configs if least <= nodes)]
+    for config, nodes, values, repeat in itertools.product(configs, arguments.nodes, choices, range(arguments.repeats)):
         parts = [f"n{nodes:03d}", *(f"{name.rpartition('.')[2]}_{value}" for name, value in values)]
-        parts += [config.stem] if len(runs) > 1 else []
+        parts += [config.stem] if len(configs) > 1 else []
         parts += [f"r{repeat + 1}"] if arguments.repeats > 1 else []
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
@@ -54,72 +53,69 @@ def plan(arguments: argparse.Namespace, runs: list[dict[int, Path]], root: Path)
     return list(jobs.values())
 
 
-def configs_of(arguments: argparse.Namespace) -> list[dict[int, Path]]:
-    """Of each of a sweep's runs its JSON by the least number of nodes that it is for."""
-    if bool(arguments.config) == bool(arguments.per_nodes):
-        raise UserError("expected --config FILE or --per_nodes NODES=FILE …, one of the two")
-    found = [dict(arguments.per_nodes)] if arguments.per_nodes else [{1: path} for path in arguments.config]
-    least, fewest = min(found[0]), min(arguments.nodes)
-    if least > fewest:
-        raise UserError(f"--per_nodes: no file for {fewest} nodes: the first is for {least} and more")
-    return [{least: find_config(path).resolve() for least, path in each.items()} for each in found]
-
-
 def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep and check every job of it; then write and submit it."""
-    request, configs = request_of(arguments), configs_of(arguments)
-    name = f"{next(iter(configs[0].values())).stem}-{stamp()}"
+    request = request_of(arguments)
+    name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
     if (folder / RECORD).exists():
         raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
-    sweep = Jobs(folder, request, plan(arguments, configs, folder / "runs"), arguments.array)
+    sweep = Jobs(folder, request, plan(arguments, folder / "runs"))
     sweep.prepare()
     print(f"sweep: {folder}")
     if not arguments.dry_run:
         return submit(sweep, sweep.jobs)
-    for name, jobs in sweep.scripts(sweep.jobs).items():
-        print(f"\n# {folder / name}.sbatch\n{sweep.text(name, jobs)}", end="")
+    for job in sweep.jobs:
+        print(f"\n# {folder / job.name}.sbatch\n{sweep.text(job)}", end="")
 
 
 def submit(sweep: Jobs, jobs: list[Job]) -> None:
-    for name, number, job in sweep.submit(jobs):
-        print(f"submitted {name}: job {number}, {job.nodes} nodes", flush=True)
+    for job in sweep.submit(jobs):
+        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} nodes", flush=True)
 
 
 def show_status(arguments: argparse.Namespace) -> None:
     sweep = Jobs.read(arguments.folder.resolve())
-    states = sweep.states()
-    rows = [("job", "nodes", "id", "state", "result", "note")]
+    standings = sweep.standings()
+    rows = [("job", "nodes", "id", "state", "note")]
     for job in sweep.jobs:
-        state, note = states[job.name]
-        result = figures_of(sweep.folder / job.folder) if state != "init" else ""
-        rows.append((job.name, str(job.nodes), job.slurm_id or "-", state, result, note[:120]))
+        state, note, _ = standings[job.name]
+        rows.append((job.name, str(job.nodes), job.slurm_id or "-", state, note[:120]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
-    counts = Counter(state for state, _ in states.values())
+    counts = Counter(each.state for each in standings.values())
     print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
 
 def resume(arguments: argparse.Namespace) -> None:
     """Submit again what neither came to an end that would stay nor is on its way."""
     sweep = Jobs.read(arguments.folder.resolve())
-    states = sweep.states()
-    missing = [job for job in sweep.jobs if states[job.name][0] not in DONE and job.name not in sweep.on_their_way]
+    standings = sweep.standings()
+    missing = [
+        job for job in sweep.jobs if standings[job.name].state not in DONE and not standings[job.name].is_under_way
+    ]
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
-    if not missing or arguments.dry_run:
-        return
-    changes = {name: getattr(arguments, name) for name in ("time", "exclude") if getattr(arguments, name)}
-    sweep.request = replace(sweep.request, **changes)
-    sweep.check(missing).refuse()
-    sweep.write_scripts()
-    submit(sweep, missing)
+    if missing:
+        changes = {name: getattr(arguments, name) for name in ("time", "exclude") if getattr(arguments, name)}
+        sweep.request = replace(sweep.request, **changes)
+        sweep.check(missing)
+        sweep.write_scripts()
+        submit(sweep, missing)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if argv[:1] in (["status"], ["resume"]):
-        return _parse_later(argv[0], argv[1:])
+        what = argv.pop(0)
+        parser = argparse.ArgumentParser(
+            f"launch/sweep.py {what}", description=f"It {LATER[what]}.", allow_abbrev=False
+        )
+        parser.add_argument("folder", type=Path, help="the sweep's folder")
+        if what == "resume":
+            add_limits(parser)
+        parser.set_defaults(run=show_status if what == "status" else resume)
+        return parser.parse_args(argv)
     later = f"Later: `sweep.py status FOLDER` {LATER['status']}, `sweep.py resume FOLDER` {LATER['resume']}."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
@@ -127,35 +123,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(run=start)
     add_request(parser)
     run = "a run's JSON: a file, or a packaged one's name; given again, all jobs for that one, too"
-    add("--config", type=Path, action="append", default=[], metavar="FILE", help=run)
-    from_on = "a JSON from so many nodes on, up to the next"
-    add("--per_nodes", type=_from_nodes, nargs="+", default=[], metavar="NODES=FILE", help=from_on)
+    add("--config", type=Path, action="append", required=True, metavar="FILE", help=run)
     add("--nodes", type=whole_number(), nargs="+", default=[1])
     add("--global_batch", type=whole_number(), metavar="N", help="samples of a step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1)
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
-    add("--array", action="store_true", help="one job array per number of nodes")
     add("--folder", type=Path, help="the sweep's folder")
     add("--dry_run", action="store_true", help="check, write and show the scripts, submit nothing")
     return parser.parse_args(argv)
-
-
-def _parse_later(what: str, argv: list[str]) -> argparse.Namespace:
-    """Options of a command on a sweep made earlier."""
-    parser = argparse.ArgumentParser(f"launch/sweep.py {what}", description=f"It {LATER[what]}.", allow_abbrev=False)
-    parser.set_defaults(run=show_status if what == "status" else resume)
-    parser.add_argument("folder", type=Path, help="the sweep's folder")
-    if what == "resume":
-        parser.add_argument("--dry_run", action="store_true", help="say what is missing, submit nothing")
-        add_limits(parser)
-    return parser.parse_args(argv)
-
-
-def _from_nodes(text: str) -> tuple[int, Path]:
-    nodes, _, path = text.partition("=")
-    if not re.fullmatch("[1-9][0-9]*", nodes) or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NODES=FILE, such as 8=ds_configs/htsat_base.json")
-    return int(nodes), Path(path)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,29 +74,6 @@ def test_pins_are_those_of_the_constraints() -> None:
     assert set(pins) <= set(constraints)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, as cloned, but for the runs that README's analysis is of."""
-    folder = tmp_path_factory.mktemp("clone") / "clap-ds"
-    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
-    for block in JSON_BLOCKS:
-        (folder / "my_run.json").write_text(block)  # at last the one for training
-    recorded = ROOT / "tests" / "analysis" / "data" / "record_2ranks"
-    for name, num_nodes in {"nodes1": 1, "nodes2": 2, "nodes4": 4, "before": 1, "after": 1}.items():
-        shutil.copytree(recorded, folder / "runs" / name)
-        summary = json.loads((recorded / "summary.json").read_text())
-        summary |= {"num_nodes": num_nodes, "world_size": 2 * num_nodes, "global_batch": 8 * num_nodes}
-        (folder / "runs" / name / "summary.json").write_text(json.dumps(summary))
-    return folder
-
-
-def active_environment() -> dict[str, str]:
-    """As `source .venv/bin/activate` leaves it."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-
-
 def test_links_lead_somewhere() -> None:
     broken = [
         (name, target)
@@ -107,12 +84,28 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout, as cloned, but for the runs that README's analysis is of."""
+    folder = tmp_path / "clap-ds"
+    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+    recorded = ROOT / "tests" / "analysis" / "data" / "record_2ranks"
+    for name, num_nodes in {"nodes1": 1, "nodes2": 2, "nodes4": 4, "before": 1, "after": 1}.items():
+        shutil.copytree(recorded, folder / "runs" / name)
+        summary = json.loads((recorded / "summary.json").read_text())
+        summary |= {"num_nodes": num_nodes, "world_size": 2 * num_nodes, "global_batch": 8 * num_nodes}
+        (folder / "runs" / name / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
 @pytest.mark.end_to_end
 def test_commands_run_one_after_the_other(checkout: Path) -> None:
-    environment = {**active_environment(), "PYTHONPATH": str(checkout)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for command in (command for command in COMMANDS if HOW[command] == [RUN]):
         shell = ["bash", "-c", command]
-        done = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(shell, cwd=checkout, env=os.environ | own, capture_output=True, text=True, timeout=300)
         shown = f"$ {command}\n{done.stdout}{done.stderr}"
         assert done.returncode == 0, shown
         assert "Traceback" not in shown
@@ -125,18 +118,16 @@ def test_commands_run_one_after_the_other(checkout: Path) -> None:
 
 @pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == [LOAD]])
 def test_programs_scripts_and_configurations_are_there(
-    command: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
-    program, *arguments = shlex.split(command)
-    found = shutil.which(program, path=active_environment()["PATH"])
-    assert found is not None
-    assert Path(found).parent == Path(sys.executable).parent
-    script = next(word for word in arguments if word.endswith(".py"))
-    assert (checkout / script).exists()
-    run = load_run(checkout / arguments[arguments.index("--deepspeed_config") + 1])
-    if script.endswith("train.py"):
-        assert problems_for_training(run) == []
+    program, *words = shlex.split(command)
+    assert (Path(sys.executable).parent / program).exists()
+    script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
+    assert (ROOT / script).exists()
+    (tmp_path / "my_run.json").write_text(JSON_BLOCKS[-1])  # the one for training
+    run = load_run((tmp_path if config == "my_run.json" else ROOT) / config)
+    assert not script.endswith("train.py") or problems_for_training(run) == []
 
 
 def test_configurations_shown_are_valid(tmp_path: Path) -> None:

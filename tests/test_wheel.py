@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import distributions, packages_distributions
@@ -19,8 +18,8 @@ from packaging.utils import canonicalize_name
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs", "tests")
-FILES = ("setup.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs")
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
 pytestmark = pytest.mark.end_to_end
 
 
@@ -50,9 +49,7 @@ def _repository(folder: Path) -> str:
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +81,6 @@ def test_holds_every_file_of_the_package_and_no_other_package(installed: Install
     assert found == ours | {"clap_ds/commit.txt"}
 
 
-def test_source_archive_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=installed.source, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as files:
-        named = {name.partition("/")[2] for name in files.getnames()}
-    in_tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
-    assert in_tests | {"tests/analysis/data/record_2ranks/summary.json"} <= named  # they can be collected
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(archive))
-    (wheel,) = tmp_path.glob("*.whl")
-    first, second = zipfile.ZipFile(installed.wheel), zipfile.ZipFile(wheel)
-    assert sorted(second.namelist()) == sorted(first.namelist())
-    assert second.read("clap_ds/commit.txt") == first.read("clap_ds/commit.txt") == f"{installed.commit}\n".encode()
-
-
 def test_declares_what_it_imports(installed: Installed) -> None:
     (distribution,) = distributions(path=[str(installed.site)])
     required = [Requirement(text) for text in distribution.requires or []]
@@ -123,14 +105,12 @@ def test_declares_what_it_imports(installed: Installed) -> None:
         (["clap-train", "--deepspeed_config", "htsat_base"], 2, "htsat_base.json: clap.train: missing samples or epochs"),
         (["clap-evaluate", "none", "--deepspeed_config", "htsat_base"], 2, "htsat_base.json has no clap.evaluation"),
         (["clap-bench", "--deepspeed_config", "htsat_tny"], 2, "htsat_tny: no such file; did you mean 'htsat_tiny'?"),
-        (["clap-train", "--deepspeed_config", "mine"], 2, "packaged configurations: htsat_base, htsat_base_amp, htsat_tiny"),
         (["clap-sites", "check", "generic"], 0, "torch 2."),
         (["clap-sweep", "--config", "htsat_tiny", "--gpus", "4", "--dry_run"], 0, "#SBATCH --gres=gpu:4"),
         (["clap-plan", "--deepspeed_config", "htsat_tiny", "--gpu", "h100-sxn"], 2, "did you mean 'h100-sxm'?"),
-        (["clap-shards", "size", "--clips", "1000", "--kind", "mel"], 0, "130,058 B"),
+        (["clap-shards", "size", "--clips", "1000"], 0, "130,058 B"),
         (["clap-efficiency", "none"], 2, "none: no such file or directory"),
-        (["clap-compare", "none", "none"], 2, "none: no such file or directory"),
-        (["clap-project", "--help"], 0, "usage: clap-project "),
+        *(([f"clap-{name}", "--help"], 0, f"usage: clap-{name} ") for name in ("compare", "project", "report")),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip

@@ -33,24 +33,17 @@ positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a num
 
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     """Options of training that has checkpoints: what to do with them."""
-    add = parser.add_argument_group(
-        "where there are checkpoints (default: resume from the newest good one)"
-    ).add_argument
-    add("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
+    group = parser.add_argument_group("where there are checkpoints (default: resume from the newest good one)")
+    one_of = group.add_mutually_exclusive_group()
+    one_of.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
     alone = "go on from the weights of this step alone, with a new optimizer state"
-    add("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
+    one_of.add_argument("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
     changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
-    add("--accept_changes", action="store_true", help=changes)
+    group.add_argument("--accept_changes", action="store_true", help=changes)
     convert = "read a checkpoint of format 1, whose state is a pickle, such as you trust"
-    add("--convert_checkpoint", action="store_true", help=convert)
+    group.add_argument("--convert_checkpoint", action="store_true", help=convert)
     skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
-    add("--skip_steps", type=_steps, metavar="A-B", help=skip)
-
-
-def check_checkpoint_choices(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends the program, as argparse does, where the options contradict each other."""
-    if arguments.restart and arguments.from_weights is not None:
-        parser.error("--restart starts without weights; give it or --from_weights")
+    group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
 
 
 def _steps(text: str) -> tuple[int, int]:

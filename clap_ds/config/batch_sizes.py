@@ -49,14 +49,10 @@ class BatchSizes:
             micro_batch = whole // (steps * ranks)
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
         if whole not in (None, sizes.global_batch):
-            factors = [f"{name} {given[name]}" for name in NAMES[:2] if name in given]
-            product = " × ".join([*factors, f"{ranks} rank{'s' if ranks > 1 else ''}"])
             divisor = given.get(MICRO_BATCH, 1) * given.get(ACCUMULATION, 1) * ranks
-            raise ValueError(
-                f"{GLOBAL_BATCH}: {whole} is not a multiple of {product} = {divisor}"
-                if len(given) < len(NAMES)
-                else f"{GLOBAL_BATCH}: {whole} is not {product} = {divisor}; expected numbers that agree, or two of the three"
-            )
+            factors = [f"{name} {given[name]}" for name in NAMES[:2] if name in given]
+            expected = "a multiple of " * (len(given) < len(NAMES)) + " × ".join([*factors, f"{ranks} ranks"])
+            raise ValueError(f"{GLOBAL_BATCH}: expected {expected} = {divisor}, found {whole}")
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from types import UnionType
-from typing import Any, Union, get_origin
+from typing import Any
 
 from pydantic import BaseModel
 
 from clap_ds.config.batch_sizes import NAMES
 from clap_ds.config.errors import did_you_mean
-from clap_ds.config.sections import DATA_SOURCES, PositiveInt, Section, sections_of
+from clap_ds.config.sections import DATA_SOURCES, PositiveInt, sections_of
 
 Object = dict[str, Any]
 EMPTY: Object = {}
@@ -38,24 +37,18 @@ DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently 
 
 def engine_problems(content: Object) -> list[str]:
     """What DeepSpeed's sections ask of an engine that isn't to be had, or leave open that matters."""
-    problems = []
-    stage = content.get("zero_optimization", {}).get("stage", 0)
-    if stage != 0:
-        problems.append(f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}")
-    autocast = content.get("torch_autocast", {})
-    if autocast.get("enabled") and str(autocast.get("dtype", "bfloat16")).removeprefix("torch.") != "bfloat16":
-        problems.append(
-            f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(autocast["dtype"])}: DeepSpeed keeps the loss scale'
-            " that float16 needs in no checkpoint; fp16.enabled does"
-        )
-    if "type" not in content.get("optimizer", {}):
-        problems.append('optimizer.type: missing; expected an optimizer DeepSpeed knows, such as "AdamW"')
-    if "gradient_clipping" not in content:
-        problems.append(
-            "gradient_clipping: missing; DeepSpeed would clip to 1.0 in bf16 but not in fp32, so say which is meant"
-            " (0.0 for none, as the published runs had)"
-        )
-    return problems
+    stage, autocast = content.get("zero_optimization", {}).get("stage", 0), content.get("torch_autocast", {})
+    dtype = autocast.get("dtype", "bfloat16") if autocast.get("enabled") else "bfloat16"
+    problems = {
+        f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
+        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed keeps the loss scale that float16'
+        " needs in no checkpoint; fp16.enabled does": str(dtype).removeprefix("torch.") != "bfloat16",
+        "optimizer.type: missing; expected one of DeepSpeed's, such as AdamW": "type"
+        not in content.get("optimizer", {}),
+        "gradient_clipping: missing; DeepSpeed would clip to 1.0 in bf16 but not in fp32, so say which is meant (0.0 for none,"
+        " as the published runs had)": "gradient_clipping" not in content,
+    }
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def missing_monitors(deepspeed: Object) -> list[str]:
@@ -70,36 +63,29 @@ def missing_monitors(deepspeed: Object) -> list[str]:
 def explain(details: Any, root: type[BaseModel]) -> str:
     """One of a `root`'s `ValidationError.errors()` in a line: field, what was expected, what was found, the nearest name."""
     field, names = _locate(details["loc"], root)
-    kind, found, name = details["type"], details["input"], str(details["loc"][-1])
+    kind, name = details["type"], str(details["loc"][-1])
     if kind == "extra_forbidden":
+        in_clap = sections_of(root.model_fields["clap"].annotation)[0].model_fields
         if "." in field and name in DEEPSPEED_FIELDS:
-            return f"{field}: {name} is a DeepSpeed field: move it out of clap, to the top level"
-        in_clap = "." not in field and name in sections_of(root.model_fields["clap"].annotation)[0].model_fields
-        hint = f" (it is a field of clap: write clap.{name})" if in_clap else ""
-        return f"{field}: no such field{did_you_mean(name, names)}{hint}"
-    if kind == "missing":
-        return f"{field}: missing"
-    if kind.startswith("union_tag"):
-        source = found.get("source") if isinstance(found, dict) else found
-        return f"{field}.source: expected one of {', '.join(DATA_SOURCES)}, found {json.dumps(source)}"
-    if kind == "value_error":
-        return f"{field}: {details['msg'].removeprefix('Value error, ')}"
-    message = "expected an object" if kind in ("dict_type", "model_type") else details["msg"]
-    message = message.replace("Input should be", "expected")
-    return f"{field}: {message[0].lower() + message[1:]}, found {json.dumps(found, default=str)}"
+            return f"{field}: no such field; did you mean {name} outside of clap?"
+        if "." not in field and name in in_clap:
+            return f"{field}: no such field; did you mean clap.{name}?"
+        return f"{field}: no such field{did_you_mean(name, names)}"
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    says_found = kind in ("missing", "value_error") or kind.startswith("union_tag")
+    found = "" if says_found else f", found {json.dumps(details['input'], default=str)}"
+    return f"{field}: {message[0].lower()}{message[1:]}{found}"
 
 
 def _locate(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[str, list[str]]:
-    """A field's dotted name, without what pydantic adds for the part of a union that it tried, and the names beside it."""
-    path, names, section, is_tag = list[str](), list[str](), root, False
+    """A field's dotted name, without the kind of `data` that pydantic adds, and the names beside it."""
+    path, names, fields, before = list[str](), list[str](), dict(root.model_fields), ""
     for part in map(str, location):
-        if is_tag:
-            section, is_tag = DATA_SOURCES.get(part, Section), False
-            continue
-        path.append(part)
-        names = [*section.model_fields]
-        annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        inner = sections_of(annotation)
-        is_tag = len(inner) > 1 or (not inner and get_origin(annotation) in (Union, UnionType))
-        section = inner[0] if inner else Section
+        if before == "data" and part in DATA_SOURCES:
+            fields = dict(DATA_SOURCES[part].model_fields)
+        else:
+            path.append(part)
+            inner = sections_of(fields[part].annotation) if part in fields else []
+            names, fields = [*fields], dict(inner[0].model_fields) if inner else {}
+        before = part
     return ".".join(path), names

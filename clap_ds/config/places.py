@@ -17,9 +17,6 @@ CONFIGS = PACKAGE / "ds_configs"
 COMMIT_FILE = "commit.txt"
 """In the package, written when a wheel or a source archive is built: the commit they were built from."""
 
-_OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-"""Variables that would have git look elsewhere, as they are set inside its hooks."""
-
 
 def work_folder() -> Path:
     """The checkout, or else the working folder: runs go there, and relative paths start there."""
@@ -65,15 +62,14 @@ def commit() -> str | None:
     if CHECKOUT is None:
         recorded = PACKAGE / COMMIT_FILE
         return recorded.read_text().strip() if recorded.is_file() else None
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
+    if not (CHECKOUT / ".git").exists():
+        return None  # files without their own repository, perhaps inside another one
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != CHECKOUT:
-            return None  # files without their own repository, somewhere inside another one
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

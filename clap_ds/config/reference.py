@@ -46,10 +46,9 @@ def _expected(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(_expected(part, metadata) for part in inner)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(value)}`" for value in inner)
-    if origin is list:
-        return f"list whose items are {_expected(inner[0], [])}"
-    if origin is dict:
-        return f"object whose values are {_expected(inner[1], [])}"
+    if origin in (list, dict):
+        kind = "list whose items" if origin is list else "object whose values"
+        return f"{kind} are {_expected(inner[-1], [])}"
     words = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`", type(None): "`null`"}
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     bounds = [f" {signs[name]} {getattr(item, name)}" for item in metadata for name in signs if hasattr(item, name)]

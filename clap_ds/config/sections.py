@@ -45,17 +45,14 @@ class ModelSettings(Section):
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' in its
-    place where they run), on CUDA `triton` where it compiles and is right, tried on the GPU when the run starts, else `sdpa`,
-    as in evaluations. The text tower has its own, whatever stands here."""
+    """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' where they run), on CUDA
+    `triton` where it compiles and is right, tried when the run starts, else `sdpa`, as in evaluations."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
-    (stages 0 and 1 of tiny and base) and leaves wider ones to torch. It keeps no hidden activations: 10.8 GiB less at tiny's
-    published micro-batch. Made for H100 and later: on an A100 it should not pay above 128 channels. `auto`: on CUDA `triton`
-    where it is right, tried as with `attention`, elsewhere `torch`."""
+    and keeps no hidden activations: 10.8 GiB less at tiny's published micro-batch. On an A100 it should not pay above 128
+    channels. `auto`: on CUDA `triton` where it is right, tried as with `attention`, elsewhere `torch`."""
     checkpoint_activations: list[Literal["audio", "text"]] = []
-    """Towers that keep only each block's input and compute the rest again in the backward pass: a third more work for those
-    towers, for much less memory."""
+    """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
     @field_validator("preset")
     @classmethod
@@ -84,13 +81,12 @@ class ShardData(Section):
     source: Literal["shards"]
     """Which of the two kinds of `data` this is."""
     shards: str | list[str] | dict[str, PositiveFloat]
-    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, or a list of these; relative to the
-    working folder, or any fsspec URL (`s3://…`; credentials come from the environment alone). A mixture:
-    {"pattern": weight}, the weights being shares of the samples."""
+    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, any fsspec URL (`s3://…`; credentials come from
+    the environment alone), or a list of these. A mixture: {"pattern": weight}, the weights being shares of the samples."""
     sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: every item comes once in each epoch, however many shards, ranks and workers there are. That needs local
-    shards, or a `manifest.json` beside them; otherwise, and in a mixture, whole shards are divided over the workers, and one
-    that is through begins anew. `replacement`: every worker draws shards from all of them, again and again."""
+    """`epochs`: every item comes once in each epoch, for which shards are local or have a `manifest.json`; otherwise, and in a
+    mixture, whole shards are divided over the workers, and one that is through begins anew. `replacement`: every worker draws
+    shards from all of them, again and again."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -98,12 +94,11 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
-    """How audio travels from the workers to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are,
-    rounds others by at most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
+    """How audio travels to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are, rounds others by at
+    most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
     cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
-    `~/.cache`). The next shard is fetched while one is read; the least recently used make room, and are fetched again in the
-    next pass. What is being read or fetched stays, whatever it takes."""
+    `~/.cache`), beside those being read or fetched. The least recently used make room."""
 
     @property
     def has_epochs(self) -> bool:
@@ -122,19 +117,16 @@ class LossSettings(Section):
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
-    """What a clip is taught of another clip's caption that is equal to its own: that it is wrong (`negative`, as published), or
-    as right as its own (`positive`), for data whose captions come again, such as those made of class names. For `sigmoid`
-    alone: with `softmax` the gradient is the same but for text dropout."""
+    """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
+    for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
     features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else
-    fp32."""
+    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else fp32."""
     tile: PositiveInt | None = None
     """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):
-    """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are
-    timed."""
+    """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are timed."""
 
     warmup_steps: NonNegativeInt = 10
     """Steps before anything is timed."""
@@ -201,15 +193,12 @@ class TrainSettings(Section):
     freeze: list[Literal["audio", "text"]] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
     accumulation: Literal["independent", "cached"] = "independent"
-    """What the micro-batches of one optimiser step are: `independent` contrastive batches whose gradients are averaged
-    (DeepSpeed's), or parts of one large batch whose exact gradient is found with cached features (GradCache, arXiv
-    2101.06983)."""
-    batch_ramp: dict[str, PositiveInt] = {}
-    """Gradient accumulation steps from a number of samples on: {"0": 1, "1000000": 4}; without it,
-    `gradient_accumulation_steps` throughout."""
+    """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
+    parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""
+    batch_ramp: dict[Annotated[str, Field(pattern="^[0-9]+$")], PositiveInt] = {}
+    """Gradient accumulation steps from a number of samples on, in place of one number throughout: {"0": 1, "1000000": 4}."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if there is one; `never`; or the
-    path of the checkpoint to resume from."""
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; `never`; or its path."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
     stop_on_plateau: PlateauSettings | None = None
@@ -223,8 +212,7 @@ class CheckpointSettings(Section):
     """When the state of training is saved, where to, and which of the saved states are kept."""
 
     folder: str | None = None
-    """Where checkpoints lie; null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed, initial
-    weights and frozen towers."""
+    """Null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed and initial weights."""
     every_steps: PositiveInt | None = None
     """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
     keep_last: PositiveInt = 3
@@ -232,11 +220,10 @@ class CheckpointSettings(Section):
     keep_best: NonNegativeInt = 1
     """Checkpoints kept beyond the last ones for being best by `best_by`."""
     best_by: str | None = None
-    """Evaluation metric that tells the best; null: `zero_shot_top1` where zero-shot is evaluated, otherwise
-    `retrieval_audio_to_text_r1`."""
+    """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
     sync_to: str | None = None
-    """Folder, local or any fsspec URL, to which finished checkpoints are copied in the background and from which
-    `clap.train.resume` takes them when there is none here. Credentials come from the environment alone."""
+    """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
+    them when there is none here. Credentials come from the environment alone."""
 
 
 class RetrievalSettings(Section):

@@ -10,39 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
+from clap_ds.config import sections
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.places import find_config
-from clap_ds.config.sections import (
-    BenchSettings,
-    CheckpointSettings,
-    DataSettings,
-    DebugSettings,
-    EvaluationSettings,
-    HardwareSettings,
-    LossSettings,
-    ModelSettings,
-    NonNegativeInt,
-    OutputSettings,
-    PositiveFloat,
-    Section,
-    SyntheticData,
-    TrainSettings,
-)
+from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, SyntheticData
 
 
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
-    model: ModelSettings = ModelSettings()
+    model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""
     text: Literal["padded", "packed"] = "padded"
@@ -56,20 +43,20 @@ class ClapSettings(Section):
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
     `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
-    data: DataSettings = SyntheticData(source="synthetic")
-    loss: LossSettings = LossSettings()
+    data: sections.DataSettings = SyntheticData(source="synthetic")
+    loss: sections.LossSettings = sections.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
     """Most gradient bytes sent at a time when overlapped, in MB. The last bucket has no backward pass left to hide under, so
     less than torch's 25: measured to leave 12 to 21 % less exposed (`benchmarks.sync_bench`)."""
-    bench: BenchSettings = BenchSettings()
-    train: TrainSettings = TrainSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    hardware: HardwareSettings = HardwareSettings()
-    output: OutputSettings = OutputSettings()
-    debug: DebugSettings = DebugSettings()
+    bench: sections.BenchSettings = sections.BenchSettings()
+    train: sections.TrainSettings = sections.TrainSettings()
+    checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
+    evaluation: sections.EvaluationSettings = sections.EvaluationSettings()
+    hardware: sections.HardwareSettings = sections.HardwareSettings()
+    output: sections.OutputSettings = sections.OutputSettings()
+    debug: sections.DebugSettings = sections.DebugSettings()
     seed: NonNegativeInt = 0
     """Of weights, dropout, augmentation and the order of the data."""
     compile_cpu_collective: bool = False
@@ -86,19 +73,13 @@ RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(Cl
 """The whole JSON."""
 
 
+@dataclass
 class RunSettings:
-    """One run: its `clap` section, typed, beside the DeepSpeed configuration, untouched.
+    """One run, by its JSON file: the `clap` section, typed, and all else as `deepspeed.initialize(config=…)` takes it."""
 
-    Attributes:
-        path: the JSON file.
-        clap: the typed section.
-        deepspeed: everything else, as `deepspeed.initialize(config=…)` takes it, batch sizes worked out.
-    """
-
-    def __init__(self, path: Path, clap: ClapSettings, deepspeed: dict[str, Any]) -> None:
-        self.path = path
-        self.clap = clap
-        self.deepspeed = deepspeed
+    path: Path
+    clap: ClapSettings
+    deepspeed: dict[str, Any]
 
     @property
     def label(self) -> str:
@@ -141,8 +122,7 @@ class RunSettings:
 
     def without(self, *sections: str) -> RunSettings:
         """The same run with some of DeepSpeed's sections left out."""
-        kept = {name: value for name, value in self.deepspeed.items() if name not in sections}
-        return RunSettings(self.path, self.clap, kept)
+        return replace(self, deepspeed={name: value for name, value in self.deepspeed.items() if name not in sections})
 
     def resolved(self) -> dict[str, Any]:
         """The JSON with every default of `clap` filled in."""
@@ -180,30 +160,18 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    longest, train, tokens = clap.preset().text.max_tokens, clap.train, clap.text_tokens
-    loss = clap.loss
+    longest, train, loss, tokens = clap.preset().text.max_tokens, clap.train, clap.loss, clap.text_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
-    histogram = lengths if isinstance(lengths, dict) else {} if lengths is None else {str(lengths): 1.0}
-    wrong_lengths = [length for length in histogram if not (length.isdecimal() and 2 <= int(length) <= tokens)]
-    wrong_starts = [start for start in train.batch_ramp if not start.isdecimal()]
-    problems = [
-        (tokens > longest, f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}"),
-        (bool(train.samples and train.epochs), "train: give samples or epochs, not both"),
-        (bool(wrong_starts), f"train.batch_ramp: expected numbers of samples, at least 0, found {wrong_starts}"),
-        ({*train.freeze} == {"audio", "text"}, "train.freeze: both towers frozen leaves nothing to train"),
-        (
-            loss.kind != "softmax" and loss.tile is not None,
-            f"loss.tile: has no effect on the {loss.kind} loss; leave it out",
+    numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
+    wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
+    is_softmax = loss.kind == "softmax"
+    problems = {
+        f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}": tokens > longest,
+        f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
+        "train: give samples or epochs, not both": bool(train.samples and train.epochs),
+        "loss.tile: has an effect on the softmax loss alone; leave it out": loss.tile is not None and not is_softmax,
+        "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
+            loss.same_caption == "positive" and is_softmax
         ),
-        (
-            loss.kind == "softmax" and loss.same_caption == "positive",
-            "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'",
-        ),
-        (
-            bool(wrong_lengths),
-            "data.caption_lengths: expected lengths from 2 (start and end token) to text_tokens ="
-            f" {tokens}, found {', '.join(map(repr, wrong_lengths))}",
-        ),
-        (not sum(histogram.values()) and bool(histogram), "data.caption_lengths: the weights add up to 0"),
-    ]
-    return [f"clap.{problem}" for is_there, problem in problems if is_there]
+    }
+    return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

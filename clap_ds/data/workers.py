@@ -89,10 +89,8 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def lock_pages(tensor: Tensor) -> bool:
-    """Let the GPU copy from a tensor while the host goes on, as after `Tensor.pin_memory`. Returns whether CUDA can do that.
-
-    `unlock_pages` before the memory goes. After workers are forked, as they need none of it.
-    """
+    """Let the GPU copy from a tensor while the host goes on, as after `Tensor.pin_memory`, until `unlock_pages`. Returns
+    whether CUDA can do that. After workers are forked, as they need none of it."""
     size = tensor.numel() * tensor.element_size()
     if not int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
         return True

@@ -12,11 +12,8 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
-import resource
 import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,15 +30,13 @@ from clap_ds.ranks.hostfile import this_host
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
-MIN_FREE_GB, MIN_OPEN_FILES = 5.0, 4096
-NUMA = Path("/sys/devices/system/node")
-Fault = tuple[bool, str]  # whether it would break a run, and what it is
+MIN_FREE_GB = 5.0
 
 
 def main(ranks: Ranks) -> None:
     place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
     folder, mine = Path(place), gpus()
-    answer: dict[str, Any] = {"host": this_host(), "gpus": mine, "cores": cores(), "faults": [*faults(mine, folder)]}
+    answer: dict[str, Any] = {"host": this_host(), "gpus": mine, "faults": [*faults(mine, folder)]}
     if ranks.local_rank == 0:
         versions = {"python": platform.python_version(), **{name: version(name) for name in packages.split(",")}}
         answer["software"] = {"code": code_digest(), **versions}
@@ -58,14 +53,6 @@ def main(ranks: Ranks) -> None:
         raise
     if ranks.is_first:
         write_object(folder / "measured.json", measured)
-
-
-def cores() -> str:
-    """Those this rank may use, and their NUMA domains in brackets: `0-7,16 (0)`."""
-    paths = (path for core in os.sched_getaffinity(0) for path in NUMA.glob(f"node*/cpu{core}"))
-    domains = sorted({int(path.parent.name.removeprefix("node")) for path in paths})
-    text = re.search(r"Cpus_allowed_list:\s*(\S+)", Path("/proc/self/status").read_text())
-    return f"{text[1] if text else '?'} ({','.join(map(str, domains))})"
 
 
 def code_digest() -> str:
@@ -86,33 +73,23 @@ def gpus() -> dict[str, str]:
     return {uuid: shown for index, uuid, shown in lines if words == [""] or is_mine(index, uuid)}
 
 
-def faults(mine: dict[str, str], folder: Path) -> Iterator[Fault]:
-    """Want of disk space, files or compilers, and who else has these GPUs. Whether torch can use them the ranks will tell."""
+def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
+    """Want of disk space, and who else has these GPUs. Whether torch can use them the ranks will tell."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
-            yield True, f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
-    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    if 0 <= files < MIN_OPEN_FILES:
-        yield False, f"ulimit -n is {files}; workers and NCCL may need {MIN_OPEN_FILES}"
+            yield f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return
-    if not mine:
-        if granted_by_slurm():
-            yield True, "SLURM gave the job GPUs there, and none can be seen"
-        return
+    if not mine and granted_by_slurm():
+        yield "SLURM gave the job GPUs there, and none can be seen"
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
         command = Path(f"/proc/{pid}/cmdline")
         is_rank = command.exists() and str(folder).encode() in command.read_bytes()
         # CUDA's own server, by which processes share a GPU, is nobody's.
         if uuid in mine and not is_rank and not name.endswith("nvidia-cuda-mps-server"):
-            yield True, f"a GPU is in use by process {pid} ({name}), {memory}"
-    if locked != -1:
-        yield False, f"ulimit -l is {locked} bytes; InfiniBand needs it unlimited"
-    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")
-    if not (compiler and Path(sysconfig.get_paths()["include"], "Python.h").exists()):
-        yield False, "Triton (clap.compile, clap.model.attention 'triton') needs a C compiler and Python.h"
+            yield f"a GPU is in use by process {pid} ({name}), {memory}"
 
 
 if __name__ == "__main__":

@@ -19,15 +19,6 @@ def _steps(run: Path) -> list[int]:
     return [line["step"] for line in lines if "loss" in line]
 
 
-def test_scancel_ends_what_ssh_started(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, "pdsh", clap=ENDLESS)
-    job.wait_for_steps()
-    cluster.run("ctl", "scancel", job.number)
-    assert job.wait()["JobState"] == "CANCELLED"
-    assert [summary["state"] for summary in job.summaries] == [job.record["state"]] == ["terminated"]
-    assert cluster.left_behind(RANKS) == {}
-
-
 def test_job_is_queued_again_without_the_host_of_a_killed_rank(submit: Submit, cluster: SlurmCluster) -> None:
     job = submit(2, site={"requeues": 1}, asks={"train": True}, clap=TRAINING)
     job.wait_for_steps()
@@ -104,17 +95,3 @@ def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmClu
     assert (lost["state"], resumed["resumed_at_step"]) == ("failed", 15)
     assert "node2" in lost["error"]
     cluster.wait_until(lambda: not cluster.processes(RANKS), LONGEST_S, "the lost host to end its ranks")
-
-
-def test_goes_on_with_fewer_hosts(submit: Submit) -> None:
-    """Three hosts of two ranks with two accumulation steps leave two with three."""
-    settings = {**TRAINING, "checkpoint": {"every_steps": 20}}
-    job = submit(3, asks={"train": True, "shrink": True}, clap=settings, gradient_accumulation_steps=2)
-    job.wait_for_steps()
-    job.cluster.run("node3", "kill", "-9", min(job.ranks("node3")))
-    job.wait_for_steps(2)
-    job.ends("COMPLETED", 0)
-    before, after = job.summaries
-    assert (before["world_size"], before["gradient_accumulation_steps"]) == (6, 2)
-    assert (after["world_size"], after["gradient_accumulation_steps"]) == (4, 3)
-    assert before["global_batch"] == after["global_batch"]

@@ -1,6 +1,7 @@
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import fsspec
 import pytest
@@ -18,17 +19,11 @@ def urls(shard_cache: Path) -> list[str]:
 
 
 @pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which remote files were copied."""
-    names: list[str] = []
-    get_file = MemoryFileSystem.get_file
-
-    def noted(self: MemoryFileSystem, path: str, local: str, **options: Any) -> None:
-        names.append(path)
-        get_file(self, path, local, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "get_file", noted)
-    return names
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Is called with each remote file that is copied."""
+    noted, get_file = Mock(), MemoryFileSystem.get_file
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *to: (noted(to[1]), get_file(*to)))
+    return noted
 
 
 def content(shard: str, cache_bytes: float = 1e9) -> bytes:
@@ -36,14 +31,14 @@ def content(shard: str, cache_bytes: float = 1e9) -> bytes:
 
 
 def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
-    urls: list[str], fetched: list[str], shard_cache: Path
+    urls: list[str], fetched: Mock, shard_cache: Path
 ) -> None:
     """What is open stays readable. One that has changed is fetched anew."""
     held = open_shard(urls[0], 2.5 * SIZE)
     for number in (0, 1, 0, 2, 0, 1):
         assert content(urls[number], 2.5 * SIZE) == bytes([number]) * SIZE
         assert len(list(shard_cache.glob("*.tar"))) <= 2
-    assert fetched == [f"/cache/{number}.tar" for number in (0, 1, 2, 1)]
+    assert fetched.mock_calls == [call(f"/cache/{number}.tar") for number in (0, 1, 2, 1)]
     assert content(urls[3], 0) == bytes([3]) * SIZE
     assert not list(shard_cache.glob("*.tar"))
     assert held.read(0, SIZE) == bytes(SIZE)
@@ -61,7 +56,7 @@ def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypa
     assert content(urls[1]) == bytes([1]) * SIZE
 
 
-def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: list[str], tmp_path: Path) -> None:
+def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, tmp_path: Path) -> None:
     (tmp_path / "local.tar").write_bytes(b"local")
     opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], 1e9)
     name, first = next(opened)
@@ -70,12 +65,12 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: list[st
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
             thread.join(0.5)
-    assert len(fetched) == 2, "before it is asked for"
+    assert fetched.call_count == 2, "before it is asked for"
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()
     assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, 1e9))] == [b"\2"] * 5
-    assert len(fetched) == 3, "the same wanted at once is fetched once"
+    assert fetched.call_count == 3, "the same wanted at once is fetched once"
 
 
 class ClientConnectorError(OSError):

@@ -1,4 +1,4 @@
-"""How an attempt ended, by what two hosts of two ranks and SLURM left; which faults a run is started again after."""
+"""How an attempt ended, by what two hosts of two ranks and SLURM left."""
 
 import json
 import signal
@@ -10,34 +10,34 @@ from typing import Any
 import pytest
 
 from clap_ds.launch.attempt import Ending, ending_of
-from clap_ds.launch.recovery import MOST_FREE, PORT_TAKEN, Attempts, cause_of
 from clap_ds.ranks import failure
 
 RANKS = ["n1", "n1", "n2", "n2"]
-GONE = ("lost_peer", "closed by peer")
+GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
+Ended = Callable[..., Ending]
+
+
 @pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ending]:
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     """`ending_of` an attempt with a run of this summary (None: no run) and errors by rank, in the order they came."""
 
     def ended(
-        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, **more: Any
-    ) -> Ending:
-        folder = tmp_path / "attempt"
-        folder.mkdir()
+        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, *,
+        stopped: signal.Signals | None = None, lost: dict[str, str] | None = None,
+    ) -> Ending:  # fmt: skip
         if summary is not None:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
-            (folder / "run_directory").write_text(f"{tmp_path / 'run'}\n")
+            (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
         monkeypatch.setattr(failure, "_place", None)
         for rank, (kind, text) in (errors or {}).items():
-            failure.speak_in(folder, rank, RANKS[rank])
+            failure.speak_in(tmp_path, rank, RANKS[rank])
             failure.leave_word(kind, text, 1)
             time.sleep(0.002)
-        given = {"stopped": None, "lost": {}, "step": None, **more}
-        return ending_of(code, folder, RANKS, given["stopped"], given["lost"], given["step"])
+        return ending_of(code, tmp_path, RANKS, stopped, lost or {})
 
     return ended
 
@@ -53,35 +53,27 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Endi
         (138, {"state": "timeout"}, {}, "timeout", 138),
         (138, {"state": "running"}, {}, "timeout", 138),  # signalled while it was starting
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
-        (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # pdsh's ranks get SIGTERM
-        (137, {"state": "running"}, {"step": "OUT_OF_MEMORY"}, "failed", 137),
-        (143, {"state": "running"}, {"step": "CANCELLED"}, "terminated", 143),
+        (
+            1,
+            {"state": "terminated", **SAVED},
+            {"stopped": signal.SIGUSR1},
+            "timeout",
+            0,
+        ),  # it was told to
+        (137, {"state": "running"}, {}, "failed", 137),
+        (1, {"state": "terminated"}, {}, "terminated", 1),
         (1, {"state": "out_of_memory", "error": "x"}, {}, "out_of_memory", 1),
     ],
 )
-def test_state_and_code(ended: Any, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
+def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
     ending = ended(code, summary, **more)
     assert (ending.state, ending.code, ending.hosts) == (state, exit_code, [])
     assert bool(ending.message) == (state != "completed")
-    if more.get("step") == "OUT_OF_MEMORY":
-        assert ending.message == "a host's memory, not the GPU's, was exhausted, says SLURM"
 
 
-def test_lost_host_comes_before_what_the_others_say(ended: Any) -> None:
-    ending = ended(137, {"state": "running"}, {0: ("lost_peer", "closed by peer")}, lost={"n2": "down*"})
+def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
+    ending = ended(137, {"state": "running"}, {0: GONE}, lost={"n2": "down*"})
     assert (ending.message, ending.hosts, ending.lost) == ("lost n2: down*", ["n2"], True)
-
-
-def test_first_cause_counts(ended: Any) -> None:
-    errors = {
-        0: ("lost_peer", "closed by peer"),
-        2: ("stopped", "stopped by SIGTERM"),
-        3: ("error", "NCCL error: unhandled"),
-        1: ("error", "KeyError: 'x'"),
-    }
-    ending = ended(1, {"state": "failed", "error": "rank 0: closed by peer"}, errors)
-    assert (ending.state, ending.hosts) == ("failed", ["n2"])
-    assert "NCCL error" in ending.message
 
 
 @pytest.mark.parametrize(
@@ -94,90 +86,13 @@ def test_first_cause_counts(ended: Any) -> None:
         (1, {0: ("unreachable", "rank 3 didn't connect")}, "failed", 1, [], True),
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (137, dict.fromkeys(range(3), GONE), "failed", 137, ["n2"], False),  # rank 3 was killed
+        (1, {0: GONE, 2: STOPPED, 3: ("error", "NCCL error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
     ],
 )
 def test_what_ranks_said(
-    ended: Any, code: int, errors: Any, state: str, exit_code: int, hosts: list[str], is_unclear: bool
+    ended: Ended, code: int, errors: Any, state: str, exit_code: int, hosts: list[str], is_unclear: bool
 ) -> None:
-    """Hosts are asked after where no rank knows the cause."""
-    ending = ended(code, {"state": "failed"}, errors)
+    """The first cause counts, and hosts are asked after where no rank knows it."""
+    ending = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
     assert (ending.state, ending.code, ending.hosts, ending.is_unclear) == (state, exit_code, hosts, is_unclear)
     assert all(text in ending.message for _, text in [*errors.values()][:1] if not hosts)
-
-
-# --- another attempt
-
-HOSTS = ["n1", "n2", "n10"]
-
-
-def _failed(message: str, *hosts: str, lost: bool = False) -> Ending:
-    return Ending("failed", message, 1, list(hosts), lost)
-
-
-def _attempts(*endings: Ending) -> Attempts:
-    attempts = Attempts(0, [])
-    for ending in endings:
-        attempts.note(ending, HOSTS, HOSTS, "2026-11-22T08:00:00")
-    return attempts
-
-
-def test_cause_leaves_out_what_differs_from_host_to_host() -> None:
-    one = cause_of("n1: its ranks ended with code 1: CUDA error 0x7f01 after 3.5 s", HOSTS)
-    two = cause_of("n10: its ranks ended with code 1: CUDA error 0x7fff after 12 s", HOSTS)
-    assert one == two == "HOST: its ranks ended with code N: CUDA error N after N s"
-    assert cause_of("n1: CUDA error", HOSTS) != cause_of("n1: NCCL error", HOSTS)
-    assert cause_of("/data/n1.tar", ["n"]) == "/data/nN.tar", "a host's name within another word stays"
-
-
-@pytest.mark.parametrize(
-    ("ending", "goes_on"),
-    [
-        (_failed("lost n1: no sign of life for 61 s", "n1", lost=True), True),
-        (_failed("n1: its ranks ended with code 1: NCCL error", "n1"), True),
-        (_failed("KeyError: 'loss'"), False),  # the program's
-        (_failed(f"port 17000 {PORT_TAKEN}"), True),
-        (Ending("out_of_memory", "CUDA out of memory", 1, ["n1"]), False),
-        (Ending("completed", "", 0), False),
-        (Ending("timeout", "stopped by SIGUSR1", 0), False),
-    ],
-)
-def test_what_is_worth_another_attempt(ending: Ending, goes_on: bool) -> None:
-    assert _attempts(ending).may_go_on() == goes_on
-    # SLURM may start it anew only for a host's fault.
-    assert _attempts(ending).may_be_requeued() == (goes_on and bool(ending.hosts))
-
-
-def test_free_attempts_are_few() -> None:
-    ending = _failed(f"port 17000 {PORT_TAKEN}")
-    assert _attempts(*[ending] * MOST_FREE).may_go_on()
-    too_many = _attempts(*[ending] * (MOST_FREE + 1))
-    assert not too_many.may_go_on()
-    # Another start of the job has its own.
-    too_many.start = 1
-    too_many.note(ending, HOSTS, HOSTS, "2026-11-22T09:00:00")
-    assert too_many.may_go_on()
-    assert len(too_many.of_this_start()) == 1
-
-
-def test_the_same_error_on_other_hosts_is_the_programs() -> None:
-    error = "{}: its ranks ended with code 1: CUDA error: device-side assert"
-    one, two = (_failed(error.format(name), name) for name in ("n1", "n2"))
-    assert _attempts(one, two).hosts_of_same_error() == ["n1", "n2"]
-    assert not _attempts(one, two).may_go_on()
-    assert not _attempts(one, two).may_be_requeued()
-    assert _attempts(one, one).hosts_of_same_error() == [], "one host, twice: it is the host"
-    assert _attempts(one, _failed("n2: NCCL error", "n2")).hosts_of_same_error() == []
-    lost = [_failed(f"lost {name}: no sign of life for 60 s", name, lost=True) for name in ("n1", "n2")]
-    assert _attempts(*lost).hosts_of_same_error() == [], "a program doesn't make hosts fall silent"
-    assert _attempts(*lost).may_go_on()
-
-
-def test_requeues_are_counted_over_all_starts() -> None:
-    attempts = _attempts(_failed("lost n1", "n1", lost=True))
-    assert attempts.requeues() == 0
-    attempts.all[-1]["requeued"] = True
-    again = Attempts(1, attempts.all)
-    again.note(_failed("lost n2", "n2", lost=True), HOSTS, HOSTS, "2026-11-22T09:00:00")
-    assert again.requeues() == 1
-    assert again.may_be_requeued()
-    assert again.excluded() == ["n1", "n2"]

@@ -38,7 +38,7 @@ def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
     )  # fmt: skip
     request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
     assert (
-        script(request, 2, "name", "/jobs/one/slurm-%j.out", [Path("/jobs/one")])
+        script(request, 2, "name", "/jobs/one/slurm-%j.out", Path("/jobs/one"))
         == f"""\
 #!/bin/bash
 #SBATCH --qos=big
@@ -74,28 +74,33 @@ exec /opt/python -m clap_ds.launch.job --folder "$folder" \\
 
 
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
-    """Of paths with spaces, quotes and percents, and tricky values, in an array of jobs."""
-    folders = [tmp_path / name for name in ("it's 50%", "b c")]
-    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="pdsh")
-    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%A.out", folders)
-    assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%A.out"' in text
-    assert not re.search("--gres|--gpus", text)
-    own = Request(_site(tmp_path, sbatch=["--gpus-per-node=h100:4"]), 4, "gpu:4")
-    assert re.findall("--g(?:res|pus).*", script(own, 1, "name", "log", folders)) == ["--gpus-per-node=h100:4"]
-    for task, folder in enumerate(folders):
-        hosts, run = _commands(tmp_path, text, SLURM_ARRAY_TASK_ID=str(task), SLURM_CPUS_PER_TASK="6")
-        assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
-        job = ["--folder", str(folder), "--launcher=pdsh", "--requeues=2"]
-        passed = ["--pass", "A", "OMP_NUM_THREADS", "PATH", "LD_LIBRARY_PATH"]
-        command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
-        assert run[2:] == ["-m", "clap_ds.launch.job", *job, *passed, *command]
+    """Of a path with spaces, quotes and percents, and a tricky value."""
+    folder = tmp_path / "it's 50%"
+    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
+    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)
+    assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
+    hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
+    assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
+    job = ["--folder", str(folder), "--launcher=torchrun", "--requeues=2"]
+    command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
+    assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
     with pytest.raises(UserError, match="no backslash"):
-        script(Request(site, 4, None), 1, "name", "a\\b", folders)
+        script(Request(site, 4, None), 1, "name", "a\\b", folder)
+
+
+def test_gpus_are_asked_for_once_or_not_at_all(tmp_path: Path) -> None:
+    for sbatch, gres, expected in (
+        ([], None, []),
+        (["--gpus-per-node=h100:4"], "gpu:4", ["--gpus-per-node=h100:4"]),
+        (["--qos=big"], "gpu:4", ["--gres=gpu:4"]),
+    ):
+        text = script(Request(_site(tmp_path, sbatch=sbatch), 4, gres), 1, "name", "log", tmp_path)
+        assert re.findall("--g(?:res|pus).*", text) == expected
 
 
 def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
     site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
-    text = script(Request(site, 4, None), 1, "name", "log", [tmp_path])
+    text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
     assert f"exec {sys.executable} -m clap_ds.launch.job" in text
     assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
 
@@ -105,21 +110,17 @@ def test_threads_are_the_users_then_the_sites_then_slurms(tmp_path: Path) -> Non
         ({"environment": {"OMP_NUM_THREADS": "3"}, "cpus_per_task": 8}, {}, "3"),
         ({"cpus_per_task": 8}, {"OMP_NUM_THREADS": "5"}, "5"),
         ({"cpus_per_task": 8}, {"SLURM_CPUS_PER_TASK": "6"}, "8"),
-        ({}, {"SLURM_CPUS_PER_TASK": "6"}, "6"),
         ({}, {}, "1"),
     ):
         request = Request(_site(tmp_path, python=str(tmp_path / "python"), **site), 4, None)
-        hosts, run = _commands(tmp_path, script(request, 1, "name", "log", [tmp_path]), **variables)
+        hosts, run = _commands(tmp_path, script(request, 1, "name", "log", tmp_path), **variables)
         assert (hosts[0], run[0]) == (threads, threads)
 
 
 @pytest.mark.parametrize(
-    ("train", "limit", "launcher", "signal"),
-    [(False, "00:15:00", None, "USR1@60"), (False, "2", "torchrun", "USR1@60"), (False, "1:30", "pdsh", "B:USR1@60"),
-     (False, "00:01:00", None, "USR1@30"), (True, "10", None, "USR1@300"), (True, "00:09:00", "pdsh", "B:USR1@270")],
-)  # fmt: skip
-def test_warning_is_never_more_than_half_the_limit(
-    tmp_path: Path, train: bool, limit: str, launcher: str | None, signal: str
-) -> None:
-    request = Request(_site(tmp_path), 4, None, train=train, time=limit, launcher=launcher)
-    assert f"#SBATCH --signal={signal}\n" in script(request, 1, "name", "log", [tmp_path])
+    ("train", "limit", "seconds"),
+    [(False, "00:15:00", 60), (False, "1:30", 60), (False, "00:01:00", 30), (True, "10", 300), (True, "00:09:00", 270)],
+)
+def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
+    request = Request(_site(tmp_path), 4, None, train=train, time=limit)
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", tmp_path)

@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.launchers import Launcher, default_launcher
+from clap_ds.launch.launchers import Launcher, environment
 
 HOSTS = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
-
-
-def _value(command: list[str], option: str) -> str:
-    return command[command.index(option) + 1]
 
 
 def test_slurm_is_one_srun_on_these_hosts() -> None:
@@ -34,17 +30,16 @@ def test_slurm_is_one_srun_on_these_hosts() -> None:
     assert {"--cpus-per-task=8", "--cpu-bind=cores", "--mpi=none", "--job-name=7.ab.0"} <= {*step}
 
 
-def test_pdsh_binds_by_deepspeed_and_takes_uneven_hosts() -> None:
-    command = Launcher("pdsh", cpu_bind="cores").command({"n1": 4, "n2": 2}, Path("H"), 17000, WORDS)
-    assert _value(command, "--launcher") == "pdsh"
-    assert "--bind_cores_to_rank" in command
-    assert not any(word.startswith("--launcher_args") for word in command)
-
-
-@pytest.mark.parametrize("name", ["slurm", "torchrun"])
-def test_uneven_hosts_are_refused_where_srun_places_ranks(name: str) -> None:
+def test_srun_has_to_be_there_and_places_as_many_ranks_on_every_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=f"launcher slurm: srun isn't installed on {os.uname().nodename}"):
+        Launcher("slurm").check(HOSTS)
+    (tmp_path / "srun").touch(0o755)
+    Launcher("slurm").check(HOSTS)
     with pytest.raises(UserError, match="as many ranks on every host"):
-        Launcher(name).command({"n1": 4, "n2": 2}, Path("H"), 17000, WORDS)
+        Launcher("torchrun").check({"n1": 4, "n2": 2})
 
 
 def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
@@ -58,28 +53,8 @@ def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
     assert "SIGUSR1" in next(word for word in command if word.startswith("--signals-to-handle="))
 
 
-def test_only_pdsh_writes_variables_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed documents: a line each, none blank, the user's own first."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("LIST", "Tree,Ring two; rm")
+def test_ranks_find_this_package_and_have_the_whole_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("MINE=1\n\n")
-    folder = tmp_path / "attempt"
-    folder.mkdir()
-    assert "DS_ENV_FILE" not in Launcher("slurm", passed=["LIST"]).environment(folder)
-    assert [*folder.iterdir()] == []
-    environment = Launcher("pdsh", passed=["LIST", "NOT_SET"]).environment(folder)
-    lines = Path(environment["DS_ENV_FILE"]).read_text().splitlines()
-    assert lines == ["MINE=1", "LIST='Tree,Ring two; rm'"]
-    assert environment["HF_TOKEN"] == "secret"
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).resolve().parents[2])
-    assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
-
-
-def test_default_is_slurm_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert default_launcher() == "pdsh"
-    (tmp_path / "srun").touch(0o755)
-    assert default_launcher() == "slurm"
+    monkeypatch.setenv("PYTHONPATH", "/mine::/theirs")
+    package = str(Path(__file__).resolve().parents[2])
+    assert environment() == {**os.environ, "PYTHONPATH": f"{package}:/mine:/theirs", "PYTHONUNBUFFERED": "1"}

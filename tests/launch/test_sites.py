@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.sites import Site, load_site, main
-from tests.launch.conftest import FakeSlurm
+from clap_ds.launch.sites import Site, load_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_packaged_sites(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "jupitr"]) == 2
-    assert "did you mean 'jupiter'?" in capsys.readouterr().err
-    assert main(["check", "generic"]) == 0
+def test_packaged_sites() -> None:
+    with pytest.raises(UserError, match="did you mean 'jupiter'"):
+        load_site("jupitr")
     site = load_site("jupiter")
     assert (site.partition, site.gpus_per_node, site.cpus_per_task) == ("booster", 4, 72)
     published = (
@@ -43,25 +41,17 @@ def test_packaged_sites(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) ->
     [
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
         ({"account": 3}, "account: expected a string or null, found 3"),
-        ({"gpus_per_node": 0}, "gpus_per_node: expected a whole number"),
-        ({"gpus_per_node": True}, "gpus_per_node: expected a whole number"),
+        ({"gpus_per_node": 0}, "gpus_per_node: expected a whole number or null, at least 1, found 0"),
         ({"run_root": None}, "run_root: expected a string, found null"),
+        ({"python": ""}, 'python: expected a string or null, found ""'),
         ({"launcher": "slrum"}, "did you mean 'slurm'?"),
         ({"requeues": -1}, "requeues: expected a whole number, at least 0, found -1"),
-        ({"warning_s": 0}, "warning_s: expected a whole number, at least 1, found 0"),
-        ({"wrapper": ["apptainer", "exec"]}, "wrapper: apptainer needs launcher torchrun"),
-        ({"launcher": "slurm", "srun": ["--container-image=x"]}, "srun: --container-image=x needs launcher torchrun"),
-        ({"srun": ["container-image=x"]}, "srun: expected options such as --exclusive or --mpi=none"),
-        ({"wrapper": "apptainer exec"}, "wrapper: expected a list of strings"),
-        ({"wrapper": ["apptainer", ""]}, "wrapper: expected no empty string"),
+        ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
         ({"setup": "module load x"}, "setup: expected a list of strings"),
+        ({"sbatch": [1]}, "sbatch: expected a list of strings, found [1]"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected an object of strings"),
-        ({"environment": {"NCCL DEBUG": "x"}}, "expected a variable's name"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon': expected a SLURM time"),
-        ({"walltimes": {"all": "00:10:00"}}, "walltimes.all: expected a number of nodes"),
-        ({"walltimes": {}}, "walltimes: expected at least one"),
-        ({"sbatch": ["exclusive"]}, "sbatch: expected options such as --exclusive"),
-        ({"sbatch": ["--exclusive\nreboot"]}, "sbatch: expected options"),
+        ({"walltimes": {"all": "00:10:00"}}, "walltimes: expected time limits by numbers of nodes"),
         ([], "expected a JSON object"),
     ],
 )
@@ -76,10 +66,10 @@ def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
 
 def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
-    path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"]}')
+    path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
     assert load_site(str(path)).container() == "apptainer"
-    with pytest.raises(UserError, match="needs launcher torchrun"):
-        load_site(str(path), "pdsh")
+    with pytest.raises(UserError, match="apptainer needs launcher torchrun"):
+        load_site(str(path), "slurm")
     assert Site(srun=["--mpi=none"]).container() is None
 
 
@@ -96,13 +86,11 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     begin = "import sys\nsys.version_info, sys.version = (3, 6, 8), '3.6.8 (default)'\n__package__ = ''\n"
     old = subprocess.run([sys.executable, "-c", begin + text], capture_output=True, text=True)
     assert old.stderr == f"error: launch/{name}.py needs Python 3.11 or newer; this is 3.6.8\n"
-    assert old.returncode == 1
 
 
 def test_every_field_is_in_the_manual() -> None:
     manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*?) \|", manual, re.MULTILINE))
-    for each in fields(Site):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        assert rows.pop(each.name, None) == f"`{json.dumps(default)}`"
-    assert not rows, "no such fields"
+    defaults = {each.name: each.default for each in fields(Site) if each.default_factory is MISSING}
+    defaults |= {each.name: each.default_factory() for each in fields(Site) if each.default_factory is not MISSING}
+    assert rows == {name: f"`{json.dumps(default)}`" for name, default in defaults.items()}

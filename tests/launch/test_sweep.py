@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.jobs import Jobs, figures_of, state_of
+from clap_ds.launch.jobs import Jobs, standing_of
 from clap_ds.launch.sweep import main
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
@@ -27,69 +27,49 @@ def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
     return folder
 
 
-def _finish(folder: Path, name: str, state: str, **fields: str) -> None:
-    (folder / name / "job.json").write_text(json.dumps({"state": state, "error": None, **fields}))
-
-
-def _states(folder: Path) -> dict[str, tuple[str, str]]:
-    return Jobs.read(folder).states()
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
-    options = ("--nodes", "2", "--repeats", "2", "--vary", "optimizer.params.lr=1e-4,3e-4", "--array")
-    folder = _start(tmp_path, *options)
-    sweep = Jobs.read(folder)
-    assert [job.name for job in sweep.jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
+    folder = _start(tmp_path, "--nodes", "2", "--repeats", "2", "--vary", "optimizer.params.lr=1e-4,3e-4")
+    jobs = {job.name: job for job in Jobs.read(folder).jobs}
+    assert [*jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
     assert json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
-    (call,) = slurm.calls
-    assert "--array=0,1,2,3" in call
-    assert [job.slurm_id for job in sweep.jobs] == ["101_0", "101_1", "101_2", "101_3"]
-    for job in sweep.jobs[:3]:
-        _finish(folder, job.name, "completed")
-    assert main(["resume", str(folder)]) == 0
-    assert "--array=3" in slurm.calls[1]
-    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "101_1", "101_2", "102_3"]
+    assert [job.slurm_id for job in jobs.values()] == ["101", "102", "103", "104"]
+    assert slurm.lines("calls") == [f"--parsable {folder}/{name}.sbatch" for name in jobs]
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_sbatch_is_asked_once_for_each_number_of_nodes(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = _start(tmp_path, "--nodes", "1", "2", "--repeats", "3")
-    assert slurm.tested == ["#SBATCH --nodes=1", "#SBATCH --nodes=2"]
-    before = (folder / "n001-r1.sbatch").read_text()
-    slurm.write("refuse_test", "sbatch: error: Invalid node name specified in exclude list: nope\n")
-    assert main(["resume", str(folder), "--exclude", "nope"]) == 2
-    assert "sbatch would refuse it: Invalid node name" in capsys.readouterr().err
-    assert (len(slurm.calls), (folder / "n001-r1.sbatch").read_text()) == (6, before)
+def test_a_sweep_of_an_earlier_version_is_read(tmp_path: Path, slurm: FakeSlurm) -> None:
+    record = _start(tmp_path) / "jobs.json"
+    content = json.loads(record.read_text()) | {"array": True}
+    content["jobs"][0]["task"], content["request"]["shrink"] = 0, False
+    record.write_text(json.dumps(content))
+    assert main(["status", str(record.parent)]) == 0
 
 
 def test_nothing_is_queued_unless_every_job_can_run(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "n001-windws_2: clap.bench.windws: no such field; did you mean"),
+        (["--vary", "clap.bench.windws=2,3"], "r: n001-windws_2: clap.bench.windws: no such field; did you mean 'windows'?\n"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], 'n001-train_micro_batch_size_per_gpu_zwei: train_micro_batch'),
-        (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: 18 is not"),
-        (["--train"], "n001: clap.train: missing samples or epochs"),
-        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: 48 is not"),
+        (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
+        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected a multiple"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
         assert not folder.exists()
     folder.mkdir()
     _start(tmp_path, "--train", code=2)
+    assert "n001: clap.train: missing samples or epochs" in capsys.readouterr().err
     assert folder.exists(), "it was there before"
-    assert slurm.calls == []
+    assert slurm.lines("calls") == []
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
-    slurm.write("partitions", "gpu*|8|gpu:4|12:00:00\n")
+    slurm.write("partitions", "gpu*|gpu:4|12:00:00\n")
     options = ("--train", "--vary", "clap.train.samples=64,128", "--nodes", "2", "--site", "generic")
-    folder = _start(tmp_path, *options)
-    script = (folder / "n002-samples_64.sbatch").read_text()
+    script = (_start(tmp_path, *options) / "n002-samples_64.sbatch").read_text()
     assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
     assert "-- clap_ds/train.py" in script
 
@@ -98,30 +78,29 @@ def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: P
 def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _start(tmp_path, "--nodes", "1", "2", "3", "4", "5", "6", "7", "8")
     for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
-        _finish(folder, f"n{nodes:03d}", state)
+        (folder / f"n{nodes:03d}" / "job.json").write_text(json.dumps({"state": state, "error": None}))
     (folder / "n005-105.out").write_text("began")
-    _finish(folder, "n001", "completed", run_directory=str(folder))
-    (folder / "summary.json").write_text('{"samples_per_s_per_gpu": {"mean": 2.5}}')
     slurm.write("queue", "106 RUNNING\n108 PENDING\n107 CANCELLED\n")
-    states = _states(folder)
-    # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
-    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
-    assert [state for state, _ in states.values()] == expected
-    assert states["n005"][1].endswith(f"see {folder / 'n005-105.out'}")
-    assert states["n007"][1] == "cancelled before it began"
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
-    heads, first, *_, last, counts = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in (heads, first, last)] == [
-        ["job", "nodes", "id", "state", "result", "note"],
-        ["n001", "1", "101", "completed", "2.50", "samples/s/GPU"],
-        ["n008", "8", "108", "init", "pending"],
+    heads, *rows, counts = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["job", "nodes", "id", "state", "note"]
+    # n005 says it runs, but SLURM no longer knows it; n007 never came to say anything.
+    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
+    assert [row.split()[:4] for row in rows] == [
+        [f"n{n:03d}", f"{n}", f"{100 + n}", state] for n, state in enumerate(expected, start=1)
     ]
-    assert counts.endswith(", 1 terminated, 1 init")
-    assert main(["resume", str(folder), "--dry_run"]) == 0
-    assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
+    assert rows[6].endswith("cancelled before it began")
+    assert counts.endswith("2 failed, 1 running, 1 terminated, 1 init")
+    script = (folder / "n003.sbatch").read_text()
+    slurm.write("refuse_test", "sbatch: error: Invalid node name specified in exclude list: nope\n")
+    assert main(["resume", str(folder), "--exclude", "nope"]) == 2
+    assert "sbatch would refuse it: Invalid node name" in capsys.readouterr().err
+    assert (len(slurm.lines("calls")), (folder / "n003.sbatch").read_text()) == (8, script)
+    (slurm.folder / "refuse_test").unlink()
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    assert len(slurm.calls) == 12
+    assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
+    assert len(slurm.lines("calls")) == 12
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)
     slurm.write("queue", "106 RUNNING\n108 PENDING\n109 PENDING\n110 PENDING\n111 PENDING\n112 RUNNING\n")
@@ -142,38 +121,19 @@ def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Ca
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
-    for bad in (["--nodes", "0"], ["--per_nodes", "8"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(["--config", config, *bad])
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_file_from_a_node_count_on(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, tokens in (("few", 16), ("many", 32)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(micro_run(clap={"text_tokens": tokens})))
-    files = [f"8={tmp_path}/many.json", f"1={tmp_path}/few.json"]
-    command = ["--site", "jupiter", "--nodes", "2", "8", "16", "--dry_run", "--folder", str(tmp_path / "sweep")]
-    assert main([*command, "--per_nodes", *files]) == 0
-    runs = [json.loads((tmp_path / "sweep" / name / "run.json").read_text()) for name in ("n002", "n008", "n016")]
-    assert [run["clap"]["text_tokens"] for run in runs] == [16, 32, 32]
-    for wrong, message in (
-        ([*files, "--config", "htsat_tiny"], "one of the two"),
-        (files[:1], "no file for 2 nodes: the first is for 8 and more"),
-    ):
-        assert main([*command[:-1], str(tmp_path / "other"), "--per_nodes", *wrong]) == 2
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", config, "--nodes", "0"])
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_strong_scaling_keeps_the_global_batch_by_accumulation(tmp_path: Path, slurm: FakeSlurm) -> None:
     micro_batch = micro_run()["train_micro_batch_size_per_gpu"]
     folder = _start(tmp_path, "--nodes", "1", "2", "4", "--global_batch", str(micro_batch * 32), "--dry_run")
+    assert slurm.lines("calls") == []
     for nodes, steps in ((1, 8), (2, 4), (4, 2)):
-        run = json.loads((folder / f"n00{nodes}" / "run.json").read_text())
-        sizes = [
-            run[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        ]
-        assert sizes == [micro_batch, steps, micro_batch * 32]
+        run = json.loads((folder / f"n{nodes:03d}" / "run.json").read_text())
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        assert [run[name] for name in names] == [micro_batch, steps, micro_batch * 32]
 
 
 def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
@@ -193,58 +153,35 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
             assert {f"#SBATCH --{option}" for option in options} <= lines
             assert run["clap"]["output"] == {"root": str(tmp_path / "sweep" / "runs"), "label": name}
-    assert (len(slurm.tested), slurm.calls) == (len(scales), [])
-
-
-# --- what became of a job, whose records may be missing, half-written or stale
+    tested = [line for line in slurm.lines("tested") if "--nodes=" in line]
+    assert tested == [f"#SBATCH --nodes={nodes}" for nodes in scales], "once for each number of nodes"
 
 
 @pytest.mark.parametrize(
     ("record", "slurm_id", "slurm_state", "logged", "expected"),
     [
-        ({"state": "completed"}, "7", None, True, ("completed", "")),
         ({"state": "failed", "error": "why"}, "7", "FAILED", True, ("failed", "why")),
         ({"state": "completed"}, None, None, True, ("completed", "")),  # its id was lost
-        ({"state": "running"}, "7", "RUNNING", True, ("running", "running")),
-        ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending")),  # queued again
-        ({"state": "running"}, "7", "COMPLETING", True, ("running", "completing")),
-        ({}, "7", "CONFIGURING", False, ("init", "configuring")),
-        ({}, "7", "PENDING", False, ("init", "pending")),
+        ({"state": "running"}, "7", "RUNNING", True, ("running", "running", True)),
+        ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending", True)),  # queued again
+        ({"state": "running"}, "7", "COMPLETING", True, ("running", "completing", True)),
+        ({}, "7", "CONFIGURING", False, ("init", "configuring", True)),
         ({}, None, None, False, ("init", "not submitted")),
         ({}, "7", "CANCELLED", False, ("terminated", "cancelled before it began")),
         ({}, "7", None, False, ("terminated", "cancelled before it began")),
         ({}, "7", "NODE_FAIL", False, ("failed", "node_fail before it began")),
-        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL; see ")),
-        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED; ")),
-        ({"state": "running"}, "7", "OUT_OF_MEMORY", True, ("failed", "SLURM: OUT_OF_MEMORY; ")),
-        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; ")),
-        ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see ")),
+        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL; see LOG")),
+        ({"state": "running"}, "7", "PREEMPTED", True, ("terminated", "SLURM: PREEMPTED; see LOG")),
+        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; see LOG")),
+        ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see LOG")),
     ],
 )
-def test_states(
+def test_what_became_of_a_job(
     tmp_path: Path, record: dict[str, str], slurm_id: str | None, slurm_state: str | None, logged: bool,
-    expected: tuple[str, str],
+    expected: tuple[str, ...],
 ) -> None:  # fmt: skip
-    if record:
-        (tmp_path / "job.json").write_text(json.dumps(record))
-    if logged:
-        (tmp_path / "log").touch()
-    state, note = state_of(tmp_path, slurm_id, slurm_state, tmp_path / "log")
-    assert state == expected[0]
-    assert note.startswith(expected[1])
-    assert ("log" in note) == ("SLURM" in expected[1])
-
-
-def test_figures_of_what_was_measured_and_learned(tmp_path: Path) -> None:
-    assert figures_of(tmp_path) == ""
-    for text in ("{", "{}", '{"run_directory": null}', '{"run_directory": "/no/such"}'):
-        (tmp_path / "job.json").write_text(text)
-        assert figures_of(tmp_path) == ""
-    (tmp_path / "job.json").write_text(json.dumps({"run_directory": str(tmp_path)}))
-    for summary, figures in (
-        ({}, ""),
-        ({"samples_per_s_per_gpu": {"mean": 1234.5}}, "1,234.50 samples/s/GPU"),
-        ({"command": "train", "loss": 0.25, "step": 1200}, "loss 0.2500 at step 1,200"),
-    ):
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
-        assert figures_of(tmp_path) == figures
+    (tmp_path / "job.json").write_text(json.dumps(record) if record else "{")
+    log = tmp_path / "log"
+    log.write_text("") if logged else None
+    state, note, is_under_way = standing_of(tmp_path, slurm_id, slurm_state, log)
+    assert (state, note.replace(str(log), "LOG"), *[True] * is_under_way) == expected

@@ -143,7 +143,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     ("launcher", "changes", "message"),
     [
         ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("two ranks", {"train_batch_size": 4}, "train_batch_size: 4 is not"),
+        ("two ranks", {"train_batch_size": 4}, "train_batch_size: expected"),
         (
             "two ranks",
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
