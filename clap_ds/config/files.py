@@ -37,6 +37,13 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(number, "rb")
 
 
+@contextlib.contextmanager
+def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A path to a regular file for who can't be given an open one: of the file that is there now, whatever takes its place."""
+    with open_regular(path) as file:
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """All of a regular file; raises OSError where it can't be read, or has more than `most` bytes."""
     with open_regular(path) as file:

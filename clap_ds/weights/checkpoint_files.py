@@ -32,9 +32,10 @@ STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
 """1: the state was pickles, of DeepSpeed's and of torch's."""
+_FORMAT_1 = r"latest|random_states\.pt|deepspeed/mp_rank_00_model_states\.pt"
+FILE_NAME = re.compile(rf"(weights|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*|{_FORMAT_1}", re.ASCII)
+"""Of a file in a checkpoint. Somebody else may have written the manifest: none outside, no URL, none of another case."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
-FILE_NAME = re.compile(r"(\w[\w.+-]*/)?\w[\w.+-]*", re.ASCII)
-"""Of a file in a checkpoint, by its manifest, which somebody else may have written: none outside of it, and no URL."""
 
 
 def warn(message: str) -> None:
@@ -104,7 +105,8 @@ class Manifest:
             found = cls(**known | {"files": records})
         except (LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} has not the fields of one: {error}") from error
-        if outside := [name for name in records if not FILE_NAME.fullmatch(name)]:
+        names = [name for name in records if FILE_NAME.fullmatch(name)]
+        if outside := sorted({*records} - {*{name.casefold(): name for name in names}.values()}):
             raise DamagedError(f"{where}: its {MANIFEST} names {outside[0]!r}, which is no file of a checkpoint")
         return found
 

@@ -218,8 +218,8 @@ def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
 
 def _opened(path: Path) -> Any:
     try:
-        files.open_regular(path).close()
-        return safetensors.safe_open(path, framework="pt")
+        with files.pinned(path) as opened:
+            return safetensors.safe_open(opened, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
 

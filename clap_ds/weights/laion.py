@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, num_misfits, renamed_checkpoint
@@ -90,7 +91,8 @@ def _layouts() -> list[ClapConfig]:
 def _read(path: Path) -> dict[str, Any]:
     """What a file holds by name, tensors on the CPU."""
     try:
-        content = _load(path)
+        with pinned(path) as opened:
+            content = _load(opened)
     except OSError as error:
         raise ValueError(f"{path}: can't be read: {error}") from error
     except Exception as error:  # whatever torch makes of a damaged file
@@ -102,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load(path: Path) -> Any:
+def _load(path: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the protocol
         try:

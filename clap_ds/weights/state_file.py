@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from clap_ds.config.files import open_regular, parse_json
+from clap_ds.config.files import parse_json, pinned
 
 KEY = "clap_ds.state"
 
@@ -49,8 +49,7 @@ def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> An
 def read_state_file(path: Path) -> Any:
     """What `to_state_file` was given, tensors on the CPU; raises ValueError where that can't be told."""
     try:
-        open_regular(path).close()
-        with safetensors.safe_open(path, framework="pt") as file:
+        with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return _restored(parse_json((file.metadata() or {})[KEY]), file.get_tensor)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as a state: {error}") from error
@@ -70,8 +69,8 @@ def _restored(described: Any, tensor_of: Any) -> Any:
 def read_pickled_state(path: Path) -> Any:
     """A state as checkpoints of format 1 have it, by torch's reader that runs nothing; raises ValueError where that refuses."""
     try:
-        open_regular(path).close()
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with pinned(path) as opened:
+            return torch.load(opened, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"{path}: can't be read: {error.strerror}") from error
     except Exception as error:  # of many types, where a file is damaged

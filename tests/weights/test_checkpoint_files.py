@@ -96,10 +96,10 @@ def test_no_bit_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_between_writing_and_reading_back_is_never_published(tmp_path: Path) -> None:
     draft = checkpoint_files.begin(tmp_path, 1)
-    record = checkpoint_files.write_file(draft / "a", b"as it was meant")
-    flip_bit(draft / "a", 3)
-    with pytest.raises(DamagedError, match="a has changed"):
-        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"a": record}))
+    record = checkpoint_files.write_file(draft / "progress.json", b"as it was meant")
+    flip_bit(draft / "progress.json", 3)
+    with pytest.raises(DamagedError, match="progress.json has changed"):
+        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"progress.json": record}))
     assert not checkpoint_files.read_all(tmp_path)
 
 
